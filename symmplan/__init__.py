@@ -1,0 +1,49 @@
+"""symmplan: declare, plan and place tensors in symmetric memory for distributed PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from symmplan import errors as errors
+    from symmplan.api import plan as plan
+    from symmplan.integrate.compile import backend as backend
+    from symmplan.memory import handle as handle
+    from symmplan.model import Plan as Plan
+    from symmplan.model import Problem as Problem
+    from symmplan.registry import register_symm_mem_args as register_symm_mem_args
+    from symmplan.registry import requirements as requirements
+    from symmplan.registry import symm_args as symm_args
+
+# Public name -> module that defines it. Loaded on first use, so that `import symmplan` is cheap
+# and does not import torch.
+_HOME = {
+    "Plan": "symmplan.model",
+    "Problem": "symmplan.model",
+    "backend": "symmplan.integrate.compile",
+    "errors": "symmplan.errors",
+    "handle": "symmplan.memory",
+    "plan": "symmplan.api",
+    "register_symm_mem_args": "symmplan.registry",
+    "requirements": "symmplan.registry",
+    "symm_args": "symmplan.registry",
+}
+
+__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'symmplan' has no attribute {name!r}")
+    module = importlib.import_module(home)
+    value = module if home == f"symmplan.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

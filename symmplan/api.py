@@ -1,0 +1,49 @@
+"""`symmplan.plan`: any program in, a checked plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from symmplan.model import Plan, Problem
+
+__all__ = ["plan"]
+
+
+def plan(
+    program: Any,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    effort: Literal["fast", "optimal"] = "fast",
+    capacity: int | None = None,
+) -> Plan:
+    """Assign every declared tensor of a program a place in pooled symmetric segments.
+
+    Args:
+        program: An ``fx.Graph``, a ``GraphModule``, an ``ExportedProgram`` or a `Problem`.
+        example_inputs: Inputs to propagate (on fake tensors) where the graph's nodes carry no
+            sizes. Only for graphs.
+        effort: ``"fast"``, or ``"optimal"`` for a complete search with a proof.
+        capacity: Bytes that each segment may take at most; None for no limit.
+
+    Returns:
+        A verified plan. The same program gives the same plan on every machine.
+
+    Raises:
+        CaptureError: The program is of another kind, or has no sizes.
+        CapacityError: The buffers do not fit into ``capacity``.
+
+    Collective: no.
+
+    >>> import symmplan
+    >>> problem = symmplan.Problem.from_intervals([("a", 0, 2, 64), ("b", 2, 4, 64)])
+    >>> symmplan.plan(problem).peak_bytes
+    64
+    """
+    from symmplan.planner import plan as plan_problem
+
+    if not isinstance(program, Problem):
+        from symmplan.capture import capture_fx
+
+        program = capture_fx(program, example_inputs).problem
+    return plan_problem(program, effort=effort, capacity=capacity)

@@ -1,0 +1,8 @@
+"""Capture: what a program does with the tensors that must be symmetric, as a `Problem`."""
+
+from __future__ import annotations
+
+from symmplan.capture.fx import Captured, Site, capture_fx
+from symmplan.capture.joint import join
+
+__all__ = ["Captured", "Site", "capture_fx", "join"]

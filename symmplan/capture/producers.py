@@ -1,0 +1,96 @@
+"""Which ops can write their result straight into memory that they are given.
+
+Asked for the producer of a tensor that some op declares: if it can, the tensor is *bound* (made in
+its placement, no copy); if it cannot, the tensor is *staged* (copied there).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import fx
+
+__all__ = ["OUT_VARIANTS", "Write", "out_overload", "writes_eager", "writes_inductor"]
+
+#: ``"fuse"``: a copy that the compiler folds into the producer's own kernel.
+#: ``"out"``: the op's variant with an ``out`` argument.
+#: ``"alloc"``: the op writes nothing, it only makes memory.
+Write: TypeAlias = Literal["alloc", "fuse", "out"]
+
+_ALLOCATIONS = frozenset({
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+})  # fmt: skip
+
+# Ops that Inductor lowers to loops though they carry no pointwise tag: a copy of their result
+# becomes their store.
+_LOOPS = frozenset({
+    "aten::_to_copy",
+    "aten::amax",
+    "aten::amin",
+    "aten::arange",
+    "aten::clone",
+    "aten::constant_pad_nd",
+    "aten::embedding",
+    "aten::full",
+    "aten::full_like",
+    "aten::gather",
+    "aten::index_select",
+    "aten::mean",
+    "aten::slice_scatter",
+    "aten::sum",
+    "aten::where",
+    "prims::convert_element_type",
+})  # fmt: skip
+
+#: Ops whose kernels come from a library, with the symmplan op that passes ``out`` on to them.
+OUT_VARIANTS = {
+    "aten::mm": "symmplan::mm_out",
+    "aten::bmm": "symmplan::bmm_out",
+    "aten::addmm": "symmplan::addmm_out",
+}
+
+
+def writes_inductor(node: fx.Node) -> Write | None:
+    """How the producer can write into given memory when Inductor compiles the graph."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name
+    if name in _ALLOCATIONS:
+        return "alloc"
+    if name in OUT_VARIANTS and target._overloadname == "default":
+        return "out"
+    if torch.Tag.pointwise in target.tags or name in _LOOPS:
+        return None if target._schema.is_mutable else "fuse"
+    return None
+
+
+def out_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that takes the same arguments and one ``out``, or None."""
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        arguments = candidate._schema.arguments
+        if not arguments or not arguments[-1].is_out:
+            continue
+        if [(a.name, str(a.type)) for a in arguments[:-1]] == wanted:
+            return candidate  # type: ignore[no-any-return]
+    return None
+
+
+def writes_eager(node: fx.Node) -> Write | None:
+    """How the producer can write into given memory when the graph runs op by op."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    if target._schema.name in _ALLOCATIONS:
+        return "alloc"
+    if len(target._schema.returns) != 1 or target.is_view or target.namespace != "aten":
+        return None
+    return "out" if out_overload(target) is not None else None

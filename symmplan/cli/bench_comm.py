@@ -1,0 +1,310 @@
+"""Time the one-sided collectives of memory="shm" against gloo's, on this machine.
+
+Both run in the same processes on the same tensors, alternating, so that other load hits both
+alike; a repetition's time is the slowest rank's, and medians are compared. Every result is checked
+against gloo's. Bytes are those of one rank's part: the input of an all-gather, the output of a
+reduce-scatter, the whole tensor of an all-reduce.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.process import BaseProcess
+
+    import torch
+
+__all__ = ["add_arguments", "render", "run"]
+
+_OPS = ("all_gather", "reduce_scatter", "all_reduce")
+_DEFAULT_SIZES = "64K,256K,1M,4M,16M,64M"
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``symmplan bench comm``."""
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=_sizes(_DEFAULT_SIZES),
+        metavar="N[K|M],...",
+        help=f"bytes of one rank's part (default {_DEFAULT_SIZES})",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=15, help="timed runs of each (default 15)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float64"), default="float32"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for everything (default 300)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks, collect their times, compare.
+
+    Raises:
+        RunError: A rank failed or did not finish in time.
+    """
+    if args.ranks < 2:
+        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+    options = {
+        "ranks": args.ranks,
+        "sizes": args.sizes,
+        "repetitions": args.repetitions,
+        "dtype": args.dtype,
+        "threads": max(1, (os.cpu_count() or 1) // args.ranks),
+    }
+    times = _gather(_start(options, args.timeout), options)
+    rows = []
+    for op in _OPS:
+        for size in args.sizes:
+            cell = [rank[op][str(size)] for rank in times]
+            # One repetition is over when its slowest rank is.
+            slowest = {
+                side: [max(run) for run in zip(*(c[side] for c in cell), strict=True)]
+                for side in ("gloo", "shm")
+            }
+            gloo, shm = (statistics.median(slowest[side]) for side in ("gloo", "shm"))
+            rows.append(
+                {
+                    "op": op,
+                    "bytes": size,
+                    "gloo_us": round(gloo * 1e6, 1),
+                    "shm_us": round(shm * 1e6, 1),
+                    "speedup": round(gloo / shm, 2),
+                    "best_speedup": round(min(slowest["gloo"]) / min(slowest["shm"]), 2),
+                    "equal": all(c["equal"] for c in cell),
+                }
+            )
+    return {
+        "ok": all(row["equal"] for row in rows),
+        "command": "symmplan bench comm "
+        f"--ranks {args.ranks} --repetitions {args.repetitions} --dtype {args.dtype} "
+        f"--sizes {','.join(map(str, args.sizes))}",
+        "ranks": args.ranks,
+        "threads_per_rank": options["threads"],
+        "dtype": args.dtype,
+        "repetitions": args.repetitions,
+        "results": rows,
+        "machine": _machine(),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """A table for people."""
+    machine = result["machine"]
+    lines = [
+        f"{result['ranks']} ranks, {result['threads_per_rank']} threads each, {result['dtype']}; "
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}",
+        f"{'op':15} {'bytes':>10} {'gloo us':>10} {'shm us':>10} {'speedup':>8}  equal",
+    ]
+    lines += [
+        f"{row['op']:15} {row['bytes']:>10} {row['gloo_us']:>10.0f} {row['shm_us']:>10.0f} "
+        f"{row['speedup']:>7.1f}x  {'yes' if row['equal'] else 'NO'}"
+        for row in result["results"]
+    ]
+    return "\n".join(lines)
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for part in text.upper().split(","):
+        unit = _UNITS.get(part[-1:], 1)
+        digits = part[:-1] if part[-1:] in _UNITS else part
+        if not digits.isdecimal() or not int(digits):
+            raise argparse.ArgumentTypeError(f"{part!r} is no size; say 4096, 64K or 16M")
+        # Whole cache lines, so that every type and number of ranks divides it.
+        sizes.append(max(64, int(digits) * unit // 64 * 64))
+    return sizes
+
+
+def _start(options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """Run the ranks; what each measured."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(target=_rank, args=(rank, store.port, options), daemon=True)
+        for rank in range(options["ranks"])
+    ]
+    with _ended(processes):
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        seen = 0
+        while any(process.is_alive() for process in processes):
+            failed = [p for p in processes if p.exitcode]
+            if failed or time.monotonic() > deadline:
+                break
+            done = store.add("bench/progress", 0)
+            if done > seen:
+                seen = done
+                print(f"bench comm: {seen}/{len(_OPS) * len(options['sizes'])}", file=sys.stderr)
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        if any(code != 0 for code in codes):
+            raise RunError(
+                "ranks of the benchmark failed or did not finish",
+                expected=f"all of them done within {timeout:g} s",
+                got=f"exit codes {codes} (None: still running)",
+                fix="see their output above, or raise --timeout",
+                exit_codes=codes,
+            )
+        return [
+            json.loads(bytes(store.get(f"bench/result/{rank}")))
+            for rank in range(options["ranks"])
+        ]
+
+
+def _gather(times: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    assert len(times) == options["ranks"]
+    return times
+
+
+@contextlib.contextmanager
+def _ended(processes: list[BaseProcess]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+            if process.pid is not None:
+                process.join()
+
+
+def _rank(rank: int, port: int, options: dict[str, Any]) -> None:
+    """One rank's life."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(options["threads"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("bench/group", store),
+        rank=rank,
+        world_size=options["ranks"],
+        timeout=datetime.timedelta(seconds=120),
+    )
+    result: dict[str, Any] = {}
+    for op in _OPS:
+        result[op] = {}
+        for size in options["sizes"]:
+            result[op][str(size)] = _measure(op, size, rank, options)
+            if rank == 0:
+                store.add("bench/progress", 1)
+    store.set(f"bench/result/{rank}", json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _measure(op: str, size: int, rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Times in seconds of one op at one size, and whether both sides agree."""
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.memory import realize
+
+    world = options["ranks"]
+    dtype = getattr(torch, options["dtype"])
+    count = size // dtype.itemsize
+    with realize(_plan(size * world), memory="shm", timeout=60.0) as arena:
+        # Small whole numbers: sums are exact, so equal means equal whatever the order.
+        generator = torch.Generator().manual_seed(rank)
+        large = arena.tensor("large", dtype)
+        small = arena.tensor("small", dtype)[:count]
+        part = torch.randint(-8, 8, (count,), generator=generator).to(dtype)
+        whole = torch.randint(-8, 8, (count * world,), generator=generator).to(dtype)
+        want: torch.Tensor
+        got: torch.Tensor
+        gloo: Callable[[], Any]
+        shm: Callable[[], Any]
+        if op == "all_gather":
+            want, got = torch.empty_like(large), large
+            gloo = lambda: dist.all_gather_into_tensor(want, part)  # noqa: E731
+            shm = lambda: torch.ops.symmplan.all_gather_out(  # noqa: E731
+                part, world, "default", out=got
+            )
+        elif op == "reduce_scatter":
+            want, got = torch.empty_like(part), torch.empty_like(part)
+            large.copy_(whole)
+            gloo = lambda: dist.reduce_scatter_tensor(want, large)  # noqa: E731
+            shm = lambda: torch.ops.symmplan.reduce_scatter_out(  # noqa: E731
+                large, "sum", world, "default", out=got
+            )
+        else:
+            want, got = part.clone(), small
+            small.copy_(part)
+            gloo = lambda: dist.all_reduce(want)  # noqa: E731
+            shm = lambda: torch.ops.symmplan.all_reduce_out(  # noqa: E731
+                small, "sum", "default", out=got
+            )
+        gloo()
+        shm()
+        equal = bool(torch.equal(want, got))
+        times = {
+            side: [0.0] * options["repetitions"] for side in ("gloo", "shm")
+        }
+        for repetition in range(options["repetitions"]):
+            for side, call in (("gloo", gloo), ("shm", shm)):
+                if op == "all_reduce":  # in place: without this sums would overflow
+                    want.fill_(1)
+                    small.fill_(1)
+                arena.segments["s0"].barrier()
+                begin = time.perf_counter()
+                call()
+                times[side][repetition] = time.perf_counter() - begin
+        return {**times, "equal": equal}
+
+
+def _plan(nbytes: int) -> Any:
+    """A plan with two buffers side by side; no program, so it is written by hand."""
+    from symmplan.model import Placement, Plan, Problem, SegmentSpec
+
+    problem = Problem.from_intervals([("large", 0, 1, nbytes), ("small", 0, 1, nbytes)])
+    return Plan(
+        problem=problem,
+        segments=(SegmentSpec("s0", ("default",), 2 * nbytes, 2 * nbytes),),
+        placements={
+            "large": Placement("s0", 0, nbytes),
+            "small": Placement("s0", nbytes, nbytes),
+        },
+    )
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

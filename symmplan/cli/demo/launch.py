@@ -1,0 +1,285 @@
+"""Start the demo's ranks, watch them, and end all of them whatever happens.
+
+[Note: whose error]
+    When one rank ends, the others notice: in a barrier, or because gloo loses a connection. Those
+    are consequences. Told first is a rank that died of a signal, then an error of a rank that is
+    not about its peers, by time; the others are listed behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from attrs import define, field
+
+from symmplan.errors import SymmplanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+__all__ = ["DemoError", "Progress", "run_ranks"]
+
+#: Seconds that the other ranks get to say what they saw when one of them has ended.
+_GRACE = 10.0
+#: Errors that are about a peer, and so are hardly the cause.
+_CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
+
+
+class DemoError(SymmplanError, RuntimeError):
+    """A rank of the demo failed, or all together took too long."""
+
+    rule = "demo failed"
+
+
+class Progress:
+    """What the ranks are doing, on stderr: one line rewritten on a terminal, else one per mark."""
+
+    def __init__(self, stream: TextIO, world: int) -> None:
+        self._stream, self._live, self._world = stream, stream.isatty(), world
+        self._begin = time.monotonic()
+        self._open = False
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self.close()
+        print(text, file=self._stream, flush=True)
+
+    def mark(self, rank: int, where: str) -> None:
+        """Rank ``rank`` is at ``where``. On a terminal rank 0 speaks for all."""
+        if not self._live:
+            self.line(f"rank {rank}: {where}")
+        elif rank == 0:
+            self._open = True
+            seconds = time.monotonic() - self._begin
+            print(f"\r\033[K{seconds:5.1f} s  {where}", end="", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """End the line that is being rewritten."""
+        if self._open:
+            print(file=self._stream, flush=True)
+            self._open = False
+
+
+@define(eq=False)
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    log: Path
+    buffer: bytes = b""
+    mark: str = "start"
+    open: bool = True
+    result: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    killed_by_us: bool = field(default=False)
+
+    def died(self) -> str | None:
+        """How it ended without a word, or None."""
+        code = self.process.poll()
+        if code is None or self.result is not None or self.error is not None or self.killed_by_us:
+            return None
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by signal {-code}"
+        return f"exited with code {code}"
+
+
+def run_ranks(
+    setup: dict[str, Any], *, world: int, timeout: float, progress: Progress
+) -> list[dict[str, Any]]:
+    """Start ``world`` ranks, wait for all of them, return their results in the order of ranks.
+
+    Args:
+        setup: What every rank is told, besides its rank.
+        world: How many ranks.
+        timeout: Seconds for all together.
+        progress: Where to say what happens.
+
+    Raises:
+        DemoError: A rank failed or died, or the time is over. All ranks have ended then.
+    """
+    with tempfile.TemporaryDirectory(prefix="symmplan-ranks-") as folder, _ending_on_signals():
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world):
+                ranks.append(_start(setup, rank, world, Path(folder), timeout))
+                progress.line(f"rank {rank} pid {ranks[-1].process.pid}")
+            _watch(ranks, time.monotonic() + timeout, progress)
+            _raise_if_failed(ranks, timeout)
+            return [rank.result for rank in ranks if rank.result is not None]
+        finally:
+            _end(ranks)
+            progress.close()
+
+
+def _start(setup: dict[str, Any], rank: int, world: int, folder: Path, timeout: float) -> _Rank:
+    ours, theirs = os.pipe()
+    described = {
+        **setup,
+        "rank": rank,
+        "world": world,
+        "store": str(folder / "store"),
+        "timeout": timeout,
+        "pipe": theirs,
+        "parent": os.getpid(),
+    }
+    environment = {
+        # Nothing leaves the machine, and no lookup of the host's name can fail.
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Inductor's pool of compiling processes would outlive a rank that is killed.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+    }
+    log = folder / f"rank{rank}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", "symmplan.cli.demo.worker", json.dumps(described)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            pass_fds=(theirs,),
+            env=environment,
+            # Ctrl-C is for the parent, which ends the ranks; and it can end theirs, too.
+            start_new_session=True,
+        )
+    os.close(theirs)
+    os.set_blocking(ours, False)  # noqa: FBT003 - the function takes no name
+    return _Rank(rank, process, ours, log)
+
+
+def _watch(ranks: list[_Rank], deadline: float, progress: Progress) -> None:
+    """Read what the ranks say until all have ended, or one has failed and its grace is over."""
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            for key, _ in selector.select(min(left, 0.2)):
+                rank = key.data
+                if not _read(rank, progress):
+                    selector.unregister(rank.pipe)
+                    rank.process.wait()  # its end of the pipe closes when it ends
+            if any(r.error is not None or r.died() for r in ranks):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+
+
+def _read(rank: _Rank, progress: Progress) -> bool:
+    """Take in what ``rank`` said; False once it can say no more."""
+    try:
+        data = os.read(rank.pipe, 1 << 20)
+    except BlockingIOError:
+        return True
+    *lines, rank.buffer = (rank.buffer + data).split(b"\n")
+    for line in lines:
+        message = json.loads(line)
+        if "mark" in message:
+            rank.mark = message["mark"]
+            progress.mark(rank.rank, rank.mark)
+        elif "result" in message:
+            rank.result = message["result"]
+        else:
+            rank.error = message
+    return bool(data)
+
+
+def _raise_if_failed(ranks: list[_Rank], timeout: float) -> None:
+    told = [(_order(rank), rank, _what(rank)) for rank in ranks if _what(rank)]
+    if told:
+        (_, first, what), *others = sorted(told, key=lambda item: item[0])
+        raise DemoError(
+            f"rank {first.rank} (pid {first.process.pid}) {what}",
+            expected=f"{len(ranks)} ranks that finish",
+            got="; ".join(f"rank {r.rank} {text}" for _, r, text in others) or None,
+            fix=_advice(first),
+            failed_rank=first.rank,
+            at=first.mark,
+            traceback=(first.error or {}).get("traceback") or _tail(first.log),
+        )
+    late = [rank for rank in ranks if rank.result is None]
+    if late:
+        raise DemoError(
+            f"not finished after {timeout:g} s",
+            expected=f"{len(ranks)} ranks that finish",
+            got="; ".join(f"rank {rank.rank} at: {rank.mark}" for rank in late),
+            fix="give it more time: --timeout SECONDS",
+            timeout=timeout,
+        )
+
+
+def _what(rank: _Rank) -> str | None:
+    died = rank.died()
+    if died is not None:
+        return f"{died} at: {rank.mark}"
+    if rank.error is not None:
+        return f"failed at: {rank.mark}: {rank.error['error']}"
+    return None
+
+
+def _order(rank: _Rank) -> tuple[int, float]:
+    """See [Note: whose error]."""
+    if rank.error is None:
+        return (0, 0.0)
+    text = rank.error["error"]
+    about_peers = _CONSEQUENCES.intersection(rank.error["kinds"]) or "onnection" in text
+    return (2 if about_peers else 1, float(rank.error["at"]))
+
+
+def _advice(rank: _Rank) -> str:
+    if rank.error is not None:
+        return "--debug shows the traceback of the rank"
+    tail = _tail(rank.log)
+    return f"see what it said last: {tail}" if tail else "run it again; SIGKILL may mean no memory"
+
+
+def _tail(log: Path, lines: int = 5) -> str:
+    with contextlib.suppress(OSError):
+        return "\n    ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    return ""
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """End every rank and what it started, and wait until they are gone."""
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.killed_by_us = True
+        # The whole session of the rank: a compiler that it started must not go on either.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()
+        os.close(rank.pipe)
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack, so that `_end` runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

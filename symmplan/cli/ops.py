@@ -1,0 +1,249 @@
+"""``symmplan ops``: every op with declared symmetric arguments and results."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+
+from symmplan.errors import DeclarationError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Mapping
+
+    from symmplan.registry.inventory import Entry
+
+__all__ = ["add_arguments", "render", "run"]
+
+_HEADINGS = ("symmetric", "group", "pad", "handshake", "release", "async", "out", "origin")
+_LEGEND = (
+    "pad: uses the signal pad of its segment (+pad: of this tensor's alone). handshake: touches no "
+    "symmetric byte before all ranks arrived. release: ends only when all ranks are done with the "
+    "bytes. async: wait_tensor ends it. out: the variant that writes into given tensors; * is the "
+    "op's name. name@16: aligned to 16 bytes instead of 256."
+)
+_MAX_SYMMETRIC = 26  # columns
+_MIN_NOTE = 40  # columns; where fewer are left, a note gets a line of its own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``symmplan ops``."""
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help='op ("mylib::foo"), namespace ("symm_mem") or pattern ("*all_reduce*"); default: all',
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import MODULE first, so that what it declares is listed; may be repeated",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="also list the ops that are left out, and why"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """List what is declared.
+
+    Returns:
+        ``ops``: what is declared; ``left_out``: ops of torch's communication namespaces without
+        declaration, and why; ``not_catalogued``: those that this symmplan does not know;
+        ``all``: whether people want to see all of it.
+
+    Raises:
+        DeclarationError: A module cannot be imported, or a name matches nothing.
+    """
+    if args.imports and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as for `python -m`: the current folder counts
+    for module in args.imports:
+        _import(module)
+    import torch
+
+    from symmplan.registry.inventory import inventory
+
+    entries = _select(inventory(), args.names)
+    return {
+        "torch": str(torch.__version__),
+        "ops": [_row(e) for e in entries if e.spec is not None],
+        "left_out": [_reason(e) for e in entries if e.spec is None and e.known],
+        "not_catalogued": [_reason(e) for e in entries if e.spec is None and not e.known],
+        "all": bool(args.all or args.names),
+    }
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except DeclarationError:
+        raise
+    except Exception as error:
+        raise DeclarationError(
+            f"module {module!r} cannot be imported",
+            expected="a module that declares ops",
+            got=f"{type(error).__name__}: {error}",
+            fix="check the name and the current folder, or install the package",
+            module=module,
+        ) from error
+
+
+def _select(entries: list[Entry], names: list[str]) -> list[Entry]:
+    if not names:
+        return entries
+    chosen: dict[str, Entry] = {}
+    for name in names:
+        found = [e for e in entries if _matches(e.op, name)] or _defined(name)
+        chosen.update((e.op, e) for e in found)
+    return [chosen[op] for op in sorted(chosen)]
+
+
+def _matches(op: str, name: str) -> bool:
+    base = op.partition(".")[0]
+    namespace, _, short = base.partition("::")
+    return any(
+        fnmatch.fnmatchcase(candidate, name.removesuffix("::"))
+        for candidate in (op, base, namespace, short)
+    )
+
+
+def _defined(name: str) -> list[Entry]:
+    """An op outside the list that exists all the same, such as ``aten::add``."""
+    from symmplan.registry.inventory import describe_op
+    from symmplan.registry.schema import resolve
+
+    if any(c in name for c in "*?[") or "::" not in name:
+        raise DeclarationError(
+            f"no declared op matches {name!r}",
+            expected="an op, a namespace or a pattern",
+            got=repr(name),
+            fix="run symmplan ops --all for everything there is, or add --import MODULE",
+            op=name,
+        )
+    return [describe_op(op) for op in resolve(name)]
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    spec = entry.spec
+    assert spec is not None
+    return {
+        "op": spec.op,
+        "symmetric": [asdict(r) for r in spec.requirements],
+        "group": spec.group,
+        "signal_pad": any(r.signal_pad for r in spec.requirements),
+        "handshake": spec.handshake,
+        "release": spec.release,
+        "asynchronous": spec.asynchronous,
+        "out": spec.out,
+        "origin": spec.origin,
+        "note": entry.note,
+    }
+
+
+def _reason(entry: Entry) -> dict[str, str]:
+    return {"op": entry.op, "reason": entry.note}
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The result as a table for people, as wide as the terminal allows."""
+    columns = shutil.get_terminal_size((160, 24)).columns
+    parts = []
+    if result["ops"]:
+        parts += _tables(result["ops"], columns)
+        parts += ["\n".join(textwrap.wrap(_LEGEND, min(columns, 110)))]
+    if result["not_catalogued"]:
+        parts.append(_reasons("Not declared", result["not_catalogued"], columns))
+    if result["all"] and result["left_out"]:
+        parts.append(_reasons("Left out", result["left_out"], columns))
+    elif result["left_out"]:
+        parts.append(f"{len(result['left_out'])} communication ops are left out: --all says why.")
+    return "\n\n".join(parts)
+
+
+def _tables(ops: list[dict[str, Any]], columns: int) -> list[str]:
+    """One table for each namespace, so that long names widen their own table only."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for op in ops:
+        groups.setdefault(op["op"].partition("::")[0], []).append(op)
+    return [_table(namespace, group, columns) for namespace, group in groups.items()]
+
+
+def _table(namespace: str, ops: list[dict[str, Any]], columns: int) -> str:
+    heading = (f"{namespace}::", *_HEADINGS)
+    rows = [_cells(op) for op in ops]
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    widths[1] = min(widths[1], _MAX_SYMMETRIC)
+    room = columns - sum(widths) - 2 * len(widths)
+    below = room < _MIN_NOTE
+    lines = [_line(heading, widths).rstrip() if below else f"{_line(heading, widths)}  note"]
+    lines.append("-" * len(lines[0]))
+    for cells, op in zip(rows, ops, strict=True):
+        symmetric = textwrap.wrap(cells[1], widths[1])
+        notes = [] if below else textwrap.wrap(op["note"], room)
+        for i in range(max(len(symmetric), len(notes), 1)):
+            shown = ["" if i else c for c in cells]
+            shown[1] = symmetric[i] if i < len(symmetric) else ""
+            note = notes[i] if i < len(notes) else ""
+            lines.append(f"{_line(shown, widths)}  {note}".rstrip())
+        if below and op["note"]:
+            lines += _indented(op["note"], columns)
+    return "\n".join(lines)
+
+
+def _cells(op: Mapping[str, Any]) -> tuple[str, ...]:
+    name = _short(op["op"])
+    out = _short(op["out"]) if op["out"] else "-"
+    return (
+        name,
+        _symmetric(op),
+        op["group"],
+        *("yes" if op[k] else "-" for k in ("signal_pad", "handshake", "release", "asynchronous")),
+        out.replace(name, "*", 1) if out.startswith(name) else out,
+        op["origin"],
+    )
+
+
+def _short(op: str) -> str:
+    return op.partition("::")[2].removesuffix(".default")
+
+
+def _symmetric(op: Mapping[str, Any]) -> str:
+    from symmplan.model import DEFAULT_ALIGN
+
+    tensors = op["symmetric"]
+    some = not all(t["signal_pad"] for t in tensors)
+    shown = [
+        t["where"]
+        + (f"@{t['align']}" if t["align"] != DEFAULT_ALIGN else "")
+        + ("+pad" if some and t["signal_pad"] else "")
+        for t in tensors
+    ]
+    return ", ".join(shown) or "-"
+
+
+def _line(cells: Iterable[str], widths: list[int]) -> str:
+    return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True))
+
+
+def _reasons(title: str, entries: list[dict[str, str]], columns: int) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for entry in entries:
+        by_reason.setdefault(entry["reason"], []).append(entry["op"].removesuffix(".default"))
+    lines = []
+    for reason, ops in by_reason.items():
+        lines += [f"{title}: {reason}", *_indented(", ".join(ops), columns)]
+    return "\n".join(lines)
+
+
+def _indented(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(text, columns, initial_indent="    ", subsequent_indent="    ")

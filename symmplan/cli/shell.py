@@ -1,0 +1,222 @@
+"""Find a command's module, run it, print its result.
+
+A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan.cli.bench_<name>``) with
+
+- ``add_arguments(parser)``: its options,
+- ``run(args) -> dict``: the work; progress goes to stderr, the result is plain data for JSON,
+- ``render(result) -> str`` (optional): the same for people.
+
+Only the module of the command that was asked for is imported, so that ``symmplan --help`` is fast
+and a command that cannot be imported does not break the others.
+
+Exit codes:
+    0: the command did what it was asked to do.
+    1: an error that symmplan reports on purpose, a file that cannot be read or written, or a
+       result that says ``"ok": false`` (a check that failed). The message is on stderr.
+    2: wrong usage.
+    130: interrupted by Ctrl-C; 143: ended by SIGTERM.
+
+    Anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from symmplan import __version__
+from symmplan.errors import SymmplanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+__all__ = ["EXIT_CODES", "CommandError", "benches", "run_command"]
+
+#: Name -> one line for ``--help``, in the order in which a newcomer needs them.
+COMMANDS = {
+    "demo": "train a small transformer on two local ranks, with and without symmplan",
+    "plan": "plan a problem from a CSV or JSON file",
+    "show": "check, print and draw a plan from its JSON file",
+    "ops": "list every op with declared symmetric arguments and results",
+    "doctor": "say what this machine and this torch can do",
+    "bench": "run a benchmark",
+}
+
+EXIT_CODES = (
+    "exit codes: 0 done; 1 an error, or a check that failed; 2 wrong usage; "
+    "130 interrupted; 143 terminated"
+)
+
+
+class CommandError(SymmplanError):
+    """A command cannot run here."""
+
+    rule = "command cannot run"
+
+
+@frozen
+class _Command:
+    """A command as found on the command line: ``words`` name it, ``module`` implements it."""
+
+    words: tuple[str, ...]
+    module: str
+
+
+def benches() -> dict[str, str]:
+    """The benchmarks that exist: name -> first line of the module's docstring.
+
+    The files are parsed, not imported, so that listing them costs nothing and cannot fail.
+    """
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+        try:
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        except (OSError, SyntaxError, ValueError):
+            doc = None
+        found[path.stem.removeprefix("bench_")] = (doc or "").partition("\n")[0]
+    return found
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Run the command named by ``argv`` and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = _find(words)
+    debug = "--debug" in words
+    try:
+        module = _load(command) if command else None
+        parser = _parser(command, module)
+        try:
+            args = parser.parse_args(words)
+        except SystemExit as stop:  # argparse has printed help or a usage error
+            return stop.code if isinstance(stop.code, int) else 2
+        if module is None:
+            parser.print_help()
+            return 2
+        return _print(module, args, module.run(args))
+    except SymmplanError as error:
+        if debug:
+            raise
+        return _fail(str(error))
+    except BrokenPipeError:
+        # `symmplan show plan.json | head`: the reader has seen enough. Python would complain once
+        # more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if debug:
+            raise
+        return _fail(f"cannot use {error.filename or 'a file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print("symmplan: interrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(message: str) -> int:
+    print(f"symmplan: {message}", file=sys.stderr)
+    return 1
+
+
+def _find(words: list[str]) -> _Command | None:
+    """The command that ``words`` name, or None for ``--help``, ``--version`` and mistakes."""
+    names = [word for word in words if not word.startswith("-")]
+    if not names or names[0] not in COMMANDS:
+        return None
+    if names[0] != "bench":
+        return _Command((names[0],), f"symmplan.cli.{names[0]}")
+    if len(names) > 1 and names[1] in benches():
+        return _Command(("bench", names[1]), f"symmplan.cli.bench_{names[1]}")
+    return None
+
+
+def _load(command: _Command) -> ModuleType:
+    name = " ".join(command.words)
+    if importlib.util.find_spec(command.module) is None:
+        raise CommandError(
+            f"symmplan {name} is not part of this installation",
+            expected=f"a module {command.module}",
+            fix="install symmplan again: python -m pip install --force-reinstall symmplan",
+        )
+    try:
+        return importlib.import_module(command.module)
+    except ImportError as error:
+        raise CommandError(
+            f"symmplan {name} needs something that cannot be imported: {error}",
+            fix="install what is missing, or see `symmplan doctor`",
+        ) from error
+
+
+def _parser(command: _Command | None, module: ModuleType | None) -> argparse.ArgumentParser:
+    """The whole parser, with the options of the one command that will run."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print the result as JSON")
+    common.add_argument("--debug", action="store_true", help="show tracebacks of reported errors")
+
+    parser = argparse.ArgumentParser(
+        prog="symmplan",
+        description="Declare, plan and place tensors in symmetric memory.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"symmplan {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        sub = subparsers.add_parser(
+            name,
+            help=line,
+            description=_description(module, line) if command and command.words == (name,) else line,
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[] if name == "bench" else [common],
+        )
+        if name == "bench":
+            _add_benches(sub, common, command, module)
+        elif command and command.words == (name,) and module is not None:
+            module.add_arguments(sub)
+    return parser
+
+
+def _add_benches(
+    parser: argparse.ArgumentParser,
+    common: argparse.ArgumentParser,
+    command: _Command | None,
+    module: ModuleType | None,
+) -> None:
+    subparsers = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
+    for name, line in benches().items():
+        chosen = command is not None and command.words == ("bench", name)
+        sub = subparsers.add_parser(
+            name,
+            help=line,
+            description=_description(module, line) if chosen else line,
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[common],
+        )
+        if chosen and module is not None:
+            module.add_arguments(sub)
+
+
+def _description(module: ModuleType | None, line: str) -> str:
+    return (module.__doc__ if module is not None else None) or line
+
+
+def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any]) -> int:
+    render = getattr(module, "render", None)
+    if args.json:
+        text = json.dumps(result, indent=2)
+    elif render is not None:
+        text = str(render(result))
+    else:
+        text = "\n".join(f"{key}: {value}" for key, value in result.items())
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.flush()
+    return 0 if result.get("ok", True) else 1

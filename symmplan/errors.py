@@ -1,0 +1,170 @@
+"""One tree of errors. Every message has the same shape, every value is also an attribute.
+
+The first line stands alone::
+
+    <rule broken>: <what happened, with names and bytes>
+      expected <x>; got <y>
+      fix: <one action>
+
+A message that comes out of a distributed call starts with ``[group g, rank r]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AgreementError",
+    "BackendError",
+    "CapacityError",
+    "CaptureError",
+    "DeclarationError",
+    "OutOfSharedMemoryError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "PlanFormatError",
+    "PlanningError",
+    "ProblemError",
+    "ReleasedError",
+    "RunError",
+    "SymmplanError",
+    "VerificationError",
+]
+
+
+class SymmplanError(Exception):
+    """Base of every error that symmplan raises on purpose.
+
+    Args:
+        what: What happened, in one clause, with the names and bytes involved.
+        expected: What the rule asks for.
+        got: What was found instead.
+        fix: One action that mends it.
+        group: Name of the process group, for errors of distributed calls.
+        rank: Rank inside that group, for errors of distributed calls.
+        fields: Anything else worth keeping; each becomes an attribute.
+    """
+
+    rule = "symmplan error"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        got: object = None,
+        fix: str | None = None,
+        group: str | None = None,
+        rank: int | None = None,
+        **fields: Any,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.fix = fix
+        self.group = group
+        self.rank = rank
+        self.fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        where = ""
+        if self.group is not None or self.rank is not None:
+            where = f"[group {self.group}, rank {self.rank}] "
+        lines = [f"{where}{self.rule}: {self.what}"]
+        if self.expected is not None or self.got is not None:
+            parts = []
+            if self.expected is not None:
+                parts.append(f"expected {self.expected}")
+            if self.got is not None:
+                parts.append(f"got {self.got}")
+            lines.append("  " + "; ".join(parts))
+        if self.fix is not None:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class DeclarationError(SymmplanError, ValueError):
+    """A declaration does not fit the op's schema, or contradicts an earlier one."""
+
+    rule = "declaration does not fit the op"
+
+
+class CaptureError(SymmplanError, ValueError):
+    """A program cannot be turned into a `Problem` (no shapes, unknown node, ...)."""
+
+    rule = "program cannot be captured"
+
+
+class ProblemError(SymmplanError, ValueError):
+    """A `Problem` contradicts itself (unknown name, cycle, bad size, ...)."""
+
+    rule = "problem is not well formed"
+
+
+class PlanningError(SymmplanError):
+    """No plan meets the constraints of the problem."""
+
+    rule = "no plan meets the constraints"
+
+
+class CapacityError(PlanningError):
+    """The buffers do not fit into the capacity; ``buffers`` names a small set that cannot."""
+
+    rule = "buffers do not fit into the capacity"
+
+
+class PlanFormatError(SymmplanError, ValueError):
+    """A text is not a plan that this version of symmplan wrote."""
+
+    rule = "not a symmplan plan"
+
+
+class VerificationError(SymmplanError):
+    """`Plan.verify` found a broken rule; ``kind`` names which."""
+
+    rule = "plan is wrong"
+
+
+class BackendError(SymmplanError, RuntimeError):
+    """A memory backend cannot serve this device, group or machine."""
+
+    rule = "memory backend does not fit"
+
+
+class OutOfSharedMemoryError(BackendError):
+    """The host has too little shared memory left for a segment."""
+
+    rule = "shared memory is full"
+
+
+class AgreementError(SymmplanError, RuntimeError):
+    """Ranks of a group made different plans; raised on every one of them."""
+
+    rule = "ranks disagree on the plan"
+
+
+class PeerTimeoutError(SymmplanError, TimeoutError):
+    """Peers did not arrive within the timeout."""
+
+    rule = "peers did not arrive in time"
+
+
+class PeerLostError(SymmplanError, ConnectionError):
+    """A peer process ended while this rank waited for it."""
+
+    rule = "a peer is gone"
+
+
+class ReleasedError(SymmplanError, RuntimeError):
+    """A segment was used after its release."""
+
+    rule = "segment was released"
+
+
+class RunError(SymmplanError, RuntimeError):
+    """A program departs from its plan at run time."""
+
+    rule = "program departs from its plan"

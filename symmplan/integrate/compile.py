@@ -1,0 +1,244 @@
+"""`torch.compile(model, backend="symmplan")`: compiled graphs in planned symmetric memory.
+
+For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Both are captured
+when they are split, planned as one program, and rewritten when each is compiled. Nothing is
+allocated before the program first runs: then the ranks agree on the plan and rendezvous once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from attrs import frozen
+from torch import fx
+
+from symmplan.capture.fx import overload_of
+from symmplan.errors import BackendError
+from symmplan.integrate import ops
+from symmplan.integrate.lowering import Lowerings
+from symmplan.integrate.unit import Settings, Unit
+from symmplan.model import Plan
+from symmplan.registry import resolve_group_name, spec_for
+
+__all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
+
+#: Seconds that ranks wait for each other before they raise.
+DEFAULT_TIMEOUT = 300.0
+
+
+@frozen
+class Stats:
+    """What a compile backend has done so far, summed over its graphs.
+
+    Attributes:
+        graphs: Graphs that Dynamo handed over.
+        planned: How many of them have declared tensors.
+        rendezvous: Rendezvous made: segments times groups.
+        placed: Declared tensors that live in symmetric memory; ``staged + bound``.
+        staged: Those of them that are copied in or out.
+        bound: Those of them that are produced or used where they lie.
+        unplanned: Declared tensors that were left out.
+        barriers: Barriers inserted.
+        segment_bytes: Bytes of symmetric memory.
+        lower_bound_bytes: Proven minimum of those bytes.
+        unshared_bytes: Bytes that one buffer per tensor would take.
+    """
+
+    graphs: int = 0
+    planned: int = 0
+    rendezvous: int = 0
+    placed: int = 0
+    staged: int = 0
+    bound: int = 0
+    unplanned: int = 0
+    barriers: int = 0
+    segment_bytes: int = 0
+    lower_bound_bytes: int = 0
+    unshared_bytes: int = 0
+
+
+class CompileBackend:
+    """A Dynamo backend that puts declared tensors into planned symmetric memory.
+
+    Made by `backend`; see there.
+
+    Attributes:
+        settings: How it was asked to work.
+    """
+
+    def __init__(
+        self,
+        inner: Literal["inductor", "eager"] = "inductor",
+        memory: str = "auto",
+        effort: Literal["fast", "optimal"] = "fast",
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if inner not in ("inductor", "eager"):
+            raise BackendError(
+                f"unknown inner compiler {inner!r}",
+                expected="'inductor' or 'eager'",
+                got=repr(inner),
+                fix="use inner='inductor', or inner='eager' for debugging",
+            )
+        if memory not in _memory_names():
+            raise BackendError(
+                f"unknown memory backend {memory!r}",
+                expected=", ".join(_memory_names()),
+                got=repr(memory),
+                fix="use memory='auto'",
+            )
+        self.settings = Settings(inner, memory, effort, timeout)
+        self.__name__ = "symmplan"
+        self._graphs = 0
+        self._units: list[Unit] = []
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans made so far, one for each graph with declared tensors."""
+        plans = (plan for unit in self._units for plan in unit.plans.values())
+        return tuple({id(plan): plan for plan in plans}.values())
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far."""
+        units = self._units
+        sites = [s for u in units for c in u.captured.values() for s in c.sites]
+        arenas = {id(a): a for u in units for a in u.arenas.values()}.values()
+        plans = self.plans
+        return Stats(
+            graphs=self._graphs,
+            planned=len(plans),
+            rendezvous=sum(a.rendezvous for a in arenas),
+            placed=sum(s.how is not None for s in sites),
+            staged=sum(s.how == "stage" for s in sites),
+            bound=sum(s.how == "bind" for s in sites),
+            unplanned=sum(len(p.unplanned) for p in plans),
+            barriers=sum(len(p.barriers) for p in plans),
+            segment_bytes=sum(p.peak_bytes for p in plans),
+            lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
+            unshared_bytes=sum(p.unshared_bytes for p in plans),
+        )
+
+    def staged(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Every staged tensor: ``(operation, op, argument or result, reason)``."""
+        return tuple(
+            (f"{c.prefix}{s.node.name}", c.specs[s.node].op, s.where, s.reason)
+            for u in self._units
+            for c in u.captured.values()
+            for s in c.sites
+            if s.how == "stage"
+        )
+
+    def release(self) -> None:
+        """Give all segments back. The compiled graphs cannot run any more.
+
+        Collective: no; but a rank that releases leaves the others' next collective to time out.
+        """
+        for unit in self._units:
+            unit.release()
+
+    def __call__(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: dict[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph that Dynamo traced.
+
+        Args:
+            module: The graph.
+            example_inputs: Its inputs, fake or real.
+            options: ``{"inner": ..., "memory": ..., "effort": ..., "timeout": ...}``, from
+                ``torch.compile(options=...)``.
+            mode: Not used; present because ``torch.compile`` may pass it.
+        """
+        if options:
+            return backend(**options)(module, example_inputs)
+        del mode
+        self._graphs += 1
+        ops.load()
+        unit = self._unit(module)
+        if self.settings.inner == "eager":
+            from symmplan.integrate.op_by_op import compile_eager
+
+            return compile_eager(module, example_inputs, unit)
+        from symmplan.integrate.inductor import compile_inductor
+
+        return compile_inductor(module, example_inputs, unit)
+
+    def _unit(self, module: fx.GraphModule) -> Unit | None:
+        device = _device_of(module)
+        groups = _groups_of(module)
+        if device is None:
+            return None
+        from symmplan.memory import resolve_backend
+
+        memory = resolve_backend(self.settings.memory, device, groups).name
+        unit = Unit(self.settings, Lowerings(memory), device)
+        self._units.append(unit)
+        return unit
+
+
+def backend(
+    inner: Literal["inductor", "eager"] = "inductor",
+    memory: str = "auto",
+    effort: Literal["fast", "optimal"] = "fast",
+    timeout: float = DEFAULT_TIMEOUT,
+) -> CompileBackend:
+    """A Dynamo backend that puts declared tensors into planned symmetric memory.
+
+    Args:
+        inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.
+        memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
+        effort: ``"fast"``, or ``"optimal"`` for a complete search.
+        timeout: Seconds that ranks wait for each other before they raise.
+
+    Returns:
+        A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
+
+    Raises:
+        BackendError: A name is unknown.
+
+    Collective: no; the first run of a compiled graph is, over every group in it.
+    """
+    return CompileBackend(inner, memory, effort, timeout)
+
+
+def _memory_names() -> tuple[str, ...]:
+    from symmplan.memory import BACKENDS
+
+    return tuple(BACKENDS)
+
+
+def _device_of(module: fx.GraphModule) -> torch.device | None:
+    """The device of the graph's tensors: the first that is not the CPU, else the CPU."""
+    from symmplan.capture.values import tensor_leaves
+
+    cpu = None
+    for node in module.graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        for _, fake in tensor_leaves(value):
+            if fake.device.type != "cpu":
+                device: torch.device = fake.device
+                return device
+            cpu = fake.device
+    return cpu
+
+
+def _groups_of(module: fx.GraphModule) -> list[str]:
+    """Names of the groups of the graph's declared ops, in graph order."""
+    names: dict[str, None] = {}
+    for node in module.graph.nodes:
+        overload = overload_of(node.target) if node.op == "call_function" else None
+        spec = None if overload is None else spec_for(overload)
+        if spec is not None:
+            names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
+    return list(names)
+
+
+#: The backend behind the name ``"symmplan"`` in ``torch.compile``.
+symmplan = CompileBackend()

@@ -1,0 +1,105 @@
+"""``inner="inductor"``: the rewritten graphs are compiled by Inductor.
+
+[Note: passes first, plan second]
+    Inductor's graph passes assume a functional graph: they drop copies, move reads and merge
+    collectives. A plan made before them would be stale after them, and a graph that follows a plan
+    would be broken by them. So all of them run first (bucketing and users' own passes included);
+    then the graph is captured, planned and rewritten; and then it is compiled with those passes
+    off. What is left, Inductor's scheduler and its buffer reuse, keeps the order of all accesses
+    to a segment, because it is one tensor that everybody mutates (see [Note: segments are inputs]).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx as inductor
+from torch._inductor import config as inductor_config
+
+from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+
+__all__ = ["compile_inductor"]
+
+#: Inductor's graph passes, all of which have run when a graph is rewritten. Names that a torch
+#: does not have are left out.
+_PASSES_OFF = {
+    "pattern_matcher": False,
+    "reorder_for_locality": False,
+    "b2b_gemm_pass": False,
+    "_micro_pipeline_tp": False,
+    "_fuse_ddp_communication": False,
+    "post_grad_custom_pre_pass": None,
+    "post_grad_custom_post_pass": None,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "dedup_reduce_scatters": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_low_contention_collectives": False,
+    "aten_distributed_optimizations.allow_comms_decompositions": False,
+}
+
+
+def compile_inductor(
+    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit | None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph, its parts rewritten to follow the plan.
+
+    Args:
+        module: The graph.
+        example_inputs: Its inputs.
+        unit: Where its plan is kept, or None if it declares nothing.
+    """
+    if unit is None:
+        return inductor.compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
+    with functorch_config.patch(
+        # AOTAutograd's cache would hand back compiled code without asking us for the segments;
+        # Inductor's own cache stays on: what it keys on is the rewritten graph.
+        enable_autograd_cache=False,
+        # Both parts share one set of segments, so both must be known before the first run.
+        force_non_lazy_backward_lowering=True,
+    ):
+        return inductor.compile_fx(  # type: ignore[no-any-return]
+            module, list(example_inputs), inner_compile=functools.partial(_compile_part, unit)
+        )
+
+
+def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    part = "forward"
+    if kwargs.get("is_backward"):
+        part = "backward"
+    elif kwargs.get("is_inference"):
+        part = "inference"
+    if not unit.declares(gm):
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+    mode = fake_mode_of(inputs)
+    _run_passes(gm, inputs, mode, is_inference=part == "inference")
+    rewritten = unit.rewrite(gm, part, mode)
+    with inductor_config.patch(_off()):
+        if rewritten is None:
+            return inductor.compile_fx_inner(gm, inputs, **kwargs)
+        added = [n for n in gm.graph.nodes if n.op == "placeholder"][-len(rewritten.inputs) :]
+        inputs = [*inputs, *(n.meta["val"] for n in added)]
+        return with_segments(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, rewritten)
+
+
+def _off() -> dict[str, Any]:
+    known = inductor_config.get_config_copy()
+    return {name: value for name, value in _PASSES_OFF.items() if name in known}
+
+
+def _run_passes(
+    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, *, is_inference: bool
+) -> None:
+    """Everything that Inductor does to a graph before it lowers it."""
+    from torch._inductor.virtualized import V
+
+    inductor.view_to_reshape(gm)
+    with torch.no_grad(), V.set_fake_mode(fake_mode):
+        inductor.fake_tensor_prop(gm, inputs)
+        inductor._recursive_post_grad_passes(gm, is_inference=is_inference)

@@ -1,0 +1,171 @@
+"""How each collective runs once its tensors have placements, by memory backend.
+
+A functional collective allocates its result itself, so it cannot write a placement. Each row names
+the form that can, and which of the op's declared tensors that form needs in symmetric memory: the
+catalogue says what the *op* wants, a row what *this way of running it* wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from attrs import evolve, field, frozen
+
+from symmplan.model import OpSpec, Requirement
+from symmplan.registry import spec_for
+
+__all__ = ["Lowering", "Lowerings"]
+
+
+@frozen
+class Lowering:
+    """One way to run an op.
+
+    Attributes:
+        target: Qualified name of the op that is called instead, with overload.
+        needs: The declared tensors that must be symmetric; the others may lie anywhere.
+        out: Which tensor of the original op the target writes: its result, its ``out`` argument,
+            or its input (in-place ops).
+        inplace: The target works in place: the input is copied into ``out`` first.
+        each: The op takes lists; the target runs once for each element.
+        why_not: Reason given for the declared tensors that are not needed.
+    """
+
+    target: str
+    needs: frozenset[str] = field(converter=frozenset)
+    out: Literal["return", "out", "input"] = "return"
+    inplace: bool = False
+    each: bool = False
+    why_not: str = ""
+
+
+_PUSHES = "the shm collective writes its peers' results, so this side may lie anywhere"
+_PULLS = "the shm collective reads its peers' inputs, so its result may lie anywhere"
+_COPIED = "it is copied into the result's placement, where the op then works in place"
+
+_F = "_c10d_functional::"
+
+# One-sided collectives over shared memory: synchronous, handshake on entry, release on exit.
+_SHM: Mapping[str, Lowering] = {
+    f"{_F}all_gather_into_tensor.default": Lowering(
+        "symmplan::all_gather_out.default", ["return"], why_not=_PUSHES
+    ),
+    f"{_F}all_gather_into_tensor_out.default": Lowering(
+        "symmplan::all_gather_out.default", ["out"], out="out", why_not=_PUSHES
+    ),
+    f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
+        "symmplan::all_gather_out.default", ["return"], each=True, why_not=_PUSHES
+    ),
+    f"{_F}reduce_scatter_tensor.default": Lowering(
+        "symmplan::reduce_scatter_out.default", ["input"], why_not=_PULLS
+    ),
+    f"{_F}reduce_scatter_tensor_out.default": Lowering(
+        "symmplan::reduce_scatter_out.default", ["input"], out="out", why_not=_PULLS
+    ),
+    f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
+        "symmplan::reduce_scatter_out.default", ["inputs"], each=True, why_not=_PULLS
+    ),
+    f"{_F}all_reduce.default": Lowering(
+        "symmplan::all_reduce_out.default", ["input", "return"]
+    ),
+    f"{_F}all_reduce_.default": Lowering(
+        "symmplan::all_reduce_out.default", ["input"], out="input"
+    ),
+    f"{_F}all_reduce_coalesced.default": Lowering(
+        "symmplan::all_reduce_out.default", ["inputs", "return"], each=True
+    ),
+    f"{_F}all_reduce_coalesced_.default": Lowering(
+        "symmplan::all_reduce_out.default", ["inputs"], out="input", each=True
+    ),
+    f"{_F}all_to_all_single.default": Lowering(
+        "symmplan::all_to_all_single_out.default", ["return"], why_not=_PUSHES
+    ),
+    f"{_F}broadcast.default": Lowering(
+        "symmplan::broadcast_out.default", ["return"], why_not=_PUSHES
+    ),
+}  # fmt: skip
+
+# The process group's own collectives, in the forms that write into given tensors.
+_C10D: Mapping[str, Lowering] = {
+    f"{_F}all_gather_into_tensor.default": Lowering(
+        f"{_F}all_gather_into_tensor_out.default", ["input", "return"]
+    ),
+    f"{_F}all_gather_into_tensor_out.default": Lowering(
+        f"{_F}all_gather_into_tensor_out.default", ["input", "out"], out="out"
+    ),
+    f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
+        f"{_F}all_gather_into_tensor_out.default", ["inputs", "return"], each=True
+    ),
+    f"{_F}reduce_scatter_tensor.default": Lowering(
+        f"{_F}reduce_scatter_tensor_out.default", ["input", "return"]
+    ),
+    f"{_F}reduce_scatter_tensor_out.default": Lowering(
+        f"{_F}reduce_scatter_tensor_out.default", ["input", "out"], out="out"
+    ),
+    f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
+        f"{_F}reduce_scatter_tensor_out.default", ["inputs", "return"], each=True
+    ),
+    f"{_F}all_reduce.default": Lowering(
+        f"{_F}all_reduce_.default", ["return"], inplace=True, why_not=_COPIED
+    ),
+    f"{_F}all_reduce_.default": Lowering(f"{_F}all_reduce_.default", ["input"], out="input"),
+    f"{_F}all_reduce_coalesced.default": Lowering(
+        f"{_F}all_reduce_.default", ["return"], inplace=True, each=True, why_not=_COPIED
+    ),
+    f"{_F}broadcast.default": Lowering(
+        f"{_F}broadcast_.default", ["return"], inplace=True, why_not=_COPIED
+    ),
+}  # fmt: skip
+
+_NO_WAY = "no form of this op writes into given memory on this backend"
+
+
+@frozen(eq=False)
+class Lowerings:
+    """What capture and the rewriter ask about an op, for one memory backend.
+
+    Attributes:
+        memory: Name of the memory backend.
+    """
+
+    memory: str
+
+    @property
+    def table(self) -> Mapping[str, Lowering]:
+        """The rows of this backend."""
+        return _SHM if self.memory == "shm" else _C10D
+
+    def row(self, spec: OpSpec) -> Lowering | None:
+        """How a declared op is to be run, or None to call it as it is."""
+        return self.table.get(spec.op)
+
+    def lookup(self, op: Any) -> OpSpec | None:
+        """What is declared of an op, as it holds for the way it will be run."""
+        spec = spec_for(op)
+        if spec is None:
+            return None
+        row = self.row(spec)
+        if row is not None and row.target.startswith("symmplan::"):
+            return evolve(spec, handshake=True, release=True, asynchronous=False)
+        return spec
+
+    def skip(self, spec: OpSpec, requirement: Requirement) -> str | None:
+        """Why a requirement need not or cannot be met on this backend, or None to meet it."""
+        row = self.row(spec)
+        if row is not None:
+            return None if requirement.where.split(".")[0] in row.needs else row.why_not
+        if spec.origin == "catalogue" and spec.op.startswith(("_c10d_functional::", "c10d::")):
+            return _NO_WAY
+        if spec.origin == "catalogue" and self.memory in ("shm", "local"):
+            return f"the op needs device memory, and this program runs on {self.memory}"
+        return None
+
+
+def overload_named(name: str) -> torch._ops.OpOverload:
+    """The overload with a qualified name such as ``"ns::op.default"``."""
+    qualified, _, overload = name.partition(".")
+    namespace, _, op = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), op)
+    return getattr(packet, overload or "default")  # type: ignore[no-any-return]

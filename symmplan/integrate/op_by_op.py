@@ -1,0 +1,48 @@
+"""``inner="eager"``: the rewritten graphs run op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+
+__all__ = ["compile_eager"]
+
+
+def compile_eager(
+    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit | None
+) -> Callable[..., Any]:
+    """Split and rewrite one Dynamo graph; nothing is fused, every op is called as it stands.
+
+    Args:
+        module: The graph.
+        example_inputs: Its inputs.
+        unit: Where its plan is kept, or None if it declares nothing.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+
+    def compiler(part: str) -> Callable[..., Any]:
+        def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            rewritten = None if unit is None else unit.rewrite(gm, part, fake_mode_of(inputs))
+            gm.recompile()
+            run = make_boxed_func(gm)
+            if rewritten is None:
+                return run
+            assert unit is not None
+            return with_segments(run, unit, rewritten)
+
+        return compile_part
+
+    # Both parts share one set of segments, so both must be known before the first run.
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        return aot_autograd(  # type: ignore[no-any-return]
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(module, example_inputs)

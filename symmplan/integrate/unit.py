@@ -1,0 +1,174 @@
+"""One Dynamo graph: its parts, their plan, their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import fx
+
+from symmplan.capture import Captured, capture_fx, join
+from symmplan.capture.fx import overload_of
+from symmplan.capture.producers import writes_eager, writes_inductor
+from symmplan.errors import ReleasedError
+from symmplan.integrate.lowering import Lowerings
+from symmplan.integrate.rewrite import SegmentInput, rewrite
+from symmplan.model import Plan
+from symmplan.planner import plan as plan_problem
+
+__all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "with_segments"]
+
+
+@frozen
+class Settings:
+    """How a compile backend was asked to work.
+
+    Attributes:
+        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
+        memory: Name of the memory backend.
+        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
+        timeout: Seconds that ranks wait for each other before they raise.
+    """
+
+    inner: str
+    memory: str
+    effort: Literal["fast", "optimal"]
+    timeout: float
+
+
+@frozen
+class Rewritten:
+    """A part that follows a plan.
+
+    Attributes:
+        part: ``"forward"``, ``"backward"`` or ``"inference"``.
+        inputs: What it takes of the segments after its own inputs, in order.
+    """
+
+    part: str
+    inputs: tuple[SegmentInput, ...]
+
+
+@define(eq=False)
+class Unit:
+    """One Dynamo graph: its parts (forward, backward or inference), their plan, their memory.
+
+    The parts run one after the other and nothing in a placement outlives its part, so they are
+    planned as one program: the first gets the offsets it likes best, the second is planned around
+    the first, whose placements are fixed by then.
+    """
+
+    settings: Settings
+    lowerings: Lowerings
+    device: torch.device
+    captured: dict[str, Captured] = field(init=False, factory=dict)
+    plans: dict[str, Plan] = field(init=False, factory=dict)
+    arenas: dict[str, Any] = field(init=False, factory=dict)
+    released: bool = field(init=False, default=False)
+
+    def declares(self, module: fx.GraphModule) -> bool:
+        """Whether any op of the graph has something declared."""
+        return any(
+            node.op == "call_function"
+            and (overload := overload_of(node.target)) is not None
+            and self.lowerings.lookup(overload) is not None
+            for node in module.graph.nodes
+        )
+
+    def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
+        """Make one part follow its plan; None if it has nothing in symmetric memory."""
+        producer = writes_inductor if self.settings.inner == "inductor" else writes_eager
+        captured = capture_fx(
+            module,
+            prefix=f"{part}.",
+            lookup=self.lowerings.lookup,
+            skip=self.lowerings.skip,
+            producer=producer,
+        )
+        if not captured.sites:
+            return None
+        self.captured[part] = captured
+        plan = self._plan(captured, part)
+        if not captured.problem.buffers:
+            return None
+        return Rewritten(part, rewrite(module, captured, plan, self.lowerings, fake_mode))
+
+    def _plan(self, captured: Captured, part: str) -> Plan:
+        """Plan one part, together with the parts before it if they have not run yet."""
+        effort = self.settings.effort
+        before = next(iter(self.plans.values()), None)
+        if before is not None and not self.arenas:
+            fixed = evolve(
+                before.problem,
+                buffers=[
+                    evolve(b, offset=before.placements[b.name].offset)
+                    for b in before.problem.buffers
+                ],
+            )
+            plan = plan_problem(join([fixed, captured.problem]), effort=effort)
+            if all(plan.placements[n] == p for n, p in before.placements.items()):
+                for name in self.plans:
+                    self.plans[name] = plan
+                self.plans[part] = plan
+                return plan
+        plan = plan_problem(captured.problem, effort=effort)
+        self.plans[part] = plan
+        return plan
+
+    def segments(self, rewritten: Rewritten) -> list[torch.Tensor]:
+        """The segments' local bytes; the first call is collective and allocates them."""
+        arena = self.arenas.get(rewritten.part) or self._realize(rewritten.part)
+        return [
+            arena.segments[i.segment].tensor[: i.numel * i.dtype.itemsize].view(i.dtype)
+            for i in rewritten.inputs
+        ]
+
+    def _realize(self, part: str) -> Any:
+        if self.released:
+            raise ReleasedError(
+                "a compiled graph ran after its backend was released",
+                fix="compile the model again, with a new symmplan.backend()",
+            )
+        from symmplan.memory import realize
+
+        plan = self.plans[part]
+        arena = realize(
+            plan,
+            memory=self.settings.memory,
+            device=self.device,
+            timeout=self.settings.timeout,
+        )
+        for name, other in self.plans.items():
+            if other is plan:
+                self.arenas[name] = arena
+        return arena
+
+    def release(self) -> None:
+        """Give all segments back."""
+        self.released = True
+        for arena in self.arenas.values():
+            arena.release()
+
+
+def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
+    """The fake mode of the inputs, or a new one."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_segments(
+    compiled: Callable[[list[Any]], Any], unit: Unit, rewritten: Rewritten
+) -> Callable[[list[Any]], Any]:
+    """Pass the segments after the graph's own inputs."""
+
+    def run(args: list[Any]) -> Any:
+        args = list(args) if isinstance(args, tuple) else args
+        args.extend(unit.segments(rewritten))
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,202 @@
+"""Turn a plan into memory: agree, allocate, rendezvous, all or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import ReleasedError, RunError
+from symmplan.memory.agreement import compare_notes
+from symmplan.memory.backends import resolve_backend
+from symmplan.memory.exchange import Exchange
+from symmplan.memory.groups import resolve_groups
+from symmplan.memory.segment import Health, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from symmplan.model import Plan
+
+__all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
+
+#: Seconds that ranks wait for each other unless told otherwise.
+DEFAULT_TIMEOUT = 300.0
+
+
+class Arena:
+    """The memory of a plan. A context manager: leaving it releases everything.
+
+    Attributes:
+        plan: What it realizes.
+        memory: Name of the backend.
+        segments: ``{name: Segment}`` in the plan's order.
+        rendezvous: How many (segment, group) pairs were rendezvoused.
+        timeout: Seconds that a barrier may take.
+    """
+
+    def __init__(
+        self, plan: Plan, memory: str, segments: dict[str, Segment], *, timeout: float
+    ) -> None:
+        self.plan = plan
+        self.memory = memory
+        self.segments = segments
+        self.timeout = timeout
+        self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
+        self._released = False
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = ", released" if self._released else ""
+        return (
+            f"<Arena {self.memory}: {len(self.segments)} segments, "
+            f"{self.segment_bytes} bytes{state}>"
+        )
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of all segments on this rank."""
+        return sum(segment.nbytes for segment in self.segments.values())
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` ran."""
+        return self._released
+
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """A view of a placement.
+
+        Args:
+            name: Name of the buffer in the plan.
+            dtype: Element type; uint8 if None.
+            shape: Shape in elements; one dimension over the whole placement if None.
+
+        Raises:
+            ReleasedError: The arena was released.
+            RunError: The plan has no such buffer, or it is too small for that shape.
+
+        Collective: no.
+        """
+        import torch
+
+        if self._released:
+            raise ReleasedError(
+                f"buffer {name!r} was asked for after the arena's release",
+                fix="keep the arena until nothing uses its tensors, or realize the plan again",
+                buffer=name,
+            )
+        placement = self.plan.placements.get(name)
+        if placement is None:
+            raise RunError(
+                f"the plan places no buffer {name!r}",
+                expected=f"one of {sorted(self.plan.placements)}",
+                got=repr(name),
+                buffer=name,
+            )
+        flat = self.segments[placement.segment].tensor[placement.offset : placement.end]
+        wanted = torch.uint8 if dtype is None else dtype
+        count = placement.nbytes // wanted.itemsize
+        if shape is not None:
+            count = 1
+            for extent in shape:
+                count *= extent
+        nbytes = count * wanted.itemsize
+        if nbytes > placement.nbytes or placement.offset % wanted.itemsize:
+            raise RunError(
+                f"buffer {name!r} in segment {placement.segment!r} at bytes "
+                f"[{placement.offset}, {placement.end}) does not fit {wanted} "
+                f"{'' if shape is None else tuple(shape)}",
+                expected=f"at most {placement.nbytes} bytes, offset a multiple of "
+                f"{wanted.itemsize}",
+                got=f"{nbytes} bytes",
+                buffer=name,
+                segment=placement.segment,
+            )
+        view = flat[:nbytes].view(wanted)
+        return view if shape is None else view.view(tuple(shape))
+
+    def release(self) -> None:
+        """Give all segments back. Idempotent.
+
+        Tensors that still view a segment keep its memory alive, but symmplan's ops refuse them.
+
+        Collective: no.
+        """
+        if self._released:
+            return
+        self._released = True
+        for segment in reversed(self.segments.values()):
+            segment.release()
+
+
+def realize(
+    plan: Plan,
+    *,
+    memory: str = "auto",
+    device: torch.device | str = "cpu",
+    groups: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Arena:
+    """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
+
+    Each segment is rendezvoused once with each of its groups, in the plan's order. If any rank
+    fails, every rank of its groups gets an error and nothing stays allocated.
+
+    Args:
+        plan: What to realize.
+        memory: Name of a memory backend, see `symmplan.memory.BACKENDS`.
+        device: Where the segments lie.
+        groups: ``{name in the plan: process group}`` for names that torch does not know.
+        timeout: Seconds that each wait for the peers may take, here and in later barriers.
+
+    Raises:
+        AgreementError: The ranks' plans differ; raised on every rank of the group.
+        BackendError: The backend does not fit device, groups or machine.
+        OutOfSharedMemoryError: A segment does not fit into the machine's memory.
+        PeerTimeoutError: Ranks did not come within the timeout.
+        PeerLostError: A rank ended.
+
+    Collective: yes, over every group of the plan.
+    """
+    import torch
+
+    device = torch.device(device)
+    names = [group for spec in plan.segments for group in spec.groups]
+    members = resolve_groups(names, groups)
+    exchange = Exchange(members, timeout)
+    health = Health()
+    segments: dict[str, Segment] = {}
+    try:
+        backend = resolve_backend(memory, device, members)
+        compare_notes(plan, exchange, memory=backend.name)
+        for spec in plan.segments:
+            segments[spec.name] = backend.allocate(
+                spec,
+                device,
+                groups=[members[group] for group in spec.groups],
+                timeout=timeout,
+                health=health,
+            )
+        exchange.round("allocated", b"")
+        for spec in plan.segments:
+            for group in spec.groups:
+                backend.rendezvous(segments[spec.name], members[group], exchange)
+        exchange.round("ready", b"")
+        backend.settle()
+        exchange.finish()
+    except BaseException as error:
+        exchange.fail(error)
+        for segment in segments.values():
+            segment.release()
+        raise
+    return Arena(plan, backend.name, segments, timeout=timeout)

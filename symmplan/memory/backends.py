@@ -1,0 +1,140 @@
+"""Choose what serves a plan's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from symmplan.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from symmplan.memory.exchange import Exchange
+    from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Health, Segment
+    from symmplan.model import SegmentSpec
+
+__all__ = ["BACKENDS", "Backend", "resolve_backend"]
+
+#: Name -> what it is, for messages and `symmplan doctor`.
+BACKENDS = {
+    "auto": "local, shm, nccl or cuda, by device and group",
+    "local": "one process; ordinary memory",
+    "shm": "CPU ranks of one host; POSIX shared memory",
+    "nccl": "torch symmetric memory through NCCL windows",
+    "cuda": "torch symmetric memory through CUDA peer mappings",
+    "nvshmem": "torch symmetric memory through NVSHMEM",
+}
+
+
+class Backend(Protocol):
+    """Where segments come from.
+
+    `realize` calls `allocate` once for each segment and then `rendezvous` once for each of its
+    groups, in the same order on every rank. Whatever a method allocated when it raises, it has
+    released; what it returned, `realize` releases.
+    """
+
+    name: str
+
+    def allocate(
+        self,
+        spec: SegmentSpec,
+        device: torch.device,
+        *,
+        groups: Sequence[Group],
+        timeout: float,
+        health: Health,
+    ) -> Segment:
+        """This rank's bytes of a segment."""
+
+    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
+        """Associate ``segment`` with ``group`` and add the result to it.
+
+        Collective: yes.
+        """
+
+    def settle(self) -> None:
+        """All ranks hold all segments: drop what only the rendezvous needed."""
+
+
+def resolve_backend(memory: str, device: torch.device, groups: Mapping[str, Group]) -> Backend:
+    """The backend called ``memory``, if it fits.
+
+    Args:
+        memory: A name in `BACKENDS`.
+        device: Where the segments shall lie.
+        groups: The groups that will meet in them.
+
+    Raises:
+        BackendError: There is no such backend, or it does not fit device, groups or machine.
+
+    Collective: no.
+    """
+    if memory not in BACKENDS:
+        raise BackendError(
+            f"there is no memory backend {memory!r}",
+            expected=f"one of {', '.join(BACKENDS)}",
+            got=repr(memory),
+            fix='pass memory="auto"',
+            memory=memory,
+        )
+    alone = all(group.size == 1 for group in groups.values())
+    if memory == "auto":
+        memory = _automatic(device, groups, alone=alone)
+    if memory == "local":
+        from symmplan.memory.local import LocalBackend
+
+        if not alone:
+            large = next(group for group in groups.values() if group.size > 1)
+            raise _misfit(
+                memory,
+                f"group {large.name!r} has {large.size} ranks",
+                expected="groups of one rank",
+                fix='pass memory="shm" for CPU ranks of one host',
+            )
+        return LocalBackend()
+    if memory == "shm":
+        from symmplan.memory.shm import ShmBackend
+
+        if device.type != "cpu":
+            raise _misfit(
+                memory,
+                f"device {device} is not the CPU",
+                expected="cpu",
+                fix='pass memory="nccl" or memory="cuda" for CUDA devices',
+            )
+        return ShmBackend()
+    if device.type != "cuda":
+        raise _misfit(
+            memory,
+            f"device {device} is not a CUDA device",
+            expected="cuda",
+            fix='pass memory="shm" for CPU ranks of one host, or memory="auto"',
+        )
+    from symmplan.memory.torch_symm import TorchSymmBackend
+
+    return TorchSymmBackend(memory, device, groups)
+
+
+def _automatic(device: torch.device, groups: Mapping[str, Group], *, alone: bool) -> str:
+    if device.type == "cpu":
+        return "local" if alone else "shm"
+    if device.type == "cuda":
+        if alone and all(group.process_group is None for group in groups.values()):
+            return "local"
+        from symmplan.memory.torch_symm import serves_nccl
+
+        return "nccl" if serves_nccl(groups) else "cuda"
+    raise _misfit(
+        "auto",
+        f"no backend serves device {device}",
+        expected="cpu or cuda",
+        fix="move the model to a CPU or CUDA device",
+    )
+
+
+def _misfit(memory: str, what: str, *, expected: str, fix: str) -> BackendError:
+    return BackendError(f"memory={memory!r}: {what}", expected=expected, fix=fix, memory=memory)

@@ -1,0 +1,297 @@
+"""Counters in shared memory: how ranks of one host meet.
+
+[Note: one writer]
+    Each rank's shared file ends with a control area. Only its owner writes there, peers read:
+    one counter for each group (how often the owner has arrived) and what the owner says about its
+    current call. There is no lock that a killed process could keep, and nothing to reset.
+
+    A call's notes have two slots, used alternately. A rank that is one arrival ahead writes the
+    other slot, and it cannot be two ahead, because it waits for everyone in between.
+
+[Note: memory order]
+    "Arrived" must become visible after all bytes written before, and bytes must be read after
+    "arrived" was seen. Counters are aligned 8-byte words, stored and loaded by numpy in one piece.
+    On x86-64 that is all there is to do: the processor neither reorders stores with stores nor
+    loads with loads, glibc fences the streaming stores of its memcpy, and the compiler cannot see
+    through Python. Elsewhere (AArch64) both sides take and give back a lock of their own: the
+    release store followed by the acquiring load of the same word orders everything before against
+    everything after. Plain Python has no cheaper fence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from symmplan.errors import PeerLostError, PeerTimeoutError, RunError
+from symmplan.memory.process import ProcessIdentity, is_gone
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Sequence
+
+    from symmplan.memory.groups import Group
+
+__all__ = ["ControlArea", "Meeting", "control_nbytes", "part_starts"]
+
+_LINE = 8  # words of 8 bytes: a cache line, so that one rank's stores do not disturb another's
+_NOTE = 64  # bytes of a call's note; the last 8 number the arrival, so that none passes for another
+_STATUS, _HEADER = 0, _LINE
+_WELL, _BROKEN, _RELEASED = 0, 1, 2
+
+_SPINS = 300
+_YIELD_SECONDS = 0.002
+_LONGEST_SLEEP = 0.0005
+_LIVENESS_PERIOD = 0.05
+
+_STRONG_ORDER = platform.machine() in {"x86_64", "AMD64"}
+
+
+class _Fence:
+    """A full memory barrier. See [Note: memory order]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def __call__(self) -> None:
+        if not _STRONG_ORDER:
+            self._lock.release()
+            self._lock.acquire()
+
+
+def _group_words(size: int) -> int:
+    """Words of one group's part: its counter, then two slots."""
+    return _LINE + 2 * _slot_words(size)
+
+
+def _slot_words(size: int) -> int:
+    """Words of a slot: a note, then two free words for each rank."""
+    return _NOTE // 8 + -(-2 * size // _LINE) * _LINE
+
+
+def part_starts(sizes: Sequence[int]) -> list[int]:
+    """The word at which each group's part starts, for groups of these sizes."""
+    starts = itertools.accumulate((_group_words(size) for size in sizes), initial=_HEADER)
+    return list(starts)[: len(sizes)]
+
+
+def control_nbytes(sizes: Sequence[int]) -> int:
+    """Bytes of a control area for groups of these sizes."""
+    return 8 * (_HEADER + sum(_group_words(size) for size in sizes))
+
+
+class ControlArea:
+    """One rank's control area, mine or a peer's. See [Note: one writer]."""
+
+    def __init__(self, memory: mmap.mmap, start: int, nbytes: int) -> None:
+        self._words = np.frombuffer(memory, dtype=np.int64, offset=start, count=nbytes // 8)
+
+    @property
+    def status(self) -> int:
+        return int(self._words[_STATUS])
+
+    def mark_broken(self) -> None:
+        """Tell the peers not to wait for this rank any more."""
+        if self.status == _WELL:
+            self._words[_STATUS] = _BROKEN
+
+    def mark_released(self) -> None:
+        """The same, after an orderly end."""
+        self._words[_STATUS] = _RELEASED
+
+    def part(self, start: int, size: int) -> np.ndarray:
+        """The words of a group of ``size`` ranks, from word ``start``.
+
+        Raises:
+            ValueError: The area ends before.
+        """
+        end = start + _group_words(size)
+        if not 0 <= start < end <= len(self._words):
+            raise ValueError(f"words [{start}, {end}) of {len(self._words)}")
+        return self._words[start:end]
+
+
+class Meeting:
+    """A barrier over the ranks of a group, which also compares what they are about to do.
+
+    Args:
+        group: The group.
+        areas: Every rank's control area, in the order of ranks.
+        starts: The word at which this group's part starts in each of them.
+        processes: Every rank's process.
+        segment: Name of the segment, for messages.
+        timeout: Seconds that a barrier may take unless it says otherwise.
+        on_failure: Called with the error of a failed barrier.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        areas: Sequence[ControlArea],
+        starts: Sequence[int],
+        processes: Sequence[ProcessIdentity],
+        *,
+        segment: str,
+        timeout: float,
+        on_failure: Callable[[PeerTimeoutError | PeerLostError], None],
+    ) -> None:
+        parts = [area.part(start, group.size) for area, start in zip(areas, starts, strict=True)]
+        self._group = group
+        self._areas = list(areas)
+        self._processes = list(processes)
+        self._segment = segment
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._mine = parts[group.rank]
+        self._others = [(rank, part[:1]) for rank, part in enumerate(parts) if rank != group.rank]
+        slots = [[part[_LINE + i * _slot_words(group.size) :] for part in parts] for i in range(2)]
+        self._notes = [[memoryview(p[: _NOTE // 8]).cast("B") for p in slot] for slot in slots]
+        self._free = [[p[_NOTE // 8 : _NOTE // 8 + 2 * group.size] for p in slot] for slot in slots]
+        self._count = int(self._mine[0])
+        self._fence = _Fence()
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every rank arrived as often as this one."""
+        self._arrive()
+        self._wait(self._timeout if timeout is None else timeout)
+
+    def enter(self, note: bytes, free: Sequence[int] = ()) -> None:
+        """A barrier of ranks that are about to run ``note``.
+
+        Raises:
+            RunError: A rank says something else. Raised on every rank.
+        """
+        slot = (self._count + 1) & 1
+        padded = self._write(note)
+        if free:
+            self._free[slot][self._group.rank][: len(free)] = free
+        self.barrier()
+        for other, theirs in enumerate(self._notes[slot]):
+            if theirs != padded:
+                raise self._mismatch(other, padded, bytes(theirs))
+
+    def refuse(self, note: bytes) -> None:
+        """Make the peers' `enter` fail, without waiting for them."""
+        self._write(note)
+        self._arrive()
+
+    def _write(self, note: bytes) -> bytes:
+        count = self._count + 1
+        padded = note.ljust(_NOTE - 8, b"\0") + count.to_bytes(8, "little")
+        self._notes[count & 1][self._group.rank][:] = padded
+        return padded
+
+    def free_words(self) -> list[list[int]]:
+        """What every rank gave as ``free`` in the last `enter`."""
+        return [words.tolist() for words in self._free[self._count & 1]]
+
+    def close(self) -> None:
+        """Let go of the peers' memory."""
+        self._areas.clear()
+        self._others.clear()
+        self._notes.clear()
+        self._free.clear()
+
+    def _arrive(self) -> None:
+        self._count += 1
+        self._fence()
+        self._mine[0] = self._count
+
+    def _wait(self, timeout: float) -> None:
+        count = self._count
+        for rank, counter in self._others:
+            for _ in range(_SPINS):
+                if counter[0] >= count:
+                    break
+            else:
+                self._wait_long(rank, counter, timeout)
+        self._fence()
+
+    def _wait_long(self, rank: int, counter: np.ndarray, timeout: float) -> None:
+        """Give the processor to others, first a little, then more."""
+        count = self._count
+        began = time.monotonic()
+        next_look = began + _LIVENESS_PERIOD
+        pause = 0.00002
+        while counter[0] < count:
+            now = time.monotonic()
+            if now - began < _YIELD_SECONDS:
+                os.sched_yield()
+                continue
+            if now >= next_look:
+                self._look_for_the_dead()
+                next_look = now + _LIVENESS_PERIOD
+            if now - began >= timeout:
+                self._give_up(timeout)
+            time.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_SLEEP)
+
+    def _absent(self) -> list[int]:
+        return [rank for rank, counter in self._others if counter[0] < self._count]
+
+    def _look_for_the_dead(self) -> None:
+        for rank in self._absent():
+            status = self._areas[rank].status
+            if is_gone(self._processes[rank]):
+                what = f"rank {rank} (process {self._processes[rank].pid}) ended"
+                fix = "see why that process ended; its own output says more"
+            elif status == _WELL:
+                continue
+            else:
+                did = "gave up" if status == _BROKEN else "released its arena"
+                what = f"rank {rank} {did}"
+                fix = "see that rank's error; all ranks must make the same calls"
+            # It may have arrived between the two looks, in perfect order.
+            if rank not in self._absent():
+                continue
+            error = PeerLostError(
+                f"{what} while this rank waited for it on segment {self._segment!r}",
+                fix=fix,
+                group=self._group.name,
+                rank=self._group.rank,
+                lost_rank=rank,
+                segment=self._segment,
+            )
+            self._on_failure(error)
+            raise error
+
+    def _give_up(self, timeout: float) -> None:
+        missing = self._absent()
+        if not missing:
+            return
+        error = PeerTimeoutError(
+            f"waited {timeout:g} s on segment {self._segment!r} for rank "
+            f"{', '.join(map(str, missing))}",
+            expected=f"all {self._group.size} ranks of the group",
+            got=f"{self._group.size - len(missing)}",
+            fix="check that every rank of the group makes the same calls, or raise timeout=",
+            group=self._group.name,
+            rank=self._group.rank,
+            missing=tuple(missing),
+            segment=self._segment,
+            timeout=timeout,
+        )
+        self._on_failure(error)
+        raise error
+
+    def _mismatch(self, other: int, mine: bytes, theirs: bytes) -> RunError:
+        from symmplan.memory.calls import describe
+
+        return RunError(
+            f"ranks {self._group.rank} and {other} make different calls on segment "
+            f"{self._segment!r}",
+            expected=f"{describe(mine)} (rank {self._group.rank})",
+            got=f"{describe(theirs)} (rank {other})",
+            fix="make the same calls with the same sizes and offsets on every rank",
+            group=self._group.name,
+            rank=self._group.rank,
+            ranks=(self._group.rank, other),
+            segment=self._segment,
+        )

@@ -1,0 +1,269 @@
+"""All ranks of some groups exchange bytes through the groups' stores; all get them, or an error.
+
+[Note: rounds]
+    Everything collective in `symmplan.memory` happens in *rounds*. In a round every rank posts one
+    value to each of its groups, and only then waits for the others, so the order in which ranks
+    see their groups cannot deadlock. A rank that fails posts its error instead; whoever waits in
+    any of its groups raises it too, and by failing hands it on to *its* other groups. A rank that
+    gives up waiting counts as failed, so that one that comes late does not wait for it.
+
+    Rounds that belong together share a sequence number, which each rank counts in the store
+    itself: process groups may be destroyed and made again on the same store.
+
+Only JSON and raw bytes travel. Nothing read from a peer is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from symmplan import errors
+from symmplan.errors import PeerLostError, PeerTimeoutError, RunError, SymmplanError
+from symmplan.memory.process import ProcessIdentity, is_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from symmplan.memory.groups import Group
+
+__all__ = ["Exchange"]
+
+_SHORTEST_POLL = 0.0002
+_LONGEST_POLL = 0.02
+_LIVENESS_PERIOD = 0.05
+
+
+class Exchange:
+    """A series of rounds over groups. See [Note: rounds].
+
+    Args:
+        groups: Every group that takes part; groups of one rank cost nothing.
+        timeout: Seconds that each round may take.
+
+    Collective: yes, over every group.
+    """
+
+    def __init__(self, groups: Mapping[str, Group], timeout: float) -> None:
+        self.groups = dict(groups)
+        self.timeout = timeout
+        #: Filled in by whoever learns them; rounds then notice when a process ends.
+        self.processes: dict[str, Sequence[ProcessIdentity]] = {}
+        self._posted: dict[str, list[str]] = {name: [] for name in groups}
+        self._failed = False
+        self._prefix: dict[str, str] = {}
+        for name, group in self.groups.items():
+            if group.size > 1:
+                with _StoreErrors(group):
+                    count = group.store.add(f"symmplan/calls/{group.rank}", 1)
+                self._prefix[name] = f"symmplan/{count}"
+
+    def round(
+        self, phase: str, payload: bytes | Mapping[str, bytes], *, groups: Sequence[str] = ()
+    ) -> dict[str, list[bytes]]:
+        """Post ``payload``, wait for everyone, return ``{group: [each rank's bytes]}``.
+
+        Args:
+            phase: Name of the round, unique in this exchange.
+            payload: This rank's bytes, or bytes for each group.
+            groups: Names of the groups that take part; all by default.
+
+        Raises:
+            PeerTimeoutError: Ranks did not post within the timeout; ``missing`` names them.
+            PeerLostError: A process ended, or the store did.
+            SymmplanError: A rank failed; its error is raised here too, with ``failed_rank``.
+
+        Collective: yes, over those groups.
+        """
+        names = list(groups) or list(self.groups)
+        mine = payload if not isinstance(payload, bytes) else dict.fromkeys(names, payload)
+        answers: dict[str, list[bytes]] = {}
+        waiting = []
+        for name in names:
+            if self.groups[name].size == 1:
+                answers[name] = [mine[name]]
+            else:
+                self._post(name, phase, mine[name])
+                waiting.append(name)
+        deadline = time.monotonic() + self.timeout
+        pause = _SHORTEST_POLL
+        next_look = time.monotonic() + _LIVENESS_PERIOD
+        while waiting:
+            for name in tuple(waiting):
+                values = self._poll(name, phase)
+                if values is not None:
+                    answers[name] = values
+                    waiting.remove(name)
+            if not waiting:
+                break
+            now = time.monotonic()
+            if now >= next_look:
+                self._look_for_the_dead(waiting, phase)
+                next_look = now + _LIVENESS_PERIOD
+            if now >= deadline:
+                raise self._timed_out(waiting[0], phase)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL)
+        return {name: answers[name] for name in names}
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everyone that this rank failed with ``error``. Never raises."""
+        if self._failed:
+            return
+        self._failed = True
+        for name, prefix in self._prefix.items():
+            group = self.groups[name]
+            try:
+                key = f"{prefix}/error"
+                if not group.store.check([key]):
+                    group.store.set(key, json.dumps(_error_as_data(error, group.rank)))
+            except Exception:  # noqa: BLE001, S112 (the store may be what failed)
+                continue
+
+    def finish(self) -> None:
+        """Remove what this exchange left in the stores. Call it after the last round.
+
+        A rank may still be reading the last round, so its keys stay until the next exchange.
+        """
+        for name, keys in self._posted.items():
+            store = self.groups[name].store
+            for key in keys[:-1]:
+                try:
+                    store.delete_key(key)
+                except Exception:  # noqa: BLE001 (not every store can delete)
+                    return
+
+    def _post(self, name: str, phase: str, payload: bytes) -> None:
+        group, prefix = self.groups[name], self._prefix[name]
+        key = f"{prefix}/{phase}/{group.rank}"
+        with _StoreErrors(group):
+            group.store.set(key, payload)
+            self._posted[name].append(key)
+            if group.store.add(f"{prefix}/{phase}/count", 1) == group.size:
+                group.store.set(f"{prefix}/{phase}/full", b"1")
+
+    def _poll(self, name: str, phase: str) -> list[bytes] | None:
+        group, prefix = self.groups[name], self._prefix[name]
+        with _StoreErrors(group):
+            if group.store.check([f"{prefix}/{phase}/full"]):
+                keys = [f"{prefix}/{phase}/{rank}" for rank in range(group.size)]
+                return [bytes(group.store.get(key)) for key in keys]
+            if group.store.check([f"{prefix}/error"]):
+                failure = bytes(group.store.get(f"{prefix}/error"))
+                raise _error_from_data(failure, group)
+        return None
+
+    def _missing(self, name: str, phase: str) -> list[int]:
+        group, prefix = self.groups[name], self._prefix[name]
+        with _StoreErrors(group):
+            return [
+                rank
+                for rank in range(group.size)
+                if not group.store.check([f"{prefix}/{phase}/{rank}"])
+            ]
+
+    def _look_for_the_dead(self, waiting: Sequence[str], phase: str) -> None:
+        for name in waiting:
+            processes = self.processes.get(name)
+            if processes is None:
+                continue
+            for rank in self._missing(name, phase):
+                if is_gone(processes[rank]):
+                    group = self.groups[name]
+                    raise PeerLostError(
+                        f"rank {rank} (process {processes[rank].pid}) ended during {phase!r}",
+                        fix="see why that process ended; its own output says more",
+                        group=group.name,
+                        rank=group.rank,
+                        lost_rank=rank,
+                        phase=phase,
+                    )
+
+    def _timed_out(self, name: str, phase: str) -> PeerTimeoutError:
+        group = self.groups[name]
+        missing = self._missing(name, phase)
+        return PeerTimeoutError(
+            f"waited {self.timeout:g} s in {phase!r} for rank {_list(missing)}",
+            expected=f"all {group.size} ranks of the group",
+            got=f"{group.size - len(missing)}",
+            fix="check that every rank of the group makes the same call, or raise timeout=",
+            group=group.name,
+            rank=group.rank,
+            missing=tuple(missing),
+            phase=phase,
+            timeout=self.timeout,
+        )
+
+
+class _StoreErrors:
+    """Turns the store's own errors, of many types, into one that names the group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SymmplanError) or not isinstance(error, (RuntimeError, OSError)):
+            return
+        raise PeerLostError(
+            f"the group's store does not answer: {str(error).splitlines()[0]}",
+            fix="see why the process that hosts the store ended",
+            group=self._group.name,
+            rank=self._group.rank,
+            lost_rank=None,
+        ) from error
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(r) for r in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def _error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
+    if not isinstance(error, SymmplanError):
+        what = f"{type(error).__name__}: {error}"
+        return {"rank": rank, "kind": RunError.__name__, "what": what}
+    return {
+        "rank": error.fields.get("failed_rank", rank),
+        "kind": type(error).__name__,
+        "what": error.what,
+        "expected": None if error.expected is None else str(error.expected),
+        "got": None if error.got is None else str(error.got),
+        "fix": error.fix,
+        "fields": {k: v for k, v in error.fields.items() if _is_plain(v)},
+    }
+
+
+def _error_from_data(text: bytes, group: Group) -> SymmplanError:
+    """The error that a peer posted. What it says is data: only known classes, only plain values."""
+    try:
+        data = json.loads(text)
+        failed = int(data["rank"])
+        kind, what = str(data["kind"]), str(data["what"])
+        fields = data.get("fields") or {}
+        plain = {str(k): v for k, v in fields.items() if _is_plain(v) and str(k).isidentifier()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return RunError("a peer failed and its message cannot be read", group=group.name)
+    for taken in ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields"):
+        plain.pop(taken, None)
+    known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
+    result: SymmplanError = known(
+        what if what.startswith("rank ") else f"rank {failed} failed: {what}",
+        expected=data.get("expected"),
+        got=data.get("got"),
+        fix=data.get("fix"),
+        group=group.name,
+        rank=group.rank,
+        failed_rank=failed,
+        **plain,
+    )
+    return result
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, (str, int, float, bool))

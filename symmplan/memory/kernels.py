@@ -1,0 +1,129 @@
+"""Move and reduce bytes between mapped memories: what the one-sided collectives are made of.
+
+[Note: summing]
+    Sources are combined in the order of ranks, on every rank alike, so results are bitwise equal
+    on all ranks, and equal from run to run. Types narrower than float32 are combined in float32
+    and rounded once at the end, which is closer to the exact result than rounding at each step.
+
+[Note: chunks]
+    With more than two sources, or where the result goes to several places, the work is cut into
+    chunks that stay in the second-level cache between its steps; memory is then read and written
+    once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "reduce_into"]
+
+_CHUNK = 256 * 1024  # bytes
+#: Below this many bytes a bare memmove beats torch's dispatch; above, torch may use its threads.
+_SMALL = 64 * 1024
+
+_Combine = "Callable[..., torch.Tensor]"
+#: Reduction -> how two tensors are combined. Torch's names, and c10d's where they differ.
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+#: For booleans, as NCCL does.
+_BOOLEAN = {
+    torch.add: torch.logical_or,
+    torch.maximum: torch.logical_or,
+    torch.minimum: torch.logical_and,
+    torch.mul: torch.logical_and,
+}
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes, one-dimensional."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: int) -> None:
+    """Copy contiguous ``source`` of ``nbytes`` to byte ``start`` of the bytes ``target``."""
+    if nbytes <= _SMALL:
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr(), nbytes)
+    else:
+        target[start : start + nbytes].copy_(as_bytes(source))
+
+
+def reduce_into(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    reduction: str,
+) -> None:
+    """Combine ``sources`` elementwise and write the result to every one of ``targets``.
+
+    All are flat, of one type and length. A target may be a source, not overlap one otherwise.
+    See [Note: summing].
+    """
+    combine = REDUCTIONS[reduction]
+    dtype = sources[0].dtype
+    if dtype == torch.bool:
+        combine = _BOOLEAN.get(combine, combine)
+    average = len(sources) if reduction == "avg" else 0
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    # Two half-precision numbers are added in float32 and rounded once by torch itself.
+    wide = narrow and (len(sources) > 2 or bool(average) or dtype.itemsize < 2)
+    if len(sources) == 2 and len(targets) == 1 and not wide and not average:
+        combine(sources[0], sources[1], out=targets[0])
+        return
+    count = sources[0].numel()
+    step = max(1, _CHUNK // dtype.itemsize)
+    scratch = torch.empty(
+        min(step, count), dtype=torch.float32 if wide else dtype, device=sources[0].device
+    )
+    for begin in range(0, count, step):
+        end = min(begin + step, count)
+        _reduce_chunk(
+            [t[begin:end] for t in targets],
+            [s[begin:end] for s in sources],
+            combine,
+            average,
+            scratch[: end - begin],
+            wide=wide,
+        )
+
+
+def _reduce_chunk(
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    combine: Callable[..., torch.Tensor],
+    average: int,
+    total: torch.Tensor,
+    *,
+    wide: bool,
+) -> None:
+    if len(sources) == 1:
+        total.copy_(sources[0])
+    elif wide:
+        total.copy_(sources[0])
+        for source in sources[1:]:
+            # Types of one byte do not promote: convert first.
+            combine(total, source if source.dtype.itemsize > 1 else source.float(), out=total)
+    else:
+        combine(sources[0], sources[1], out=total)
+        for source in sources[2:]:
+            combine(total, source, out=total)
+    if average:
+        if total.dtype.is_floating_point or total.dtype.is_complex:
+            total.div_(average)
+        else:
+            total.div_(average, rounding_mode="trunc")
+    for target in targets:
+        target.copy_(total)

@@ -1,0 +1,361 @@
+"""A segment: one symmetric allocation, this rank's bytes of it, and the peers' bytes.
+
+[Note: live segments]
+    Ops get plain tensors; whether one is symmetric is decided by where its bytes lie. All live
+    segments of the process are kept in two tuples sorted by address, replaced as a whole, so that
+    `locate` needs no lock: one bisection, about a microsecond. A segment stays live until its
+    release, even if nobody refers to it any more: a compiled graph may hold only views.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+
+from symmplan.errors import BackendError, ReleasedError, RunError, SymmplanError
+from symmplan.memory.groups import Group, group_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from symmplan.model import SegmentSpec
+
+__all__ = ["Health", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
+
+
+@define(eq=False)
+class Health:
+    """Whether the segments of an arena may still be used; shared by all of them.
+
+    A rank that left a barrier by an error no longer knows which accesses of its peers are over, so
+    nothing in the arena may be trusted any more.
+    """
+
+    error: SymmplanError | None = None
+    on_break: list[Callable[[], None]] = field(factory=list)
+
+    def break_(self, error: SymmplanError) -> None:
+        """Make the arena unusable because of ``error``; the first one stays."""
+        if self.error is None:
+            self.error = error
+            for act in self.on_break:
+                act()
+
+
+class Rendezvous:
+    """The one-time association of a segment with a group.
+
+    Attributes:
+        group: The group.
+        peers: Each rank's bytes of the segment, one-dimensional uint8, in the order of ranks; this
+            rank's own among them.
+    """
+
+    def __init__(self, group: Group, peers: tuple[torch.Tensor, ...]) -> None:
+        self.group = group
+        self.peers = peers
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every rank of the group is here.
+
+        Raises:
+            PeerTimeoutError: Ranks did not arrive; ``missing`` names them.
+            PeerLostError: A rank's process ended.
+
+        Collective: yes.
+        """
+        raise NotImplementedError
+
+    def enter(self, call: bytes, free: tuple[int, ...] = ()) -> None:
+        """Like `barrier`, and compare ``call`` with what the peers say that they run."""
+        raise NotImplementedError
+
+    def refuse(self, call: bytes) -> None:
+        """Make the peers' `enter` fail, because this rank's call is wrong. Does not wait."""
+
+    def free_words(self) -> list[list[int]]:
+        """What every rank gave as ``free`` in the last `enter`."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """The barrier that ends what `enter` began."""
+        self.barrier()
+
+    def release(self) -> None:
+        """Let go of the peers' memory."""
+        self.peers = ()
+
+
+class Segment:
+    """One symmetric allocation.
+
+    Args:
+        spec: What was asked for.
+        backend: Name of the memory backend.
+        tensor: This rank's bytes, uint8, one-dimensional; its storage is exactly the segment.
+        timeout: Seconds that a barrier may take unless it says otherwise.
+        health: Shared by the segments of an arena.
+        on_release: What else to do on release.
+
+    Attributes:
+        rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
+    """
+
+    def __init__(
+        self,
+        spec: SegmentSpec,
+        backend: str,
+        tensor: torch.Tensor,
+        *,
+        timeout: float,
+        health: Health | None = None,
+        on_release: Callable[[], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.timeout = timeout
+        self.health = health if health is not None else Health()
+        self.address: int = tensor.data_ptr()
+        self.nbytes: int = spec.nbytes
+        self.rendezvous: dict[str, Rendezvous] = {}
+        self._tensor: torch.Tensor | None = tensor
+        self._on_release = on_release
+        _LIVE.add(self)
+
+    def __repr__(self) -> str:
+        state = "" if self._tensor is not None else ", released"
+        return f"<Segment {self.spec.name} {self.backend} {self.nbytes} bytes{state}>"
+
+    @property
+    def released(self) -> bool:
+        """Whether `release` ran."""
+        return self._tensor is None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """This rank's bytes: uint8, one-dimensional; its storage is exactly the segment.
+
+        Raises:
+            ReleasedError: The segment was released.
+        """
+        if self._tensor is None:
+            raise _released(self)
+        return self._tensor
+
+    def add_rendezvous(self, rendezvous: Rendezvous) -> None:
+        """Remember that the segment met a group."""
+        self.rendezvous[rendezvous.group.name] = rendezvous
+        self.rendezvous[rendezvous.group.torch_name] = rendezvous
+
+    def meeting(self, group: str | Any | None = None) -> Rendezvous:
+        """The rendezvous with ``group``; the only one if it is None.
+
+        Args:
+            group: A group's name (the plan's or torch's) or torch's group.
+
+        Raises:
+            ReleasedError: The segment was released.
+            RunError: The segment was not rendezvoused with that group, or a barrier failed before.
+        """
+        if self._tensor is None:
+            raise _released(self)
+        if self.health.error is not None:
+            first = str(self.health.error).splitlines()[0]
+            raise RunError(
+                f"segment {self.spec.name!r} is unusable since a call on it failed: {first}",
+                fix="release the arena and realize the plan again once all ranks are well",
+                segment=self.spec.name,
+            ) from self.health.error
+        if group is None:
+            found = {id(r): r for r in self.rendezvous.values()}
+            if len(found) == 1:
+                return next(iter(found.values()))
+        else:
+            rendezvous = self.rendezvous.get(group_key(group))
+            if rendezvous is not None:
+                return rendezvous
+        raise RunError(
+            f"segment {self.spec.name!r} is not rendezvoused with group "
+            f"{None if group is None else group_key(group)!r}",
+            expected=f"one of {sorted(self.rendezvous)}",
+            got=repr(None if group is None else group_key(group)),
+            fix="name a group that the plan gives for this segment",
+            segment=self.spec.name,
+        )
+
+    def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
+        """Each rank's bytes of the segment, in the order of the group's ranks.
+
+        Raises:
+            ReleasedError, RunError: As `meeting`.
+        """
+        return self.meeting(group).peers
+
+    def barrier(self, group: str | Any | None = None, timeout: float | None = None) -> None:
+        """Wait until every rank of ``group`` is here; what they wrote before is then visible.
+
+        Args:
+            group: As for `meeting`.
+            timeout: Seconds; the arena's by default.
+
+        Raises:
+            PeerTimeoutError: Ranks did not arrive; ``missing`` names them.
+            PeerLostError: A rank's process ended.
+            ReleasedError, RunError: As `meeting`.
+
+        Collective: yes.
+        """
+        self.meeting(group).barrier(timeout)
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent. Tensors that still view it keep it alive, no more.
+
+        Collective: no. Peers that still use the segment keep their own view of it.
+        """
+        if self._tensor is None:
+            return
+        _LIVE.remove(self)
+        self._tensor = None
+        for rendezvous in {id(r): r for r in self.rendezvous.values()}.values():
+            rendezvous.release()
+        self.rendezvous.clear()
+        if self._on_release is not None:
+            self._on_release()
+            self._on_release = None
+
+
+class _Live:
+    """The live segments of this process, by address. See [Note: live segments]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sorted: tuple[tuple[int, ...], tuple[Segment, ...]] = ((), ())
+
+    def add(self, segment: Segment) -> None:
+        with self._lock:
+            self._replace([*self._sorted[1], segment])
+
+    def remove(self, segment: Segment) -> None:
+        with self._lock:
+            self._replace([s for s in self._sorted[1] if s is not segment])
+
+    def _replace(self, segments: list[Segment]) -> None:
+        segments.sort(key=lambda s: s.address)
+        self._sorted = (tuple(s.address for s in segments), tuple(segments))
+
+    def find(self, address: int) -> tuple[Segment, int] | None:
+        starts, segments = self._sorted
+        index = bisect_right(starts, address) - 1
+        if index < 0:
+            return None
+        offset = address - starts[index]
+        segment = segments[index]
+        return (segment, offset) if offset < segment.nbytes else None
+
+
+_LIVE = _Live()
+
+
+def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
+    """The live segment that holds the first byte of ``tensor``, and that byte's offset in it."""
+    return _LIVE.find(tensor.data_ptr())
+
+
+@frozen
+class PlacedTensor:
+    """A tensor that lies in a segment, and the same tensor on its peers.
+
+    Attributes:
+        tensor: The tensor.
+        segment: The segment that holds it.
+        offset: Offset in bytes of its first element inside the segment.
+        rank: This process's rank in the group.
+        world_size: How many ranks the group has.
+    """
+
+    tensor: torch.Tensor = field(repr=False)
+    segment: Segment
+    offset: int
+    rank: int
+    world_size: int
+    _rendezvous: Rendezvous = field(repr=False, alias="rendezvous")
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The same tensor (type, shape, strides, offset) in the memory of ``rank``.
+
+        Raises:
+            BackendError: There is no such rank, or this process cannot address its memory.
+        """
+        peers = self._rendezvous.peers
+        if self.segment.released:
+            raise _released(self.segment)
+        if not 0 <= rank < len(peers):
+            raise BackendError(
+                f"no rank {rank} in group {self._rendezvous.group.name!r}",
+                expected=f"0 to {len(peers) - 1}",
+                got=rank,
+                group=self._rendezvous.group.name,
+                rank=self.rank,
+            )
+        mine = self.tensor
+        step = mine.element_size()
+        view = peers[rank][self.offset % step :]
+        view = view[: view.numel() // step * step].view(mine.dtype)
+        return view.as_strided(
+            mine.shape, mine.stride(), view.storage_offset() + self.offset // step
+        )
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait for every rank of the group. See `Segment.barrier`.
+
+        Collective: yes.
+        """
+        self.segment.barrier(self._rendezvous.group.name, timeout)
+
+
+def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor:
+    """What authors of one-sided ops need to know of a tensor: its segment, offset and peers.
+
+    Args:
+        tensor: Any tensor whose bytes lie in a segment of a live arena.
+        group: Name of a group or torch's group; needed only if the segment has several.
+
+    Raises:
+        SymmplanError: It lies in no live segment, or its segment did not meet that group.
+    """
+    found = locate(tensor)
+    if found is None:
+        raise NotSymmetricError(
+            f"a tensor of shape {tuple(tensor.shape)} lies in no live segment",
+            expected="a tensor in symmetric memory",
+            got=f"ordinary memory at {tensor.data_ptr():#x}",
+            fix="let the plan place it: declare it with symmplan.symm_args, or copy it into "
+            "a placement",
+        )
+    segment, offset = found
+    rendezvous = segment.meeting(group)
+    return PlacedTensor(
+        tensor=tensor,
+        segment=segment,
+        offset=offset,
+        rank=rendezvous.group.rank,
+        world_size=rendezvous.group.size,
+        rendezvous=rendezvous,
+    )
+
+
+class NotSymmetricError(RunError, ValueError):
+    """A tensor that must lie in a segment does not."""
+
+
+def _released(segment: Segment) -> ReleasedError:
+    return ReleasedError(
+        f"segment {segment.spec.name!r} of {segment.nbytes} bytes was used after its release",
+        fix="keep the arena until nothing uses its tensors, or realize the plan again",
+        segment=segment.spec.name,
+    )

@@ -1,0 +1,299 @@
+"""CPU ranks of one host: each rank's bytes are a shared file that all peers map.
+
+A rank's file holds the segment, then (from the next page) the control area. Whoever opens it is
+the same user on the same host, and checks what was opened: see `symmplan.memory.shm_file`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import asdict, define, field, frozen
+
+from symmplan.errors import BackendError, PeerLostError
+from symmplan.memory.control import ControlArea, Meeting, control_nbytes, part_starts
+from symmplan.memory.process import ProcessIdentity, is_gone, this_process
+from symmplan.memory.segment import Health, Rendezvous, Segment
+from symmplan.memory.shm_file import (
+    SharedFile,
+    closing_fd,
+    create,
+    map_file,
+    open_peer,
+    publish,
+    remove,
+    unguessable_name,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.memory.exchange import Exchange
+    from symmplan.memory.groups import Group
+    from symmplan.model import SegmentSpec
+
+__all__ = ["ShmBackend", "ShmRendezvous"]
+
+
+@define(eq=False)
+class _Own:
+    """This rank's side of a segment."""
+
+    fd: int | None  # open until the arena is settled: peers come in through it
+    file: SharedFile
+    memory: mmap.mmap | None
+    control: ControlArea
+    starts: dict[str, int]  # of each group's part of the control area
+    mapped: dict[tuple[int, int], mmap.mmap] = field(factory=dict)  # peers' files, by inode
+
+    def settle(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        self.mapped.clear()
+        self.memory = None
+
+    def release(self) -> None:
+        self.control.mark_released()
+        self.settle()
+
+
+@frozen
+class _Offer:
+    """What a rank tells its peers of a segment."""
+
+    file: SharedFile
+    process: ProcessIdentity
+    nbytes: int
+    start: int
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_json(text: bytes, group: Group, rank: int) -> _Offer:
+        try:
+            data: dict[str, Any] = json.loads(text)
+            return _Offer(
+                file=SharedFile(**data["file"]),
+                process=ProcessIdentity(**data["process"]),
+                nbytes=int(data["nbytes"]),
+                start=int(data["start"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise BackendError(
+                f"rank {rank} sent something that is no offer of shared memory",
+                fix="run the same version of symmplan on every rank",
+                group=group.name,
+                rank=group.rank,
+            ) from error
+
+
+class ShmRendezvous(Rendezvous):
+    """A meeting in shared memory."""
+
+    def __init__(self, group: Group, peers: tuple[torch.Tensor, ...], meeting: Meeting) -> None:
+        super().__init__(group, peers)
+        self._meeting = meeting
+
+    def barrier(self, timeout: float | None = None) -> None:
+        self._meeting.barrier(timeout)
+
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        self._meeting.enter(call, free)
+
+    def refuse(self, call: bytes) -> None:
+        self._meeting.refuse(call)
+
+    def free_words(self) -> list[list[int]]:
+        return self._meeting.free_words()
+
+    def release(self) -> None:
+        super().release()
+        self._meeting.close()
+
+
+class ShmBackend:
+    """POSIX shared memory."""
+
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._own: dict[str, _Own] = {}
+
+    def allocate(
+        self,
+        spec: SegmentSpec,
+        device: torch.device,  # noqa: ARG002
+        *,
+        groups: Sequence[Group],
+        timeout: float,
+        health: Health,
+    ) -> Segment:
+        """A nameless shared file of this rank, mapped."""
+        sizes = [group.size for group in groups]
+        start = _data_nbytes(spec.nbytes)
+        fd, file = create(start + control_nbytes(sizes))
+        try:
+            memory = map_file(fd, file.nbytes)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes)
+            control = ControlArea(memory, start, file.nbytes - start)
+        except BaseException:
+            os.close(fd)
+            raise
+        names = [group.name for group in groups]
+        starts = dict(zip(names, part_starts(sizes), strict=True))
+        own = self._own[spec.name] = _Own(fd, file, memory, control, starts)
+        health.on_break.append(control.mark_broken)
+        return Segment(
+            spec, self.name, tensor, timeout=timeout, health=health, on_release=own.release
+        )
+
+    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
+        """Map every peer's file.
+
+        Raises:
+            BackendError: A peer is on another host, or its memory cannot be opened.
+            PeerLostError: A peer ended.
+
+        Collective: yes.
+        """
+        own = self._own[segment.spec.name]
+        offer = _Offer(own.file, this_process(), segment.nbytes, own.starts[group.name])
+        phase = f"segment {segment.spec.name!r}"
+        texts = exchange.round(phase, offer.to_json(), groups=[group.name])[group.name]
+        offers = [_Offer.from_json(text, group, rank) for rank, text in enumerate(texts)]
+        refused = b""
+        try:
+            for rank, theirs in enumerate(offers):
+                _check_host(offer, theirs, group, rank)
+                self._map(own, theirs, group, rank)
+        except (PermissionError, FileNotFoundError) as error:
+            refused = str(error).encode()
+        answers = exchange.round(f"{phase} mapped", refused, groups=[group.name])[group.name]
+        if any(answers):
+            self._map_by_name(own, offers, group, exchange, phase)
+        self._meet(segment, own, offers, group)
+
+    def settle(self) -> None:
+        """Close the descriptors through which peers came in."""
+        for own in self._own.values():
+            own.settle()
+
+    def _map(self, own: _Own, offer: _Offer, group: Group, rank: int) -> None:
+        """Map a peer's file unless it is mapped already.
+
+        Raises:
+            OSError: The peer's file cannot be opened.
+        """
+        key = (offer.file.device, offer.file.inode)
+        if rank == group.rank:
+            assert own.memory is not None
+            own.mapped[key] = own.memory
+        if key in own.mapped:
+            return
+        try:
+            fd = open_peer(offer.file)
+        except OSError:
+            if is_gone(offer.process):
+                raise PeerLostError(
+                    f"rank {rank} (process {offer.process.pid}) ended during the rendezvous",
+                    fix="see why that process ended; its own output says more",
+                    group=group.name,
+                    rank=group.rank,
+                    lost_rank=rank,
+                ) from None
+            raise
+        with closing_fd(fd):
+            own.mapped[key] = map_file(fd, offer.file.nbytes)
+
+    def _map_by_name(
+        self,
+        own: _Own,
+        offers: list[_Offer],
+        group: Group,
+        exchange: Exchange,
+        phase: str,
+    ) -> None:
+        """Peers may not open descriptors: use names for a moment. See [Note: nameless files]."""
+        name = unguessable_name()
+        texts = exchange.round(f"{phase} names", name.encode(), groups=[group.name])[group.name]
+        named = [
+            SharedFile(**{**asdict(offer.file), "name": text.decode("ascii", "replace")})
+            for offer, text in zip(offers, texts, strict=True)
+        ]
+        try:
+            assert own.fd is not None
+            publish(own.fd, name)
+            exchange.round(f"{phase} published", b"", groups=[group.name])
+            for rank, (offer, file) in enumerate(zip(offers, named, strict=True)):
+                try:
+                    self._map(own, _Offer(file, offer.process, 0, 0), group, rank)
+                except OSError as error:
+                    raise BackendError(
+                        f"cannot open the shared memory of rank {rank}: {error.strerror}",
+                        expected="one /dev/shm, or one pid namespace, for all ranks",
+                        fix="run the ranks in one container, as one user",
+                        group=group.name,
+                        rank=group.rank,
+                    ) from error
+            exchange.round(f"{phase} mapped by name", b"", groups=[group.name])
+        except BaseException:
+            for file in named:  # the owner may be what failed
+                remove(file.name)
+            raise
+        remove(name)
+
+    def _meet(self, segment: Segment, own: _Own, offers: list[_Offer], group: Group) -> None:
+        peers = []
+        areas = []
+        for rank, offer in enumerate(offers):
+            memory = own.mapped[offer.file.device, offer.file.inode]
+            start = _data_nbytes(offer.nbytes)
+            if rank == group.rank:
+                peers.append(segment.tensor)
+                areas.append(own.control)
+            else:
+                peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
+                areas.append(ControlArea(memory, start, offer.file.nbytes - start))
+        meeting = Meeting(
+            group,
+            areas,
+            [offer.start for offer in offers],
+            [offer.process for offer in offers],
+            segment=segment.spec.name,
+            timeout=segment.timeout,
+            on_failure=segment.health.break_,
+        )
+        segment.add_rendezvous(ShmRendezvous(group, tuple(peers), meeting))
+
+
+def _data_nbytes(nbytes: int) -> int:
+    """Bytes of the file before its control area."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
+    if theirs.nbytes != mine.nbytes:
+        raise BackendError(
+            f"rank {rank} made the segment of another size",
+            expected=f"{mine.nbytes} bytes",
+            got=f"{theirs.nbytes} bytes",
+            group=group.name,
+            rank=group.rank,
+        )
+    if theirs.process.host != mine.process.host:
+        raise BackendError(
+            f"memory='shm': ranks {group.rank} and {rank} run on different hosts",
+            expected="all ranks of the group on one host",
+            fix="use memory='nccl' with CUDA devices, or groups within one host",
+            group=group.name,
+            rank=group.rank,
+            ranks=(group.rank, rank),
+        )
+    if theirs.process.namespace != mine.process.namespace:
+        raise PermissionError(f"rank {rank} is in another pid namespace")

@@ -1,0 +1,221 @@
+"""Whether a `Problem` makes sense. Runs on every construction, so it stays linear."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import ProblemError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from symmplan.model import Buffer, Problem
+
+__all__ = ["check_problem"]
+
+#: Sizes and offsets stay far below what a signed 64-bit integer holds, sums included.
+MAX_BYTES = 1 << 56
+#: More than this is no program but a mistake; planning would not end in reasonable time.
+MAX_ENTRIES = 4_000_000
+
+
+def check_problem(problem: Problem) -> None:
+    """Raise if the problem contradicts itself.
+
+    Args:
+        problem: The problem as constructed.
+
+    Raises:
+        ProblemError: A name is unknown or used twice, a size or an alignment makes no sense, a
+            buffer is never accessed, or the order has a cycle.
+    """
+    for kind in ("buffers", "operations", "accesses", "edges", "together", "apart"):
+        count = len(getattr(problem, kind))
+        if count > MAX_ENTRIES:
+            raise ProblemError(
+                f"{count} {kind} are more than a plan can hold",
+                expected=f"at most {MAX_ENTRIES}",
+                got=count,
+                fix="plan the parts of the program one by one",
+            )
+    buffers = _unique("buffer", problem.buffers)
+    operations = _unique("operation", problem.operations)
+    for b in problem.buffers:
+        _check_buffer(b)
+    _check_accesses(problem, buffers, operations)
+    for kind in ("together", "apart"):
+        for pair in getattr(problem, kind):
+            _check_pair(kind, pair, buffers)
+    _check_together(problem, buffers)
+    for groups in problem.shared_groups:
+        _check_shared(groups)
+    _check_order(problem, operations)
+
+
+def _unique(kind: str, entries: Iterable[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    count = 0
+    for e in entries:
+        count += 1
+        name = e.name
+        if type(name) is not str or not name:
+            raise ProblemError(
+                f"{kind} {count - 1} has the name {name!r}",
+                expected="a non-empty string",
+                got=repr(name),
+                fix=f"give every {kind} a name of its own",
+            )
+        found[name] = e
+    if len(found) == count:
+        return found
+    seen: set[str] = set()
+    for e in entries:
+        if e.name in seen:
+            raise ProblemError(
+                f"{kind} {e.name!r} is listed twice",
+                expected="unique names",
+                got=f"{e.name!r} again",
+                fix=f"rename one of the {kind}s or merge them",
+                name=e.name,
+            )
+        seen.add(e.name)
+    return found  # pragma: no cover - the loop above always raises
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_buffer(b: Buffer) -> None:
+    if not _whole(b.nbytes) or not 0 < b.nbytes <= MAX_BYTES:
+        raise ProblemError(
+            f"buffer {b.name!r} has a size of {b.nbytes!r} bytes",
+            expected=f"a whole number from 1 to {MAX_BYTES}",
+            got=repr(b.nbytes),
+            fix="leave empty tensors out of the problem; give sizes in bytes as int",
+            buffer=b.name,
+        )
+    if not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_BYTES:
+        raise ProblemError(
+            f"buffer {b.name!r} asks for an alignment of {b.align!r} bytes",
+            expected="a power of two",
+            got=repr(b.align),
+            fix="use 1, 2, 4, ..., 256, ...",
+            buffer=b.name,
+        )
+    if not isinstance(b.group, str) or not b.group:
+        raise ProblemError(
+            f"buffer {b.name!r} names the group {b.group!r}",
+            expected="a non-empty string",
+            got=repr(b.group),
+            fix="name the process group over which the buffer is symmetric",
+            buffer=b.name,
+        )
+    if b.offset is None:
+        return
+    if not _whole(b.offset) or not 0 <= b.offset <= MAX_BYTES or b.offset % b.align:
+        raise ProblemError(
+            f"buffer {b.name!r} is pinned at byte {b.offset!r}, its alignment is {b.align}",
+            expected=f"a multiple of {b.align}, zero or more",
+            got=repr(b.offset),
+            fix="move the pin to an aligned offset or lower the alignment",
+            buffer=b.name,
+        )
+
+
+def _check_accesses(
+    problem: Problem, buffers: dict[str, Any], operations: dict[str, Any]
+) -> None:
+    used: set[str] = set()
+    for a in problem.accesses:
+        if a.buffer not in buffers or a.operation not in operations:
+            kind, name = (
+                ("buffer", a.buffer) if a.buffer not in buffers else ("operation", a.operation)
+            )
+            raise ProblemError(
+                f"an access of buffer {a.buffer!r} by operation {a.operation!r} names an unknown "
+                f"{kind}",
+                expected=f"a {kind} of the problem",
+                got=repr(name),
+                fix=f"list the {kind} or drop the access",
+                buffer=a.buffer,
+                operation=a.operation,
+            )
+        used.add(a.buffer)
+    if len(used) < len(buffers):
+        name = min(n for n in buffers if n not in used)
+        raise ProblemError(
+            f"buffer {name!r} is never accessed",
+            expected="at least one access, from which its live range follows",
+            got="none",
+            fix="add its accesses or leave the buffer out",
+            buffer=name,
+        )
+
+
+def _check_pair(kind: str, pair: tuple[str, str], buffers: dict[str, Any]) -> None:
+    if len(pair) != 2 or pair[0] == pair[1]:
+        raise ProblemError(
+            f"{kind} holds {pair!r}",
+            expected="two different buffer names",
+            got=repr(pair),
+            fix=f"drop the entry from {kind}",
+        )
+    for name in pair:
+        if name not in buffers:
+            raise ProblemError(
+                f"{kind} names the unknown buffer {name!r}",
+                expected="a buffer of the problem",
+                got=repr(name),
+                fix=f"list the buffer or drop the pair from {kind}",
+                buffer=name,
+            )
+
+
+def _check_together(problem: Problem, buffers: dict[str, Any]) -> None:
+    for a, b in problem.together:
+        first, second = buffers[a], buffers[b]
+        if first.group != second.group:
+            raise ProblemError(
+                f"buffers {a!r} and {b!r} must share bytes, but are symmetric over different "
+                "groups",
+                expected=f"group {first.group!r} for both",
+                got=repr(second.group),
+                fix="drop the pair from together or give both one group",
+                buffers=(a, b),
+            )
+
+
+def _check_shared(groups: tuple[str, ...]) -> None:
+    if isinstance(groups, str) or len(set(groups)) != len(groups) or not all(
+        isinstance(g, str) and g for g in groups
+    ):
+        raise ProblemError(
+            f"shared_groups holds {groups!r}",
+            expected="a tuple of different group names",
+            got=repr(groups),
+            fix="list each group of the set once",
+        )
+
+
+def _check_order(problem: Problem, operations: dict[str, Any]) -> None:
+    for edge in problem.edges:
+        if len(edge) != 2 or edge[0] == edge[1]:
+            raise ProblemError(
+                f"the edge {edge!r} does not order two operations",
+                expected="(earlier, later), two different names",
+                got=repr(edge),
+                fix="drop the edge",
+            )
+        for name in edge:
+            if name not in operations:
+                raise ProblemError(
+                    f"the edge {edge!r} names the unknown operation {name!r}",
+                    expected="an operation of the problem",
+                    got=repr(name),
+                    fix="list the operation or drop the edge",
+                    operation=name,
+                )
+    from symmplan.planner.order import order_of
+
+    order_of(problem)

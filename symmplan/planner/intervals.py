@@ -1,0 +1,142 @@
+"""Totally ordered problems from plain intervals, and from the public benchmarks' CSV files."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from symmplan.errors import ProblemError
+from symmplan.model import Access, Buffer, Operation, Problem
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+__all__ = ["problem_from_csv", "problem_from_intervals"]
+
+#: A row of a benchmark file is a name and three numbers; anything longer is another kind of file.
+MAX_CSV_BYTES = 1 << 30
+
+
+def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:
+    """A totally ordered problem with alignment 1 from ``(name, begin, end, nbytes)``, half-open.
+
+    Time is cut where an interval begins or ends; each piece becomes one operation ``t<begin>``,
+    and a buffer is accessed in the first and the last piece of its interval.
+
+    Args:
+        intervals: Name, first instant, first instant after the last, size in bytes.
+
+    Raises:
+        ProblemError: An interval is empty, a size is not positive, or a name appears twice.
+    """
+    rows = [tuple(r) for r in intervals]
+    instants: set[int] = set()
+    for row in rows:
+        if len(row) != 4 or not all(
+            isinstance(v, int) and not isinstance(v, bool) for v in row[1:]
+        ):
+            raise ProblemError(
+                f"the interval {row!r} is not of the form (name, begin, end, nbytes)",
+                expected="a name and three whole numbers",
+                got=repr(row),
+                fix="give one tuple per buffer, times and bytes as int",
+            )
+        if row[1] >= row[2]:
+            raise ProblemError(
+                f"buffer {row[0]!r} lives in [{row[1]}, {row[2]}), which is empty",
+                expected="begin before end; intervals are half-open",
+                got=f"[{row[1]}, {row[2]})",
+                fix="drop the buffer or correct its interval",
+                buffer=row[0],
+            )
+        instants.add(row[1])
+        instants.add(row[2])
+    times = sorted(instants)
+    last = {t: i - 1 for i, t in enumerate(times)}
+    names = [f"t{t}" for t in times]
+    begins = {t: name for t, name in zip(times, names, strict=True)}  # noqa: C416 - typed
+    accesses: list[Access] = []
+    for name, begin, end, _ in rows:
+        first_op, last_op = begins[begin], names[last[end]]
+        accesses.append(Access(first_op, name, write=True))
+        if last_op != first_op:
+            accesses.append(Access(last_op, name))
+    return Problem(
+        buffers=tuple(Buffer(name=n, nbytes=size, align=1) for n, _, _, size in rows),
+        operations=tuple(Operation(name) for name in names[:-1]),
+        accesses=tuple(accesses),
+    )
+
+
+def problem_from_csv(path: str | os.PathLike[str]) -> Problem:
+    """The same from a CSV file with the columns ``id,lower,upper,size`` (others are ignored).
+
+    Args:
+        path: The file; names may repeat neither here nor anywhere.
+
+    Raises:
+        ProblemError: The file cannot be read, a column is missing, or a value is not a whole
+            number (the line is named).
+    """
+    try:
+        if Path(path).stat().st_size > MAX_CSV_BYTES:
+            raise ProblemError(
+                f"{path} has more than {MAX_CSV_BYTES} bytes",
+                expected="a table of buffers",
+                got="a file too large to be one",
+                fix="check the path",
+            )
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            return problem_from_intervals(_rows(path, csv.DictReader(file)))
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise ProblemError(
+            f"{path} cannot be read: {e}",
+            expected="a UTF-8 CSV file with the columns id,lower,upper,size",
+            got=type(e).__name__,
+            fix="check the path and the file's format",
+        ) from e
+
+
+def _rows(
+    path: str | os.PathLike[str], reader: csv.DictReader[str]
+) -> list[tuple[str, int, int, int]]:
+    columns = [c.strip() for c in reader.fieldnames or ()]
+    reader.fieldnames = columns
+    missing = [c for c in ("id", "lower", "upper", "size") if c not in columns]
+    if missing:
+        raise ProblemError(
+            f"{path} lacks the column {missing[0]!r}",
+            expected="the columns id,lower,upper,size",
+            got=",".join(columns) or "no header line",
+            fix="name the columns in the first line",
+            column=missing[0],
+        )
+    rows: list[tuple[str, int, int, int]] = []
+    for row in reader:
+        values = []
+        for column in ("lower", "upper", "size"):
+            text = row.get(column)
+            try:
+                values.append(int(text or ""))
+            except ValueError:
+                raise ProblemError(
+                    f"{path}, line {reader.line_num}: {column} is {text!r}",
+                    expected="a whole number",
+                    got=repr(text),
+                    fix="correct the line",
+                    line=reader.line_num,
+                    column=column,
+                ) from None
+        if values[2] <= 0:
+            raise ProblemError(
+                f"{path}, line {reader.line_num}: size is {values[2]}",
+                expected="a size of one byte or more",
+                got=values[2],
+                fix="correct the line or drop it",
+                line=reader.line_num,
+                column="size",
+            )
+        rows.append((str(row["id"]).strip(), values[0], values[1], values[2]))
+    return rows

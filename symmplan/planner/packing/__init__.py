@@ -1,0 +1,1 @@
+"""Byte offsets for items that conflict: greedy orders, squeaky wheel, complete search."""

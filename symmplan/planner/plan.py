@@ -1,0 +1,196 @@
+"""From a `Problem` to a `Plan`: segments, offsets, barriers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from attrs import evolve, frozen
+
+from symmplan.errors import CapacityError, PlanningError
+from symmplan.model import Bound, Placement, Plan, SegmentSpec
+from symmplan.planner.barriers import barriers_of
+from symmplan.planner.items import items_of
+from symmplan.planner.packing.bound import heaviest_moment
+from symmplan.planner.packing.solve import pack
+from symmplan.planner.packing.task import task_of
+from symmplan.planner.segments import mergeable, rules_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from symmplan.model import Problem
+    from symmplan.planner.items import Items
+    from symmplan.planner.packing.task import Packing, Task
+    from symmplan.planner.segments import Rules
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["plan"]
+
+
+@frozen(eq=False)
+class _Family:
+    """The segments that serve one set of groups."""
+
+    groups: tuple[int, ...]
+    tasks: tuple[Task, ...]
+    packings: tuple[Packing, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.unit * p.peak for t, p in zip(self.tasks, self.packings, strict=True))
+
+
+def plan(
+    problem: Problem,
+    *,
+    effort: Literal["fast", "optimal"] = "fast",
+    capacity: int | None = None,
+) -> Plan:
+    """Place every buffer of a problem. Collective: no; equal problems give equal plans anywhere.
+
+    Args:
+        problem: What the program does.
+        effort: ``"fast"`` improves until the bound is met or its work is used up, about a second
+            for some hundred buffers that fit badly; ``"optimal"`` searches completely, bounded by
+            work done and never by the clock, and says whether it finished (`Plan.optimal`).
+        capacity: Most bytes that all segments may take together, or None.
+
+    Raises:
+        PlanningError: Constraints contradict each other.
+        CapacityError: The buffers do not fit into ``capacity``; ``buffers`` names some that
+            cannot fit together.
+    """
+    if effort not in ("fast", "optimal"):
+        raise PlanningError(
+            f"effort is {effort!r}",
+            expected='"fast" or "optimal"',
+            got=repr(effort),
+            fix='use effort="fast"',
+        )
+    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+        raise PlanningError(
+            f"capacity is {capacity!r}",
+            expected="bytes as a whole number, or None",
+            got=repr(capacity),
+            fix="pass bytes as int",
+        )
+    items = items_of(problem)
+    rules = rules_of(problem, items)
+    families = _families(problem, items, rules, effort)
+    result = _assemble(problem, items, families, effort)
+    if capacity is not None and result.peak_bytes > capacity:
+        _raise_capacity(result, capacity)
+    return result
+
+
+def _families(problem: Problem, items: Items, rules: Rules, effort: str) -> list[_Family]:
+    """One family per group, merged where sharing a segment lowers the total."""
+    singles = {
+        g: _solve(items, rules, (g,), effort) for g in range(len(items.groups))
+    }
+    done: list[_Family] = []
+    for groups in mergeable(problem, items):
+        left = tuple(g for g in groups if g in singles)
+        if len(left) < 2:
+            continue
+        merged = _solve(items, rules, left, effort)
+        if merged.nbytes < sum(singles[g].nbytes for g in left):
+            done.append(merged)
+            for g in left:
+                del singles[g]
+    return sorted([*done, *singles.values()], key=lambda f: f.groups)
+
+
+def _solve(items: Items, rules: Rules, groups: tuple[int, ...], effort: str) -> _Family:
+    which = np.flatnonzero(np.isin(items.group, groups))
+    tasks = tuple(task_of(items, part) for part in rules.assign(which))
+    return _Family(groups, tasks, tuple(pack(t, effort=effort) for t in tasks))
+
+
+def _assemble(
+    problem: Problem, items: Items, families: list[_Family], effort: str
+) -> Plan:
+    segments: list[SegmentSpec] = []
+    bounds: list[Bound] = []
+    where: dict[str, Placement] = {}
+    size = {b.name: b.nbytes for b in problem.buffers}
+    for family in families:
+        groups = tuple(sorted(items.groups[g] for g in family.groups))
+        for task, packing in zip(family.tasks, family.packings, strict=True):
+            name = f"segment{len(segments)}"
+            segments.append(
+                SegmentSpec(
+                    name=name,
+                    groups=groups,
+                    nbytes=packing.peak * task.unit,
+                    lower_bound_bytes=packing.bound * task.unit,
+                    signal_pad=bool(items.pad[task.items].any()),
+                    witness=_names(items, task, packing.witness),
+                    proof=packing.proof,
+                )
+            )
+            offsets = (packing.offset * task.unit).tolist()
+            for item, offset in zip(task.items.tolist(), offsets, strict=True):
+                for buffer in items.members[item]:
+                    where[buffer] = Placement(name, offset, size[buffer])
+        if len(family.tasks) > 1:
+            bounds.append(_family_bound(items, family, groups))
+    placements = {name: where[name] for name in sorted(where)}
+    made = Plan(
+        problem=problem,
+        segments=tuple(segments),
+        placements=placements,
+        barriers=barriers_of(problem, placements),
+        effort=effort,
+        bounds=tuple(bounds),
+    )
+    return evolve(made, optimal=made.peak_bytes == made.lower_bound_bytes)
+
+
+def _names(items: Items, task: Task, witness: Ints) -> tuple[str, ...]:
+    return tuple(sorted(items.members[i][0] for i in task.items[witness].tolist()))
+
+
+def _family_bound(items: Items, family: _Family, groups: tuple[str, ...]) -> Bound:
+    """What all segments of a family need together, however its items are dealt to them."""
+    which = np.sort(np.concatenate([t.items for t in family.tasks]))
+    task = task_of(items, which)
+    units, witness = heaviest_moment(task)
+    return Bound(groups=groups, nbytes=units * task.unit, witness=_names(items, task, witness))
+
+
+def _raise_capacity(made: Plan, capacity: int) -> None:
+    buffers = _cannot_fit(made, capacity)
+    proven = made.lower_bound_bytes > capacity
+    raise CapacityError(
+        f"{len(made.placements)} buffers take {made.peak_bytes} bytes; "
+        + (
+            f"{', '.join(buffers[:8])}{', ...' if len(buffers) > 8 else ''} are live together "
+            f"and need more than {capacity}"
+            if proven
+            else f"no packing into {capacity} was found"
+        ),
+        expected=f"at most {capacity} bytes",
+        got=f"{made.peak_bytes}, proven minimum {made.lower_bound_bytes}",
+        fix="raise the capacity, or order or drop some of the buffers named in `buffers`"
+        if proven or made.effort == "optimal"
+        else 'try effort="optimal", or raise the capacity',
+        buffers=buffers,
+        capacity=capacity,
+        peak_bytes=made.peak_bytes,
+        lower_bound_bytes=made.lower_bound_bytes,
+    )
+
+
+def _cannot_fit(made: Plan, capacity: int) -> tuple[str, ...]:
+    """Fewest of the largest witnesses that exceed the capacity, or all of them if none do."""
+    names = [n for s in made.segments for n in s.witness]
+    names.sort(key=lambda n: (-made.placements[n].nbytes, n))
+    total = 0
+    for k, name in enumerate(names):
+        total += made.placements[name].nbytes
+        if total > capacity:
+            return tuple(sorted(names[: k + 1]))
+    return tuple(sorted(names))

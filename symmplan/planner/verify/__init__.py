@@ -1,0 +1,45 @@
+"""Check a plan with code that did not make it.
+
+[Note: independence]
+    Nothing in this folder imports the planner's order, items, packing or barriers. Happens-before
+    is computed again from streams and edges, who may share bytes follows from one sweep over the
+    bytes, and bounds are accepted only with their witnesses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symmplan.planner.verify.barriers import check_barriers
+from symmplan.planner.verify.bounds import check_bounds
+from symmplan.planner.verify.clocks import Clocks
+from symmplan.planner.verify.sharing import check_pads, check_sharing
+from symmplan.planner.verify.structure import check_structure
+from symmplan.planner.verify.users import users_of
+
+if TYPE_CHECKING:
+    from symmplan.model import Plan
+
+__all__ = ["verify"]
+
+
+def verify(plan: Plan) -> None:
+    """Check everything that a plan states. Collective: no. Time is near linear in its size.
+
+    Args:
+        plan: Any plan, whoever made it.
+
+    Raises:
+        VerificationError: A rule is broken; ``kind`` says which: ``effort``, ``segment_name``,
+            ``segment_groups``, ``segment_empty``, ``segment_size``, ``signal_pad``,
+            ``missing_buffer``, ``unknown_buffer``, ``unknown_segment``, ``nbytes``, ``group``,
+            ``out_of_segment``, ``pin``, ``misaligned``, ``together``, ``apart``, ``pad``,
+            ``overlap``, ``barrier``, ``unknown_barrier``, ``lower_bound`` or ``optimal``.
+    """
+    check_structure(plan)
+    users = users_of(plan)
+    clocks = Clocks(plan.problem)
+    check_pads(plan, clocks)
+    reuse = check_sharing(plan, users, clocks)
+    check_barriers(plan, users, reuse, clocks)
+    check_bounds(plan, users, clocks)

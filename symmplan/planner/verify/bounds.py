@@ -1,0 +1,187 @@
+"""Segment sizes, and bounds by their witnesses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from symmplan.planner.verify.structure import fail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.model import Plan
+    from symmplan.planner.verify.clocks import Clocks
+    from symmplan.planner.verify.users import User
+
+__all__ = ["check_bounds"]
+
+#: Witnesses compared with each other at a time.
+ROWS = 2048
+
+
+def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
+    """Check that segments are as large as needed and that the bounds are proven.
+
+    Args:
+        plan: What is checked.
+        users: Its users.
+        clocks: The order of its operations.
+
+    Raises:
+        VerificationError: A size (``segment_size``, ``segment_empty``), a bound (``lower_bound``)
+            or the claim to be optimal (``optimal``) is wrong.
+    """
+    owner = {name: u for u in users for name in u.names}
+    by_segment: dict[str, list[User]] = {}
+    for user in users:
+        by_segment.setdefault(user.segment, []).append(user)
+    for segment in plan.segments:
+        inside = by_segment.get(segment.name, [])
+        if not inside:
+            fail(
+                "segment_empty",
+                f"no buffer lies in segment {segment.name!r}",
+                expected="at least one",
+                got="none",
+                segment=segment.name,
+            )
+        unit = min(u.align for u in inside)
+        needed = _round(max(u.end for u in inside), unit)
+        if segment.nbytes != needed:
+            fail(
+                "segment_size",
+                f"segment {segment.name!r} has {segment.nbytes} bytes",
+                expected=f"{needed}, where its last buffer ends, rounded up to {unit}",
+                got=segment.nbytes,
+                segment=segment.name,
+            )
+        where = f"segment {segment.name!r}"
+        witnesses = _witnesses(where, segment.witness, owner, [segment.name])
+        proven = _proven(where, witnesses, unit, segment.proof, clocks)
+        searched = segment.proof == "search" and plan.effort == "optimal"
+        _check_claim(
+            where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched
+        )
+    _check_joint(plan, users, owner, clocks)
+    if plan.optimal != (plan.peak_bytes == plan.lower_bound_bytes):
+        fail(
+            "optimal",
+            f"the plan claims optimal={plan.optimal}",
+            expected=f"{plan.peak_bytes == plan.lower_bound_bytes}: {plan.peak_bytes} bytes, "
+            f"proven minimum {plan.lower_bound_bytes}",
+            got=plan.optimal,
+        )
+
+
+def _check_joint(
+    plan: Plan, users: list[User], owner: dict[str, User], clocks: Clocks
+) -> None:
+    """Segments of the same groups split their buffers by choice, so they are bounded together."""
+    segments: dict[tuple[str, ...], list[str]] = {}
+    for segment in plan.segments:
+        segments.setdefault(segment.groups, []).append(segment.name)
+    wanted = sorted(groups for groups, names in segments.items() if len(names) > 1)
+    if sorted(b.groups for b in plan.bounds) != wanted:
+        fail(
+            "lower_bound",
+            "joint bounds do not match the segments",
+            expected=f"one for each of {wanted}",
+            got=[b.groups for b in plan.bounds],
+        )
+    for bound in plan.bounds:
+        names = segments[bound.groups]
+        where = f"segments {', '.join(names)}"
+        unit = min(u.align for u in users if u.segment in names)
+        witnesses = _witnesses(where, bound.witness, owner, names)
+        proven = _proven(where, witnesses, unit, "clique", clocks)
+        size = sum(s.nbytes for s in plan.segments if s.name in names)
+        _check_claim(where, bound.nbytes, proven, size, exact=True)
+
+
+def _check_claim(where: str, claimed: int, proven: int, size: int, *, exact: bool) -> None:
+    if claimed > size or claimed < proven or (exact and claimed != proven):
+        fail(
+            "lower_bound",
+            f"{where} claims a lower bound of {claimed} bytes",
+            expected=f"{proven}, which its witnesses prove"
+            if exact
+            else f"from {proven}, which its witnesses prove, to its size of {size}",
+            got=claimed,
+        )
+
+
+def _round(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _witnesses(
+    where: str, names: Sequence[str], owner: dict[str, User], segments: list[str]
+) -> list[User]:
+    found: dict[tuple[str, ...], User] = {}
+    for name in names:
+        user = owner.get(name)
+        if user is None or user.segment not in segments or user.names in found:
+            fail(
+                "lower_bound",
+                f"{where} names {name!r} as a witness of its lower bound",
+                expected="different buffers that lie there",
+                got=repr(name),
+            )
+        found[user.names] = user
+    return list(found.values())
+
+
+def _proven(
+    where: str, witnesses: list[User], unit: int, proof: str, clocks: Clocks
+) -> int:
+    if proof not in ("clique", "pin", "search"):
+        fail(
+            "lower_bound",
+            f"{where} claims a proof of the kind {proof!r}",
+            expected="clique, pin or search",
+            got=repr(proof),
+        )
+    if proof == "pin":
+        if len(witnesses) != 1 or not witnesses[0].pinned:
+            fail(
+                "lower_bound",
+                f"{where} has no pinned buffer as the witness of its bound",
+                expected="one pinned buffer",
+                got=[u.names[0] for u in witnesses],
+            )
+        return _round(witnesses[0].end, unit)
+    others = [u for u in witnesses if not u.persistent]
+    pair = _compatible(others, clocks)
+    if pair is not None:
+        a, b = pair
+        fail(
+            "lower_bound",
+            f"{where} counts {a.names[0]!r} and {b.names[0]!r} as live together, but they are "
+            "ordered one after the other",
+            expected="witnesses that conflict pairwise",
+            got=(a.names[0], b.names[0]),
+        )
+    return sum(_round(u.end - u.offset, unit) for u in witnesses)
+
+
+def _compatible(users: list[User], clocks: Clocks) -> tuple[User, User] | None:
+    """Two of the users of which one comes entirely before the other, if there are such."""
+    ops = [np.asarray(sorted({clocks.number[o] for o, _ in u.accesses})) for u in users]
+    if len(users) < 2 or max(int(o[0]) for o in ops) <= min(int(o[-1]) for o in ops):
+        return None  # all are live at one instant of a linear extension
+    flat = np.concatenate(ops)
+    fresh = np.append(0, np.cumsum([len(o) for o in ops])[:-1])
+    for at in range(0, len(users), ROWS):
+        before = np.ones((min(ROWS, len(users) - at), len(users)), dtype=bool)
+        for low, table in clocks.blocks():
+            for c in range(table.shape[1]):
+                mine = clocks.stream[flat] == low + c
+                last = np.maximum.reduceat(np.where(mine, clocks.place[flat], 0), fresh)
+                entry = np.minimum.reduceat(table[flat, c] - mine, fresh)
+                before &= last[at : at + ROWS, None] <= entry[None, :]
+        hits = np.argwhere(before)
+        if len(hits):
+            return users[at + int(hits[0, 0])], users[int(hits[0, 1])]
+    return None

@@ -1,0 +1,223 @@
+"""Who shares bytes, and may they?
+
+[Note: users of a byte]
+    Users are visited in the order in which they start in a linear extension, and a map from bytes
+    to their latest user is kept. The users of a byte must be totally ordered, so it is enough that
+    each comes entirely after the one before it: if two of them conflict, one of the steps between
+    them fails. That makes the check as long as the plan, not as the number of its pairs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import frozen
+
+from symmplan.planner.verify.structure import fail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.model import Plan
+    from symmplan.planner.verify.clocks import Clocks
+    from symmplan.planner.verify.users import User
+
+__all__ = ["Reuse", "check_pads", "check_sharing"]
+
+#: Above this many operations, pads that only their own buffer leaves unordered are not told apart.
+MAX_PAD_PAIRS = 4096
+
+
+@frozen
+class Reuse:
+    """Consecutive users of some byte, as indices of users.
+
+    Attributes:
+        pairs: (earlier, later) within one run of the program.
+        wraps: (last, first) from one run of the program to the next; a user may follow itself.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    wraps: tuple[tuple[int, int], ...]
+
+
+class _Bytes:
+    """Latest and first user of every byte of one segment."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.cuts = [0, nbytes]  # the last is a sentinel
+        self.user = [-1]
+        self.first: list[tuple[int, int, int]] = []
+
+    def take(self, low: int, high: int, user: int) -> set[int]:
+        """Give bytes [low, high) to a user; whose were they?"""
+        i = bisect_right(self.cuts, low) - 1
+        j = bisect_left(self.cuts, high)
+        cuts, users = [self.cuts[i]], []
+        if self.cuts[i] < low:
+            users.append(self.user[i])
+            cuts.append(low)
+        users.append(user)
+        if self.cuts[j] > high:
+            users.append(self.user[j - 1])
+            cuts.append(high)
+        owners = self.user[i:j]
+        for k, owner in enumerate(owners, start=i):
+            if owner < 0:
+                self.first.append((max(self.cuts[k], low), min(self.cuts[k + 1], high), user))
+        self.cuts[i:j] = cuts
+        self.user[i:j] = users
+        return {o for o in owners if o >= 0}
+
+    def wraps(self) -> set[tuple[int, int]]:
+        """(last, first) user of every byte that is used at all."""
+        found: set[tuple[int, int]] = set()
+        for low, high, first in self.first:
+            i = bisect_right(self.cuts, low) - 1
+            while i < len(self.user) and self.cuts[i] < high:
+                found.add((self.user[i], first))
+                i += 1
+        return found
+
+
+def check_sharing(plan: Plan, users: list[User], clocks: Clocks) -> Reuse:
+    """Check that no two users that may be live together share a byte. See [Note: users of a byte].
+
+    Args:
+        plan: What is checked.
+        users: Its users.
+        clocks: The order of its operations.
+
+    Raises:
+        VerificationError: Two of them do (``overlap``).
+    """
+    number = clocks.number
+    ops = [sorted({number[o] for o, _ in u.accesses}) for u in users]
+    space = {s.name: _Bytes(s.nbytes) for s in plan.segments}
+    pairs: set[tuple[int, int]] = set()
+    for u in sorted(range(len(users)), key=lambda k: (ops[k][0], users[k].names)):
+        user = users[u]
+        before = space[user.segment].take(user.offset, user.end, u)
+        pairs.update((b, u) for b in before)
+    ordered = sorted(pairs)
+    for a, b in ordered:
+        if users[a].persistent or users[b].persistent:
+            _overlap(users[a], users[b], None, None)
+    _check_order(ordered, users, ops, clocks)
+    wraps = {w for s in space.values() for w in s.wraps()}
+    return Reuse(tuple(ordered), tuple(sorted(wraps)))
+
+
+def _check_order(
+    pairs: list[tuple[int, int]], users: list[User], ops: list[list[int]], clocks: Clocks
+) -> None:
+    stream = clocks.stream.tolist()
+    lasts = [list({stream[o]: o for o in numbers}.values()) for numbers in ops]
+    firsts = [list({stream[o]: o for o in reversed(numbers)}.values()) for numbers in ops]
+    first, second, which = [], [], []
+    for k, (a, b) in enumerate(pairs):
+        for x in lasts[a]:
+            for y in firsts[b]:
+                first.append(x)
+                second.append(y)
+                which.append(k)
+    if not first:
+        return
+    good = clocks.ordered(
+        np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64)
+    )
+    for k in np.flatnonzero(~good)[:1].tolist():
+        a, b = pairs[which[k]]
+        _overlap(users[a], users[b], clocks.names[first[k]], clocks.names[second[k]])
+
+
+def _overlap(a: User, b: User, last: str | None, first: str | None) -> None:
+    low, high = max(a.offset, b.offset), min(a.end, b.end)
+    reason = "one of them is bound for the whole program"
+    if last is not None:
+        reason = f"operation {last!r} on {a.names[0]!r} is not ordered before {first!r}"
+    fail(
+        "overlap",
+        f"buffers {a.names[0]!r} and {b.names[0]!r} share bytes [{low}, {high}) of segment "
+        f"{a.segment!r}, but {reason}",
+        expected="disjoint bytes, or every access of one before the first of the other",
+        got=f"[{a.offset}, {a.end}) and [{b.offset}, {b.end})",
+        buffers=(a.names[0], b.names[0]),
+        segment=a.segment,
+        operations=(last, first),
+    )
+
+
+def check_pads(plan: Plan, clocks: Clocks) -> None:
+    """Check that operations on one segment's signal pad never run at the same time.
+
+    Args:
+        plan: What is checked.
+        clocks: The order of its operations.
+
+    Raises:
+        VerificationError: Two of them may (``pad``).
+    """
+    pads = {b.name for b in plan.problem.buffers if b.signal_pad}
+    using: dict[str, dict[int, set[str]]] = {}
+    for access in plan.problem.accesses:
+        if access.buffer in pads:
+            segment = using.setdefault(plan.placements[access.buffer].segment, {})
+            segment.setdefault(clocks.number[access.operation], set()).add(access.buffer)
+    linked = _joined(plan)
+    for segment_name in sorted(using):
+        users = using[segment_name]
+        ops = np.asarray(sorted(users), dtype=np.int64)
+        # Totally ordered operations are ordered one after the other; otherwise look at all pairs.
+        good = clocks.ordered(ops[:-1], ops[1:])
+        if good.all():
+            continue
+        firsts = range(len(ops)) if len(ops) <= MAX_PAD_PAIRS else np.flatnonzero(~good).tolist()
+        for i in firsts:
+            later = ops[i + 1 :]
+            unordered = later[~clocks.ordered(np.full(len(later), ops[i]), later)]
+            for j in unordered.tolist():
+                _check_pad_pair(segment_name, int(ops[i]), j, users, clocks, linked)
+
+
+def _joined(plan: Plan) -> dict[str, str]:
+    """One name for buffers that share their offset: to a pad they are one buffer."""
+    parent: dict[str, str] = {}
+
+    def root(n: str) -> str:
+        while parent.get(n, n) != n:
+            n = parent[n]
+        return n
+
+    for a, b in plan.problem.together:
+        parent[root(a)] = root(b)
+    return {n: root(n) for pair in plan.problem.together for n in pair}
+
+
+def _check_pad_pair(
+    segment: str,
+    first: int,
+    second: int,
+    users: dict[int, set[str]],
+    clocks: Clocks,
+    joined: dict[str, str],
+) -> None:
+    for a in sorted(users[first]):
+        for b in sorted(users[second]):
+            if joined.get(a, a) != joined.get(b, b):
+                _pad_clash(segment, (a, b), (clocks.names[first], clocks.names[second]))
+
+
+def _pad_clash(segment: str, buffers: Sequence[str], operations: Sequence[str]) -> None:
+    fail(
+        "pad",
+        f"operations {operations[0]!r} and {operations[1]!r} are unordered and use the signal "
+        f"pad of segment {segment!r}, through buffers {buffers[0]!r} and {buffers[1]!r}",
+        expected="two segments, or an order between the operations",
+        got=f"both in segment {segment!r}",
+        buffers=tuple(buffers),
+        operations=tuple(operations),
+        segment=segment,
+    )

@@ -1,0 +1,128 @@
+"""Every torch name that the registry needs and torch does not promise to keep.
+
+Features are detected, versions are never compared. What a torch lacks answers as "nothing there",
+so that the rest of the registry reads the same on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload, OpOverloadPacket
+
+#: Modules whose import defines the ops of the built-in catalogue.
+_DEFINING_MODULES = (
+    "torch.distributed",
+    "torch.distributed._functional_collectives",
+    "torch.distributed._symmetric_memory",
+    "torch.distributed.tensor._collective_utils",
+)
+
+
+@functools.cache
+def define_distributed_ops() -> tuple[str, ...]:
+    """Import what defines torch's distributed ops; returns the modules that this torch has."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        return ()
+    loaded = []
+    for name in _DEFINING_MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        loaded.append(name)
+    return tuple(loaded)
+
+
+def overload_of_custom_op(op: object) -> OpOverload | None:
+    """The overload behind what ``torch.library.custom_op`` returns, else None."""
+    from torch._library.custom_ops import CustomOpDef
+
+    if not isinstance(op, CustomOpDef):
+        return None
+    overload: OpOverload = op._opoverload
+    return overload
+
+
+def overload_names(packet: OpOverloadPacket) -> tuple[str, ...]:
+    """Names of a packet's overloads, in torch's order."""
+    return tuple(packet.overloads())  # type: ignore[no-untyped-call]
+
+
+def all_schemas() -> list[Any]:
+    """The schemas of all ops of this process."""
+    import torch
+
+    return list(torch._C._jit_get_all_schemas())
+
+
+def declared_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Names in upstream's own registry of symmetric arguments, as given there; () if none."""
+    name = op._schema.name
+    suffix = op._schema.overload_name
+    holder = _holder(f"{name}.{suffix}" if suffix else name)
+    if holder is None and not suffix:
+        holder = _holder(f"{name}.default")
+    return () if holder is None else tuple(holder.get() or ())
+
+
+def _holder(qualified: str) -> Any:
+    registry = _simple_registry()
+    entry = None if registry is None else registry.get(qualified)
+    holder = getattr(entry, "symm_mem_args", None)
+    if holder is None or not holder.is_registered():
+        return None
+    return holder
+
+
+@functools.cache
+def _simple_registry() -> Any:
+    try:
+        from torch._library import simple_registry
+    except ImportError:
+        return None
+    if not hasattr(simple_registry, "SymmMemArgsHolder"):
+        return None
+    # `get` does not create an entry, unlike `find`; without it nothing can have been registered.
+    singleton = simple_registry.singleton
+    return singleton if hasattr(singleton, "get") else None
+
+
+def names_declared_upstream() -> list[str]:
+    """Qualified names, as upstream spells them, of all ops in its registry; sorted."""
+    entries = getattr(_simple_registry(), "_data", {})
+    return sorted(name for name in list(entries) if _holder(name) is not None)
+
+
+def process_group_of(value: object) -> object:
+    """Unwrap a boxed ``ProcessGroup`` (a script object, or a fake of one); others pass through."""
+    import torch
+    import torch.distributed
+
+    for attribute in ("real_obj", "wrapped_obj"):
+        inner = getattr(value, attribute, None)
+        if inner is not None:
+            value = inner
+    if isinstance(value, torch.ScriptObject):
+        unbox = getattr(getattr(torch.distributed, "ProcessGroup", None), "unbox", None)
+        if unbox is not None:
+            try:
+                return unbox(value)
+            except (RuntimeError, TypeError):
+                return value
+    return value
+
+
+def default_group_name() -> str | None:
+    """Name of the default process group, or None while there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD
+    return None if group is None else str(group.group_name)

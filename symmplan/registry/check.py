@@ -1,0 +1,222 @@
+"""Check a declaration against the op's schema and turn it into an `OpSpec`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from symmplan.errors import DeclarationError
+from symmplan.model import DEFAULT_ALIGN, OpSpec, Requirement
+from symmplan.registry.schema import resolve, schema_of, suggestion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.registry.schema import Schema
+
+__all__ = ["make_spec"]
+
+_RESULT = re.compile(r"return(?:\.(\d+))?\Z", re.ASCII)
+
+
+def make_spec(
+    schema: Schema,
+    where: Sequence[str | Requirement],
+    *,
+    group: str,
+    align: int = DEFAULT_ALIGN,
+    signal_pad: bool = False,
+    handshake: bool = False,
+    release: bool = False,
+    asynchronous: bool = False,
+    out: str | None = None,
+    origin: str = "user",
+) -> OpSpec:
+    """The `OpSpec` of a declaration, its requirements in the order of the schema.
+
+    ``"return"`` of an op with several results becomes one requirement per result that holds
+    tensors, and ``"return.0"`` of an op with one result becomes ``"return"``, so that equal
+    declarations make equal specs.
+
+    Raises:
+        DeclarationError: The declaration does not fit the schema.
+    """
+    _check_group(schema, group)
+    found: dict[str, Requirement] = {}
+    for item in where:
+        asked = item if isinstance(item, Requirement) else Requirement(item, align, signal_pad)
+        _check_align(schema, asked)
+        for place in _places(schema, asked.where):
+            if place in found:
+                raise DeclarationError(
+                    f"{schema.op} is given {place!r} twice",
+                    expected="each argument and result once",
+                    got=", ".join(repr(_name(w)) for w in where),
+                    fix=f"drop one of the entries that cover {place!r}",
+                    op=schema.op,
+                    where=place,
+                )
+            found[place] = evolve(asked, where=place)
+    if not found and origin != "catalogue":
+        raise DeclarationError(
+            f"nothing of {schema.op} is declared symmetric",
+            expected=f"at least one of {', '.join(_tensor_places(schema))}",
+            got="no names",
+            fix="name the arguments and results that must be symmetric",
+            op=schema.op,
+            existing=tuple(_tensor_places(schema)),
+        )
+    order = _tensor_places(schema)
+    return OpSpec(
+        op=schema.op,
+        requirements=tuple(found[place] for place in order if place in found),
+        group=group,
+        handshake=handshake,
+        release=release,
+        asynchronous=asynchronous,
+        out=None if out is None else _check_out(schema, out),
+        origin=origin,
+    )
+
+
+def _name(item: str | Requirement) -> str:
+    return item.where if isinstance(item, Requirement) else item
+
+
+def _tensor_places(schema: Schema) -> list[str]:
+    """Everything that can be declared, arguments first, spelled the way specs spell it."""
+    arguments = [a.name for a in schema.arguments if a.tensor]
+    if len(schema.results) == 1:
+        return arguments + (["return"] if schema.results[0].tensor else [])
+    return arguments + [f"return.{r.index}" for r in schema.results if r.tensor]
+
+
+def _places(schema: Schema, where: object) -> list[str]:
+    if not isinstance(where, str):
+        raise DeclarationError(
+            f"{where!r} does not name an argument or result of {schema.op}",
+            expected="a string",
+            got=type(where).__name__,
+            fix="give the names as they stand in the schema",
+            op=schema.op,
+            where=where,
+        )
+    argument = schema.argument(where)
+    if argument is not None:
+        if not argument.tensor:
+            raise DeclarationError(
+                f"argument {where!r} of {schema.op} holds no tensor",
+                expected=f"one of {_listing(schema)}",
+                got=f"{where!r} of type {argument.type}",
+                fix="declare tensors only; the group goes into group=",
+                op=schema.op,
+                where=where,
+                existing=tuple(_tensor_places(schema)),
+            )
+        return [where]
+    match = _RESULT.match(where)
+    if match is None:
+        existing = [*(a.name for a in schema.arguments), "return"]
+        raise DeclarationError(
+            f"{schema.op} has no argument {where!r}",
+            expected=f"one of {_listing(schema)}",
+            got=repr(where),
+            fix=suggestion(where, existing) or f"the schema is {schema.text}",
+            op=schema.op,
+            where=where,
+            existing=tuple(_tensor_places(schema)),
+        )
+    return _result_places(schema, where, match.group(1))
+
+
+def _result_places(schema: Schema, where: str, index: str | None) -> list[str]:
+    results = schema.results
+    chosen = list(results) if index is None else list(results[int(index) : int(index) + 1])
+    if chosen and any(r.tensor for r in chosen):
+        if len(results) == 1:
+            return ["return"]
+        return [f"return.{r.index}" for r in chosen if r.tensor]
+    if not chosen:
+        what = f"{schema.op} has no result {where!r}"
+        got = f"an op with {len(results)} result{'' if len(results) == 1 else 's'}"
+    else:
+        what = f"result {where!r} of {schema.op} holds no tensor"
+        got = f"results of type ({', '.join(r.type for r in results)})"
+    raise DeclarationError(
+        what,
+        expected=f"one of {_listing(schema)}",
+        got=got,
+        fix=f"the schema is {schema.text}",
+        op=schema.op,
+        where=where,
+        existing=tuple(_tensor_places(schema)),
+    )
+
+
+def _listing(schema: Schema) -> str:
+    return ", ".join(repr(p) for p in _tensor_places(schema)) or "nothing: it holds no tensors"
+
+
+def _check_group(schema: Schema, group: object) -> None:
+    candidates = [a.name for a in schema.arguments if a.group]
+    if isinstance(group, str) and group in candidates:
+        return
+    argument = schema.argument(group) if isinstance(group, str) else None
+    if argument is not None:
+        what = f"argument {group!r} of {schema.op} cannot name a process group"
+        got = f"{group!r} of type {argument.type}"
+    else:
+        what = f"{schema.op} has no argument {group!r} to name its process group"
+        got = repr(group)
+    raise DeclarationError(
+        what,
+        expected=f"one of {', '.join(map(repr, candidates))}"
+        if candidates
+        else "a str, ProcessGroup or Any argument; the op has none",
+        got=got,
+        fix=f"pass group={candidates[0]!r}"
+        if len(candidates) == 1
+        else f"the schema is {schema.text}",
+        op=schema.op,
+        where=group,
+        existing=tuple(candidates),
+    )
+
+
+def _check_align(schema: Schema, asked: Requirement) -> None:
+    align = asked.align
+    whole = isinstance(align, int) and not isinstance(align, bool)
+    if whole and align > 0 and align & (align - 1) == 0:
+        return
+    raise DeclarationError(
+        f"alignment of {asked.where!r} of {schema.op} is {align!r}",
+        expected="a positive power of two, in bytes",
+        got=repr(align),
+        fix=f"leave align out for {DEFAULT_ALIGN} bytes, or give a power of two",
+        op=schema.op,
+        where=asked.where,
+        align=align,
+    )
+
+
+def _check_out(schema: Schema, out: str) -> str:
+    """The name with overload of ``out``, which must write as many tensors as ``schema`` returns."""
+    wanted = sum(r.tensor for r in schema.results)
+    tried = []
+    for overload in resolve(out):
+        other = schema_of(overload)
+        written = [a for a in other.arguments if a.written and a.tensor]
+        own = {a.name for a in schema.arguments}
+        if wanted and len([a for a in written if a.name not in own]) == wanted:
+            return other.op
+        tried.append(other.text)
+    raise DeclarationError(
+        f"{out} is not an out-variant of {schema.op}",
+        expected=f"{wanted} written tensor argument(s) that {schema.op} lacks",
+        got="; ".join(tried),
+        fix="name the op that writes its results into given tensors, or leave out= out",
+        op=schema.op,
+        out=out,
+    )

@@ -1,0 +1,80 @@
+"""Every op that is declared, and every collective op that is not, in one deterministic list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from symmplan.errors import DeclarationError
+from symmplan.registry import _upstream, catalogue
+from symmplan.registry.rows_left_out import NAMESPACES
+from symmplan.registry.schema import resolve, schema_of
+from symmplan.registry.store import overruled, overruled_note, store
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from symmplan.model import OpSpec
+
+__all__ = ["Entry", "describe_op", "inventory"]
+
+
+@frozen
+class Entry:
+    """One op.
+
+    Attributes:
+        op: Qualified name with overload.
+        spec: What is declared of it, or None.
+        note: For people: what to know, or why nothing is declared.
+        known: Whether somebody decided about it: False for an op that a new torch brought, and for
+            a declaration that does not fit its op.
+    """
+
+    op: str
+    spec: OpSpec | None
+    note: str = ""
+    known: bool = True
+
+
+def inventory() -> list[Entry]:
+    """All that is declared and all ops of the catalogue's namespaces, sorted by qualified name."""
+    _upstream.define_distributed_ops()
+    names = {*store.declared(), *_upstream.names_declared_upstream()}
+    for schema in _upstream.all_schemas():
+        if schema.name.partition("::")[0] in NAMESPACES:
+            names.add(f"{schema.name}.{schema.overload_name or 'default'}")
+    entries: dict[str, Entry] = {}
+    for name in sorted(names):
+        try:
+            overloads = resolve(name)
+        except DeclarationError:  # declared once, and its library is gone
+            continue
+        for overload in overloads:
+            entry = describe_op(overload)
+            entries[entry.op] = entry
+    return [entries[op] for op in sorted(entries)]
+
+
+def describe_op(op: OpOverload) -> Entry:
+    """The entry of one op, whether or not anything is declared of it."""
+    schema = schema_of(op)
+    listed = catalogue.entry_of(schema)
+    try:
+        spec = store.spec_for(op)
+    except DeclarationError as error:
+        return Entry(schema.op, None, error.what, known=False)
+    if spec is None:
+        if listed is None:
+            return Entry(schema.op, None, "nobody declared it", known=False)
+        return Entry(schema.op, None, listed.note, known=listed.known)
+    notes = [listed.note] if listed is not None and spec.origin == "catalogue" else []
+    upstream = _upstream.declared_arguments(op)
+    if spec.origin == "user":
+        dropped = overruled(spec, upstream)
+        notes += [overruled_note(dropped)] if dropped else []
+    elif listed is not None and listed.spec is not None:
+        added = overruled(listed.spec, upstream)
+        notes += [f"torch's registry adds {', '.join(added)}"] if added else []
+    return Entry(schema.op, spec, "; ".join(n for n in notes if n))

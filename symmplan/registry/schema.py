@@ -1,0 +1,244 @@
+"""An op's schema as plain values, and the ways to point at an op."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from attrs import frozen
+
+from symmplan.errors import DeclarationError
+from symmplan.registry import _upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch._ops import OpOverload, OpOverloadPacket
+
+__all__ = [
+    "Argument",
+    "OpRef",
+    "Result",
+    "Schema",
+    "is_defined",
+    "qualified_name",
+    "resolve",
+    "schema_of",
+]
+
+#: What names an op: ``"ns::name"``, ``"ns::name.overload"``, an ``OpOverload``, an
+#: ``OpOverloadPacket``, or what ``torch.library.custom_op`` returns.
+OpRef: TypeAlias = Any
+
+
+@frozen
+class Argument:
+    """One argument of an op.
+
+    Attributes:
+        name: As in the schema.
+        type: As in the schema, for people.
+        tensor: Whether it holds tensors: one, an optional one, or (nested) lists of them.
+        group: Whether its type can carry a process group: a name, a group object or anything.
+        written: Whether the op changes it.
+        kwarg_only: Whether it can only be given by name.
+        has_default: Whether it may be left out.
+        default: Its value then.
+    """
+
+    name: str
+    type: str
+    tensor: bool
+    group: bool
+    written: bool
+    kwarg_only: bool
+    has_default: bool
+    default: Any = None
+
+
+@frozen
+class Result:
+    """One result of an op; ``tensor`` as for `Argument`."""
+
+    index: int
+    type: str
+    tensor: bool
+
+
+@frozen
+class Schema:
+    """What an op takes and gives.
+
+    Attributes:
+        op: Qualified name with overload, such as ``"aten::add.Tensor"``.
+        arguments: In order.
+        results: In order.
+        text: The schema as torch prints it.
+    """
+
+    op: str
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    text: str
+
+    def argument(self, name: str) -> Argument | None:
+        """The argument of that name, if any."""
+        return next((a for a in self.arguments if a.name == name), None)
+
+
+def qualified_name(op: OpOverload) -> str:
+    """Name with overload, ``".default"`` included (``OpOverload.name()`` leaves that one out)."""
+    return f"{op._schema.name}.{op._overloadname}"
+
+
+@functools.lru_cache(maxsize=4096)
+def schema_of(op: OpOverload) -> Schema:
+    """Read the schema of ``op``; cached per op object, so that a redefined op is read afresh."""
+    schema = op._schema
+    return Schema(
+        op=qualified_name(op),
+        arguments=tuple(
+            Argument(
+                name=a.name,
+                type=str(a.real_type),
+                tensor=_holds_tensors(a.type),
+                group=_can_carry_group(a.type),
+                written=_is_written(a),
+                kwarg_only=a.kwarg_only,
+                has_default=a.has_default_value(),
+                default=a.default_value if a.has_default_value() else None,
+            )
+            for a in schema.arguments
+        ),
+        results=tuple(
+            Result(index=i, type=str(r.type), tensor=_holds_tensors(r.type))
+            for i, r in enumerate(schema.returns)
+        ),
+        text=str(schema),
+    )
+
+
+def _holds_tensors(kind: Any) -> bool:
+    while kind.kind() in ("OptionalType", "ListType"):
+        kind = kind.getElementType()
+    return bool(kind.kind() == "TensorType")
+
+
+def _can_carry_group(kind: Any) -> bool:
+    if kind.kind() == "OptionalType":
+        kind = kind.getElementType()
+    if kind.kind() == "ClassType":
+        return str(kind).rsplit(".", 1)[-1] == "ProcessGroup"
+    return kind.kind() in ("StringType", "AnyType", "PyObjectType")
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def resolve(ref: OpRef) -> tuple[OpOverload, ...]:
+    """The overloads that ``ref`` points at: one, or all of a name without overload.
+
+    Raises:
+        DeclarationError: ``ref`` is of no known kind, or no such op is defined (yet).
+    """
+    from torch._ops import OpOverload, OpOverloadPacket
+
+    if isinstance(ref, OpOverload):
+        return (ref,)
+    if isinstance(ref, OpOverloadPacket):
+        return _overloads(ref)
+    if isinstance(ref, str):
+        return _by_name(ref)
+    custom = _upstream.overload_of_custom_op(ref)
+    if custom is not None:
+        return (custom,)
+    raise DeclarationError(
+        f"{_show(ref)} is not an op",
+        expected='a name like "mylib::foo", an OpOverload, an OpOverloadPacket or the result of '
+        "torch.library.custom_op",
+        got=type(ref).__name__,
+        fix="put symm_args above torch.library.custom_op, not below it" if callable(ref) else None,
+        op=_show(ref),
+    )
+
+
+def is_defined(name: str) -> bool:
+    """Whether this process has an op of that qualified name."""
+    try:
+        resolve(name)
+    except DeclarationError:
+        return False
+    return True
+
+
+def _show(ref: object) -> str:
+    return getattr(ref, "__qualname__", None) or repr(ref)
+
+
+def _overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
+    return tuple(getattr(packet, name) for name in _upstream.overload_names(packet))
+
+
+def _by_name(name: str) -> tuple[OpOverload, ...]:
+    namespace, colons, rest = name.partition("::")
+    base, dot, overload = rest.partition(".")
+    parts = [namespace, base, *([overload] if dot else [])]
+    if not (colons and all(part.isidentifier() for part in parts)):
+        raise DeclarationError(
+            f"{name!r} is not a qualified op name",
+            expected='"namespace::name" or "namespace::name.overload"',
+            got=repr(name),
+            fix="write the name as it is registered, with its namespace and two colons",
+            op=name,
+        )
+    packet = _packet(namespace, base)
+    if packet is None and _upstream.define_distributed_ops():
+        packet = _packet(namespace, base)  # one of torch's own that was not imported yet
+    if packet is None:
+        raise _unknown_op(name, namespace, base)
+    if not overload:
+        return _overloads(packet)
+    existing = _upstream.overload_names(packet)
+    if overload not in existing:
+        raise DeclarationError(
+            f"{namespace}::{base} has no overload {overload!r}",
+            expected=f"one of {', '.join(existing)}",
+            got=repr(overload),
+            fix=suggestion(overload, existing) or f"name one of them, or {namespace}::{base} alone",
+            op=name,
+            existing=existing,
+        )
+    return (getattr(packet, overload),)
+
+
+def _packet(namespace: str, base: str) -> OpOverloadPacket | None:
+    import torch
+    from torch._ops import OpOverloadPacket
+
+    found = getattr(getattr(torch.ops, namespace), base, None)
+    return found if isinstance(found, OpOverloadPacket) else None
+
+
+def _unknown_op(name: str, namespace: str, base: str) -> DeclarationError:
+    existing = sorted({s.name for s in _upstream.all_schemas()})
+    same = [n for n in existing if n.startswith(f"{namespace}::")]
+    guess = suggestion(f"{namespace}::{base}", same or existing)
+    return DeclarationError(
+        f"no op named {namespace}::{base} is defined",
+        expected=f"one of the {len(same)} ops of namespace {namespace!r}"
+        if same
+        else f"a namespace that has ops; {namespace!r} has none",
+        got=repr(name),
+        fix=f"import or define {namespace}::{base} before you declare it"
+        + (f"; {guess}" if guess else ""),
+        op=name,
+        existing=tuple(same),
+    )
+
+
+def suggestion(given: str, existing: Iterable[str]) -> str | None:
+    """``"did you mean ...?"`` when something close exists."""
+    close = difflib.get_close_matches(given, list(existing), n=1, cutoff=0.7)
+    return f"did you mean {close[0]!r}?" if close else None

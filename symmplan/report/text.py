@@ -1,0 +1,119 @@
+"""A plan in a few lines of text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from symmplan.report.format import count, size, table, visible
+
+if TYPE_CHECKING:
+    from symmplan.model import Plan, Unplanned
+
+__all__ = ["plan_summary", "unplanned_lines"]
+
+#: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
+#: page have all of them.
+_SHOWN = 20
+
+
+def plan_summary(plan: Plan) -> str:
+    """Segments, bytes against the bound and against no sharing, what was left out and why.
+
+    Args:
+        plan: The plan; it is not verified here.
+
+    Returns:
+        A few lines without a trailing newline. Names are printed with control characters spelled
+        out, so that a name cannot forge a line.
+    """
+    lines = [
+        f"plan {plan.fingerprint[:12]}: "
+        f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}, "
+        f"{count(len(plan.problem.operations), 'operation')}, effort {plan.effort}",
+        *table(
+            [
+                ("peak", size(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
+                (
+                    "lower bound",
+                    size(plan.lower_bound_bytes),
+                    _quality(plan),
+                ),
+                ("one buffer per tensor", size(plan.unshared_bytes), _saving(plan)),
+            ]
+        ),
+    ]
+    lines += _segment_lines(plan)
+    lines += _barrier_lines(plan)
+    lines += unplanned_lines(plan.unplanned)
+    return "\n".join(lines)
+
+
+def _quality(plan: Plan) -> str:
+    if plan.peak_bytes == plan.lower_bound_bytes:
+        return "reached: no plan of this program needs fewer bytes"
+    if plan.lower_bound_bytes == 0:
+        return "not known"
+    ratio = plan.peak_bytes / plan.lower_bound_bytes
+    # 1.0000 would claim the bound was reached.
+    return f"peak / bound = {max(ratio, 1.0001):.4f}" + (" (proven minimal)" * plan.optimal)
+
+
+def _saving(plan: Plan) -> str:
+    if not plan.peak_bytes:
+        return ""
+    return f"{plan.unshared_bytes / plan.peak_bytes:.2f} x the peak"
+
+
+def _segment_lines(plan: Plan) -> list[str]:
+    held = Counter(placement.segment for placement in plan.placements.values())
+    rows = [
+        (
+            visible(s.name),
+            "groups " + ", ".join(visible(g) for g in s.groups),
+            size(s.nbytes),
+            f"bound {size(s.lower_bound_bytes)}",
+            count(held[s.name], "buffer") + (", signal pad" * s.signal_pad),
+        )
+        for s in plan.segments
+    ]
+    return ["segments:", *table(rows)] if rows else ["segments: none"]
+
+
+def _barrier_lines(plan: Plan) -> list[str]:
+    if not plan.barriers:
+        return ["barriers: none needed"]
+    rows = [
+        (
+            f"before {visible(b.before)}",
+            f"group {visible(b.group)}",
+            "protects " + (_some([visible(n) for n in b.buffers]) or "the whole program"),
+        )
+        for b in plan.barriers[:_SHOWN]
+    ]
+    return [f"barriers: {len(plan.barriers):,}", *table(rows), *_more(len(plan.barriers))]
+
+
+def unplanned_lines(unplanned: tuple[Unplanned, ...]) -> list[str]:
+    """One line for each declared tensor that was left out, with the reason."""
+    if not unplanned:
+        return ["left out: none"]
+    rows = [
+        (
+            visible(u.name),
+            f"{visible(u.where)} of {visible(u.op)}",
+            "size unknown" if u.nbytes is None else size(u.nbytes),
+            visible(u.reason),
+        )
+        for u in unplanned[:_SHOWN]
+    ]
+    return [f"left out: {len(unplanned):,}", *table(rows), *_more(len(unplanned))]
+
+
+def _some(names: list[str], shown: int = 4) -> str:
+    head = ", ".join(names[:shown])
+    return head if len(names) <= shown else f"{head} and {len(names) - shown:,} more"
+
+
+def _more(total: int) -> list[str]:
+    return [f"  and {total - _SHOWN:,} more"] if total > _SHOWN else []
