@@ -76,13 +76,13 @@ class Home:
         buffer: Name of its buffer.
         node: The node that makes it.
         path: Where it sits in the node's result.
-        write: How the producer writes there; None if the producer is the declared op itself.
+        write: How the producer writes there; ``"declared"`` if it is a declared op.
     """
 
     buffer: str
     node: fx.Node
     path: tuple[int, ...]
-    write: Write | None
+    write: Write
 
 
 @frozen(eq=False)
@@ -398,7 +398,7 @@ class _Builder:
             self._site(request, "stage", buffer.name, "its aliases cannot be followed")
             return
         buffer = self._buffer(request, name, value, whole=True)
-        self.homes[root] = Home(buffer.name, value[0], value[1], None)
+        self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
         self._site(request, "bind", buffer.name)
 
     def _decide_argument(self, request: _Request) -> None:
@@ -413,13 +413,16 @@ class _Builder:
             origin = self._origin(root)
             write = self.producer(origin[0])
             assert write is not None
-            name = _element_where(*origin) if origin[1] else origin[0].name
+            name = _element_where(origin[0].name, origin[1])
             buffer = self._buffer(request, name, origin, whole=True)
             home = self.homes[root] = Home(buffer.name, origin[0], origin[1], write)
         if reason is None:
             assert home is not None
             self._widen(home.buffer, request.requirement)
             self._site(request, "bind", home.buffer)
+            return
+        if request.writes and not self._is_last_alias(request, root):
+            self._leave_out(request, "the op writes it, and other views of it are used later")
             return
         name = f"{request.node.name}.{request.where}"
         buffer = self._buffer(request, name, request.value, whole=False)
@@ -460,6 +463,23 @@ class _Builder:
         if not dense or made.storage_offset() != 0 or not _is_static(made):
             return "its producer's result is not dense"
         return None
+
+    def _is_last_alias(self, request: _Request, root: Value) -> bool:
+        """Whether nobody looks at a written storage through another view after the op.
+
+        Such views of an input see the bytes that are copied back; those of a tensor that the graph
+        made would not, because its readers are given the copy instead.
+        """
+        if self._origin(root)[0].op != "call_function":
+            return True
+        after = self.order[request.node]
+        results = set(self._of(request.node))
+        return not any(
+            self.order[user] > after
+            for value in self.classes[root]
+            if value != request.value and value not in results and not is_wait(value[0])
+            for user in value[0].users
+        )
 
     def _origin(self, root: Value) -> Value:
         """The first value of a storage class, in graph order."""

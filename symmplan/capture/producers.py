@@ -16,7 +16,8 @@ __all__ = ["OUT_VARIANTS", "Write", "out_overload", "writes_eager", "writes_indu
 #: ``"fuse"``: a copy that the compiler folds into the producer's own kernel.
 #: ``"out"``: the op's variant with an ``out`` argument.
 #: ``"alloc"``: the op writes nothing, it only makes memory.
-Write: TypeAlias = Literal["alloc", "fuse", "out"]
+#: ``"declared"``: the op is declared itself, and runs in a form that writes where it is told.
+Write: TypeAlias = Literal["alloc", "declared", "fuse", "out"]
 
 _ALLOCATIONS = frozenset({
     "aten::empty",

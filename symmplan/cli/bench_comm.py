@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetitions", type=int, default=15, help="timed runs of each (default 15)"
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float64"), default="float32"
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds for everything (default 300)"
     )
@@ -170,8 +168,7 @@ def _start(options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
                 exit_codes=codes,
             )
         return [
-            json.loads(bytes(store.get(f"bench/result/{rank}")))
-            for rank in range(options["ranks"])
+            json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(options["ranks"])
         ]
 
 
@@ -262,9 +259,7 @@ def _measure(op: str, size: int, rank: int, options: dict[str, Any]) -> dict[str
         gloo()
         shm()
         equal = bool(torch.equal(want, got))
-        times = {
-            side: [0.0] * options["repetitions"] for side in ("gloo", "shm")
-        }
+        times = {side: [0.0] * options["repetitions"] for side in ("gloo", "shm")}
         for repetition in range(options["repetitions"]):
             for side, call in (("gloo", gloo), ("shm", shm)):
                 if op == "all_reduce":  # in place: without this sums would overflow

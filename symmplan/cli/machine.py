@@ -18,6 +18,8 @@ from symmplan.report.format import size
 
 __all__ = ["Check", "checks", "cxx_compiler"]
 
+#: Where POSIX shared memory lives on Linux.
+_SHM = Path("/dev/shm")  # noqa: S108
 #: Below this, two ranks' segments of an ordinary model do not fit.
 _SHM_WANTED = 256 << 20
 
@@ -51,7 +53,7 @@ def checks() -> list[Check]:
         fix = "python -m pip install 'torch>=2.11'"
         return [*found, Check("torch", "fix", f"cannot be imported: {error}", fix)]
     version = str(torch.__version__)
-    recent = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit()) >= (2, 11)
+    recent = tuple(int(p) for p in version.split(".", 2)[:2] if p.isdigit()) >= (2, 11)
     found.append(
         Check("torch", "ok", version)
         if recent
@@ -71,26 +73,24 @@ def _cores() -> Check:
 
 
 def _shared_memory() -> list[Check]:
-    where = Path("/dev/shm")  # noqa: S108
+    where = _SHM
     if not where.is_dir():
-        return [Check("/dev/shm", "fix", "does not exist", 'use Linux, or memory="local"')]
+        return [Check(str(_SHM), "fix", "does not exist", 'use Linux, or memory="local"')]
     stat = os.statvfs(where)
     total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
     detail = f"{size(free)} free of {size(total)}"
     fix = "mount -o remount,size=4G /dev/shm, or docker run --shm-size=4g"
     found = [
-        Check("/dev/shm", "ok", detail)
+        Check(str(_SHM), "ok", detail)
         if free >= _SHM_WANTED
-        else Check("/dev/shm", "fix", f"{detail}: too little for a model's segments", fix)
+        else Check(str(_SHM), "fix", f"{detail}: too little for a model's segments", fix)
     ]
-    flag = getattr(os, "O_TMPFILE", None)
     try:
-        if flag is None:
-            raise OSError("this Python has no os.O_TMPFILE")
-        os.close(os.open(where, flag | os.O_RDWR | os.O_EXCL, 0o600))
+        flags = os.O_TMPFILE | os.O_RDWR | os.O_EXCL
+        os.close(os.open(where, flags, 0o600))
         found.append(Check("O_TMPFILE", "ok", "segments need never have a name"))
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (AttributeError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         found.append(Check("O_TMPFILE", "missing", f"{reason}: segments are named, then unlinked"))
     return found
 

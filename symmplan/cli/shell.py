@@ -100,7 +100,7 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         except SystemExit as stop:  # argparse has printed help or a usage error
             return stop.code if isinstance(stop.code, int) else 2
         if module is None:
-            parser.print_help()
+            parser.print_help(sys.stderr)
             return 2
         return _print(module, args, module.run(args))
     except SymmplanError as error:
@@ -169,17 +169,18 @@ def _parser(command: _Command | None, module: ModuleType | None) -> argparse.Arg
     parser.add_argument("--version", action="version", version=f"symmplan {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, line in COMMANDS.items():
+        chosen = command is not None and command.words == (name,)
         sub = subparsers.add_parser(
             name,
             help=line,
-            description=_description(module, line) if command and command.words == (name,) else line,
+            description=_description(module, line) if chosen else line,
             epilog=EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=[] if name == "bench" else [common],
         )
         if name == "bench":
             _add_benches(sub, common, command, module)
-        elif command and command.words == (name,) and module is not None:
+        elif chosen and module is not None:
             module.add_arguments(sub)
     return parser
 

@@ -37,6 +37,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The plan's summary and what was written."""
-    return "\n".join(
-        [result["summary"], *(f"wrote {path}" for path in result["written"].values())]
-    )
+    return "\n".join([result["summary"], *(f"wrote {path}" for path in result["written"].values())])

@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="symmplan")`: compiled graphs in planned symmetric memory.
 
-For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Both are captured
-when they are split, planned as one program, and rewritten when each is compiled. Nothing is
+For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Each is
+captured, planned and rewritten when it is compiled, both in one set of segments. Nothing is
 allocated before the program first runs: then the ranks agree on the plan and rendezvous once.
 """
 
@@ -14,13 +14,10 @@ import torch
 from attrs import frozen
 from torch import fx
 
-from symmplan.capture.fx import overload_of
 from symmplan.errors import BackendError
 from symmplan.integrate import ops
-from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.unit import Settings, Unit
 from symmplan.model import Plan
-from symmplan.registry import resolve_group_name, spec_for
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
 
@@ -172,13 +169,9 @@ class CompileBackend:
 
     def _unit(self, module: fx.GraphModule) -> Unit | None:
         device = _device_of(module)
-        groups = _groups_of(module)
         if device is None:
             return None
-        from symmplan.memory import resolve_backend
-
-        memory = resolve_backend(self.settings.memory, device, groups).name
-        unit = Unit(self.settings, Lowerings(memory), device)
+        unit = Unit(self.settings, device)
         self._units.append(unit)
         return unit
 
@@ -227,17 +220,6 @@ def _device_of(module: fx.GraphModule) -> torch.device | None:
                 return device
             cpu = fake.device
     return cpu
-
-
-def _groups_of(module: fx.GraphModule) -> list[str]:
-    """Names of the groups of the graph's declared ops, in graph order."""
-    names: dict[str, None] = {}
-    for node in module.graph.nodes:
-        overload = overload_of(node.target) if node.op == "call_function" else None
-        spec = None if overload is None else spec_for(overload)
-        if spec is not None:
-            names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
-    return list(names)
 
 
 #: The backend behind the name ``"symmplan"`` in ``torch.compile``.

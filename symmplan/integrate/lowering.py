@@ -7,12 +7,15 @@ catalogue says what the *op* wants, a row what *this way of running it* wants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
+from torch import fx
 
+from symmplan.capture.fx import overload_of
+from symmplan.capture.producers import Write
 from symmplan.model import OpSpec, Requirement
 from symmplan.registry import spec_for
 
@@ -34,7 +37,7 @@ class Lowering:
     """
 
     target: str
-    needs: frozenset[str] = field(converter=frozenset)
+    needs: tuple[str, ...]
     out: Literal["return", "out", "input"] = "return"
     inplace: bool = False
     each: bool = False
@@ -50,72 +53,72 @@ _F = "_c10d_functional::"
 # One-sided collectives over shared memory: synchronous, handshake on entry, release on exit.
 _SHM: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
-        "symmplan::all_gather_out.default", ["return"], why_not=_PUSHES
+        "symmplan::all_gather_out.default", ("return",), why_not=_PUSHES
     ),
     f"{_F}all_gather_into_tensor_out.default": Lowering(
-        "symmplan::all_gather_out.default", ["out"], out="out", why_not=_PUSHES
+        "symmplan::all_gather_out.default", ("out",), out="out", why_not=_PUSHES
     ),
     f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        "symmplan::all_gather_out.default", ["return"], each=True, why_not=_PUSHES
+        "symmplan::all_gather_out.default", ("return",), each=True, why_not=_PUSHES
     ),
     f"{_F}reduce_scatter_tensor.default": Lowering(
-        "symmplan::reduce_scatter_out.default", ["input"], why_not=_PULLS
+        "symmplan::reduce_scatter_out.default", ("input",), why_not=_PULLS
     ),
     f"{_F}reduce_scatter_tensor_out.default": Lowering(
-        "symmplan::reduce_scatter_out.default", ["input"], out="out", why_not=_PULLS
+        "symmplan::reduce_scatter_out.default", ("input",), out="out", why_not=_PULLS
     ),
     f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
-        "symmplan::reduce_scatter_out.default", ["inputs"], each=True, why_not=_PULLS
+        "symmplan::reduce_scatter_out.default", ("inputs",), each=True, why_not=_PULLS
     ),
     f"{_F}all_reduce.default": Lowering(
-        "symmplan::all_reduce_out.default", ["input", "return"]
+        "symmplan::all_reduce_out.default", ("input", "return")
     ),
     f"{_F}all_reduce_.default": Lowering(
-        "symmplan::all_reduce_out.default", ["input"], out="input"
+        "symmplan::all_reduce_out.default", ("input",), out="input"
     ),
     f"{_F}all_reduce_coalesced.default": Lowering(
-        "symmplan::all_reduce_out.default", ["inputs", "return"], each=True
+        "symmplan::all_reduce_out.default", ("inputs", "return"), each=True
     ),
     f"{_F}all_reduce_coalesced_.default": Lowering(
-        "symmplan::all_reduce_out.default", ["inputs"], out="input", each=True
+        "symmplan::all_reduce_out.default", ("inputs",), out="input", each=True
     ),
     f"{_F}all_to_all_single.default": Lowering(
-        "symmplan::all_to_all_single_out.default", ["return"], why_not=_PUSHES
+        "symmplan::all_to_all_single_out.default", ("return",), why_not=_PUSHES
     ),
     f"{_F}broadcast.default": Lowering(
-        "symmplan::broadcast_out.default", ["return"], why_not=_PUSHES
+        "symmplan::broadcast_out.default", ("return",), why_not=_PUSHES
     ),
 }  # fmt: skip
 
 # The process group's own collectives, in the forms that write into given tensors.
 _C10D: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ["input", "return"]
+        f"{_F}all_gather_into_tensor_out.default", ("input", "return")
     ),
     f"{_F}all_gather_into_tensor_out.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ["input", "out"], out="out"
+        f"{_F}all_gather_into_tensor_out.default", ("input", "out"), out="out"
     ),
     f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ["inputs", "return"], each=True
+        f"{_F}all_gather_into_tensor_out.default", ("inputs", "return"), each=True
     ),
     f"{_F}reduce_scatter_tensor.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out.default", ["input", "return"]
+        f"{_F}reduce_scatter_tensor_out.default", ("input", "return")
     ),
     f"{_F}reduce_scatter_tensor_out.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out.default", ["input", "out"], out="out"
+        f"{_F}reduce_scatter_tensor_out.default", ("input", "out"), out="out"
     ),
     f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out.default", ["inputs", "return"], each=True
+        f"{_F}reduce_scatter_tensor_out.default", ("inputs", "return"), each=True
     ),
     f"{_F}all_reduce.default": Lowering(
-        f"{_F}all_reduce_.default", ["return"], inplace=True, why_not=_COPIED
+        f"{_F}all_reduce_.default", ("return",), inplace=True, why_not=_COPIED
     ),
-    f"{_F}all_reduce_.default": Lowering(f"{_F}all_reduce_.default", ["input"], out="input"),
+    f"{_F}all_reduce_.default": Lowering(f"{_F}all_reduce_.default", ("input",), out="input"),
     f"{_F}all_reduce_coalesced.default": Lowering(
-        f"{_F}all_reduce_.default", ["return"], inplace=True, each=True, why_not=_COPIED
+        f"{_F}all_reduce_.default", ("return",), inplace=True, each=True, why_not=_COPIED
     ),
     f"{_F}broadcast.default": Lowering(
-        f"{_F}broadcast_.default", ["return"], inplace=True, why_not=_COPIED
+        f"{_F}broadcast_.default", ("return",), inplace=True, why_not=_COPIED
     ),
 }  # fmt: skip
 
@@ -140,6 +143,16 @@ class Lowerings:
     def row(self, spec: OpSpec) -> Lowering | None:
         """How a declared op is to be run, or None to call it as it is."""
         return self.table.get(spec.op)
+
+    def producer(self, node: fx.Node, other: Callable[[fx.Node], Write | None]) -> Write | None:
+        """How a node can write into given memory: by its row if it has one, else ask ``other``."""
+        overload = overload_of(node.target) if node.op == "call_function" else None
+        row = None
+        if overload is not None:
+            row = self.table.get(f"{overload._schema.name}.{overload._overloadname}")
+        if row is not None and row.out == "return":
+            return "declared"
+        return other(node)
 
     def lookup(self, op: Any) -> OpSpec | None:
         """What is declared of an op, as it holds for the way it will be run."""

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from symmplan.capture.steps import copy_back_name, copy_in_name, copy_out_name
 from symmplan.errors import CaptureError
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
 from symmplan.model import Plan
-from symmplan.registry import bind_arguments
+from symmplan.registry import bind_arguments, resolve_group_name
 
 __all__ = ["SegmentInput", "rewrite"]
 
@@ -48,7 +49,12 @@ class SegmentInput:
 
 
 def rewrite(
-    module: fx.GraphModule, captured: Captured, plan: Plan, lowerings: Lowerings, fake_mode: Any
+    module: fx.GraphModule,
+    captured: Captured,
+    plan: Plan,
+    barriers: Sequence[tuple[str, str]],
+    lowerings: Lowerings,
+    fake_mode: Any,
 ) -> tuple[SegmentInput, ...]:
     """Change ``module`` in place so that it follows ``plan``.
 
@@ -56,6 +62,7 @@ def rewrite(
         module: The graph that ``captured`` was captured from.
         captured: Its decisions.
         plan: A plan whose problem contains the captured one.
+        barriers: ``(operation, group)`` of each barrier to be run right before an operation.
         lowerings: How each op is run on the memory backend.
         fake_mode: The mode of the graph's fake tensors.
 
@@ -64,7 +71,7 @@ def rewrite(
 
     Collective: no.
     """
-    return _Rewriter(module.graph, captured, plan, lowerings, fake_mode).run(module)
+    return _Rewriter(module.graph, captured, plan, barriers, lowerings, fake_mode).run(module)
 
 
 @define(eq=False)
@@ -72,27 +79,27 @@ class _Rewriter:
     graph: fx.Graph
     captured: Captured
     plan: Plan
+    barriers: Sequence[tuple[str, str]]
     lowerings: Lowerings
     fake_mode: Any
 
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
-    body: fx.Node = field(init=False)
     device: torch.device = field(init=False)
 
     def run(self, module: fx.GraphModule) -> tuple[SegmentInput, ...]:
-        self.body = next(n for n in self.graph.nodes if n.op != "placeholder")
         site = next(s for s in self.captured.sites if s.buffer is not None)
         assert site.source is not None
         self.device = self._fake(site.source, site.path).device
         for home in self.captured.homes:
-            if home.write is not None:
+            if home.write != "declared":
                 self._make_home(home)
         by_node: dict[fx.Node, list[Site]] = {}
         for site in self.captured.sites:
             by_node.setdefault(site.node, []).append(site)
+        makers = {h.node for h in self.captured.homes if h.write == "declared"}
         for node, sites in by_node.items():
-            if any(s.buffer is not None for s in sites):
+            if node in makers or any(s.buffer is not None for s in sites):
                 self._declared(node, sites)
         self._order()
         self.graph.lint()
@@ -107,7 +114,8 @@ class _Rewriter:
         key = SegmentInput(segment, dtype, nbytes // dtype.itemsize)
         node = self.inputs.get(key)
         if node is None:
-            with self.graph.inserting_before(self.body):
+            body = next(n for n in self.graph.nodes if n.op != "placeholder")
+            with self.graph.inserting_before(body):
                 name = str(dtype).removeprefix("torch.")
                 node = self.graph.placeholder(f"symmplan_{segment}_{name}")
             with self.fake_mode:
@@ -186,6 +194,10 @@ class _Rewriter:
                 for s in sites
                 if s.kind == "result" and s.buffer is not None
             }
+            for home in self.captured.homes:
+                # Made here because a later op wants it, though this one need not have it.
+                if home.node is node and home.path not in results:
+                    results[home.path] = self._view(home.buffer, self._fake(node, home.path))
             before = node.prev
             if row is not None:
                 results = self._lower(node, row, overload, bound, results)
@@ -223,7 +235,7 @@ class _Rewriter:
     ) -> dict[tuple[int, ...], fx.Node]:
         """Call the form that writes into given memory, once or for each element of a list."""
         spec = self.captured.specs[node]
-        group = next(b.group for b in self.captured.problem.buffers if b.name in self._names(node))
+        group = resolve_group_name(spec, overload, node.args, node.kwargs)
         bound = {**bound, spec.group: group}
         target = overload_named(row.target)
         if not row.each:
@@ -238,9 +250,6 @@ class _Rewriter:
             self._run_row(row, target, element, source, out)
             found[(i,)] = out
         return found
-
-    def _names(self, node: fx.Node) -> set[str]:
-        return {s.buffer for s in self.captured.at(node) if s.buffer is not None}
 
     def _out(
         self,
@@ -366,20 +375,32 @@ class _Rewriter:
         waits: dict[tuple[int, ...], fx.Node],
         results: dict[tuple[int, ...], fx.Node],
     ) -> None:
-        """The op wrote a staged argument: bring the bytes back to where they belong."""
+        """The op wrote a staged argument: bring the bytes to those who read it later.
+
+        An input of the graph is written back. For a tensor that the graph made, its later readers
+        take a copy instead; capture has made sure that they read it through no other view.
+        """
         nodes = list(self.graph.nodes)
         last = max(waits.values(), key=nodes.index) if waits else None
+        outside = source.op != "call_function"
         with self.graph.inserting_after(last or anchor):
-            back = self._call(torch.ops.aten.copy_.default, (source, view))
+            if outside:
+                back = self._call(torch.ops.aten.copy_.default, (source, view))
+            else:
+                back = self._call(torch.ops.aten.clone.default, (view,))
         self.first[copy_back_name(self.captured.prefix, site)] = back
+        written = source if outside else back
+        if not outside:
+            position = {n: i for i, n in enumerate(self.graph.nodes)}
+            _redirect(source, back, but=back, after=position[back], position=position)
         for path, value in results.items():
             if value is not view:
                 continue
             wait = waits.get(path)
             if wait is None:
-                results[path] = source
+                results[path] = written
             else:
-                _redirect(wait, source, but=back)
+                _redirect(wait, written, but=back)
 
     def _hand_over(self, node: fx.Node, results: dict[tuple[int, ...], fx.Node]) -> None:
         if () in results:
@@ -405,15 +426,15 @@ class _Rewriter:
         mine = {o.name for o in self.captured.problem.operations}
         for operation in sorted(self._passes_between_dtypes()):
             self._fence(self.first.get(operation) or by_name[operation])
-        for barrier in self.plan.barriers:
-            if barrier.before not in mine:
+        for before, group in self.barriers:
+            if before not in mine:
                 continue
-            at = self.first.get(barrier.before) or by_name[barrier.before]
-            named = {s.name for s in self.plan.segments if barrier.group in s.groups}
+            at = self.first.get(before) or by_name[before]
+            named = {s.name for s in self.plan.segments if group in s.groups}
             node = next(n for key, n in self.inputs.items() if key.segment in named)
             self._fence(at)
             with self.graph.inserting_before(at):
-                self._call(torch.ops.symmplan.barrier_.default, (node, barrier.group))
+                self._call(torch.ops.symmplan.barrier_.default, (node, group))
             self._fence(at)
 
     def _fence(self, at: fx.Node) -> None:
@@ -443,8 +464,19 @@ class _Rewriter:
         return found
 
 
-def _redirect(node: fx.Node, to: fx.Node, *, but: fx.Node) -> None:
-    node.replace_all_uses_with(to, delete_user_cb=lambda user: user is not but)
+def _redirect(
+    node: fx.Node,
+    to: fx.Node,
+    *,
+    but: fx.Node,
+    after: int = -1,
+    position: Mapping[fx.Node, int] | None = None,
+) -> None:
+    """Give the readers of ``node`` another node: all but one, or those behind a position."""
+    place = position or {}
+    node.replace_all_uses_with(
+        to, delete_user_cb=lambda user: user is not but and place.get(user, 0) > after
+    )
 
 
 def _anchor() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,12 @@ from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
 from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.rewrite import SegmentInput, rewrite
-from symmplan.model import Plan
+from symmplan.memory import realize, resolve_backend
+from symmplan.memory.groups import resolve_groups
+from symmplan.model import Barrier, Plan
 from symmplan.planner import plan as plan_problem
+from symmplan.planner.barriers import barriers_of
+from symmplan.registry import resolve_group_name, spec_for
 
 __all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "with_segments"]
 
@@ -61,25 +66,35 @@ class Unit:
     """
 
     settings: Settings
-    lowerings: Lowerings
     device: torch.device
+    lowerings: Lowerings | None = field(init=False, default=None)
     captured: dict[str, Captured] = field(init=False, factory=dict)
     plans: dict[str, Plan] = field(init=False, factory=dict)
+    barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
     arenas: dict[str, Any] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
 
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph has something declared."""
-        return any(
-            node.op == "call_function"
-            and (overload := overload_of(node.target)) is not None
-            and self.lowerings.lookup(overload) is not None
-            for node in module.graph.nodes
-        )
+        names: dict[str, None] = {}
+        for node in module.graph.nodes:
+            overload = overload_of(node.target) if node.op == "call_function" else None
+            spec = None if overload is None else spec_for(overload)
+            if spec is not None:
+                names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
+        if names and self.lowerings is None:
+            groups = resolve_groups(names)
+            backend = resolve_backend(self.settings.memory, self.device, groups)
+            self.lowerings = Lowerings(backend.name)
+        return bool(names)
 
     def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
         """Make one part follow its plan; None if it has nothing in symmetric memory."""
-        producer = writes_inductor if self.settings.inner == "inductor" else writes_eager
+        if not self.declares(module):
+            return None
+        assert self.lowerings is not None
+        other = writes_inductor if self.settings.inner == "inductor" else writes_eager
+        producer = functools.partial(self.lowerings.producer, other=other)
         captured = capture_fx(
             module,
             prefix=f"{part}.",
@@ -93,7 +108,14 @@ class Unit:
         plan = self._plan(captured, part)
         if not captured.problem.buffers:
             return None
-        return Rewritten(part, rewrite(module, captured, plan, self.lowerings, fake_mode))
+        # Parts may run in another order than planned (two forwards, then two backwards), so each
+        # part also gets the barriers that it needs when it follows itself.
+        alone = barriers_of(captured.problem, plan.placements)
+        self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone])))
+        inputs = rewrite(
+            module, captured, plan, self.barriers[part], self.lowerings, fake_mode
+        )
+        return Rewritten(part, inputs)
 
     def _plan(self, captured: Captured, part: str) -> Plan:
         """Plan one part, together with the parts before it if they have not run yet."""
@@ -108,7 +130,7 @@ class Unit:
                 ],
             )
             plan = plan_problem(join([fixed, captured.problem]), effort=effort)
-            if all(plan.placements[n] == p for n, p in before.placements.items()):
+            if self._keeps(before, plan):
                 for name in self.plans:
                     self.plans[name] = plan
                 self.plans[part] = plan
@@ -116,6 +138,14 @@ class Unit:
         plan = plan_problem(captured.problem, effort=effort)
         self.plans[part] = plan
         return plan
+
+    def _keeps(self, before: Plan, plan: Plan) -> bool:
+        """Whether the parts that are already compiled are right under the new plan, too."""
+        if any(plan.placements[name] != place for name, place in before.placements.items()):
+            return False
+        compiled = {o.name for o in before.problem.operations}
+        inserted = {point for points in self.barriers.values() for point in points}
+        return all(p in inserted for p in _points(plan.barriers) if p[0] in compiled)
 
     def segments(self, rewritten: Rewritten) -> list[torch.Tensor]:
         """The segments' local bytes; the first call is collective and allocates them."""
@@ -131,12 +161,11 @@ class Unit:
                 "a compiled graph ran after its backend was released",
                 fix="compile the model again, with a new symmplan.backend()",
             )
-        from symmplan.memory import realize
-
+        assert self.lowerings is not None
         plan = self.plans[part]
         arena = realize(
             plan,
-            memory=self.settings.memory,
+            memory=self.lowerings.memory,
             device=self.device,
             timeout=self.settings.timeout,
         )
@@ -150,6 +179,10 @@ class Unit:
         self.released = True
         for arena in self.arenas.values():
             arena.release()
+
+
+def _points(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
+    return ((b.before, b.group) for b in barriers)
 
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:

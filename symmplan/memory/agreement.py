@@ -34,7 +34,8 @@ def agree(plan: Plan, groups: Mapping[str, Any] | None = None, timeout: float = 
 
     Args:
         plan: This rank's plan.
-        groups: ``{name in the plan: process group}`` for names that torch does not know.
+        groups: ``{name in the plan: process group}`` for names that torch does not know. Groups
+            that this rank's plan does not use take part all the same.
         timeout: Seconds that each wait for the peers may take.
 
     Raises:
@@ -42,10 +43,10 @@ def agree(plan: Plan, groups: Mapping[str, Any] | None = None, timeout: float = 
             differ, ``op``, ``buffer``, ``path`` and ``values`` say where.
         PeerTimeoutError: Ranks did not come within the timeout.
 
-    Collective: yes, over every group of the plan.
+    Collective: yes, over every group of the plan and of ``groups``.
     """
     names = [group for spec in plan.segments for group in spec.groups]
-    exchange = Exchange(resolve_groups(names, groups), timeout)
+    exchange = Exchange(resolve_groups([*names, *(groups or ())], groups), timeout)
     try:
         compare_notes(plan, exchange, memory="")
         exchange.round("agreed", b"")
@@ -69,7 +70,7 @@ def compare_notes(plan: Plan, exchange: Exchange, *, memory: str) -> None:
     for name, texts in answers.items():
         group = exchange.groups[name]
         notes = [_read(text, group, rank) for rank, text in enumerate(texts)]
-        exchange.processes[name] = [n["process"] for n in notes]
+        exchange.know(name, [n["process"] for n in notes])
         differs = _first_other([n["fingerprint"] for n in notes])
         if differs is not None:
             raise _disagreement(plan, exchange, group, (0, differs))

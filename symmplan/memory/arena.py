@@ -156,7 +156,8 @@ def realize(
         plan: What to realize.
         memory: Name of a memory backend, see `symmplan.memory.BACKENDS`.
         device: Where the segments lie.
-        groups: ``{name in the plan: process group}`` for names that torch does not know.
+        groups: ``{name in the plan: process group}`` for names that torch does not know. Groups
+            that this rank's plan does not use take part in the agreement all the same.
         timeout: Seconds that each wait for the peers may take, here and in later barriers.
 
     Raises:
@@ -166,13 +167,13 @@ def realize(
         PeerTimeoutError: Ranks did not come within the timeout.
         PeerLostError: A rank ended.
 
-    Collective: yes, over every group of the plan.
+    Collective: yes, over every group of the plan and of ``groups``.
     """
     import torch
 
     device = torch.device(device)
     names = [group for spec in plan.segments for group in spec.groups]
-    members = resolve_groups(names, groups)
+    members = resolve_groups([*names, *(groups or ())], groups)
     exchange = Exchange(members, timeout)
     health = Health()
     segments: dict[str, Segment] = {}
@@ -188,9 +189,8 @@ def realize(
                 health=health,
             )
         exchange.round("allocated", b"")
-        for spec in plan.segments:
-            for group in spec.groups:
-                backend.rendezvous(segments[spec.name], members[group], exchange)
+        for segment, group in _pairs(plan):
+            backend.rendezvous(segments[segment], members[group], exchange)
         exchange.round("ready", b"")
         backend.settle()
         exchange.finish()
@@ -200,3 +200,24 @@ def realize(
             segment.release()
         raise
     return Arena(plan, backend.name, segments, timeout=timeout)
+
+
+def _pairs(plan: Plan) -> list[tuple[str, str]]:
+    """Every (segment, group) in an order that is the same on all ranks.
+
+    Names of groups differ over a mesh, and so may their alphabetical order; the order in which
+    the program first uses them does not.
+    """
+    from symmplan.planner.order import order_of
+
+    problem = plan.problem
+    index = order_of(problem).index
+    used = [buffer.group for buffer in sorted(problem.buffers, key=lambda b: b.name)]
+    used += [o.group for o in sorted(problem.operations, key=lambda o: index[o.name]) if o.group]
+    first = {group: place for place, group in reversed(list(enumerate(used)))}
+    last = len(first) + len(used)
+    return [
+        (spec.name, group)
+        for spec in plan.segments
+        for group in sorted(spec.groups, key=lambda g: first.get(g, last))
+    ]

@@ -47,7 +47,7 @@ _WELL, _BROKEN, _RELEASED = 0, 1, 2
 
 _SPINS = 300
 _YIELD_SECONDS = 0.002
-_LONGEST_SLEEP = 0.0005
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.0005
 _LIVENESS_PERIOD = 0.05
 
 _STRONG_ORDER = platform.machine() in {"x86_64", "AMD64"}
@@ -104,7 +104,12 @@ class ControlArea:
 
     def mark_released(self) -> None:
         """The same, after an orderly end."""
-        self._words[_STATUS] = _RELEASED
+        if self.status == _WELL:
+            self._words[_STATUS] = _RELEASED
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._words = np.zeros(_HEADER, dtype=np.int64)
 
     def part(self, start: int, size: int) -> np.ndarray:
         """The words of a group of ``size`` ranks, from word ``start``.
@@ -140,7 +145,7 @@ class Meeting:
         *,
         segment: str,
         timeout: float,
-        on_failure: Callable[[PeerTimeoutError | PeerLostError], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         parts = [area.part(start, group.size) for area, start in zip(areas, starts, strict=True)]
         self._group = group
@@ -193,7 +198,8 @@ class Meeting:
         return [words.tolist() for words in self._free[self._count & 1]]
 
     def close(self) -> None:
-        """Let go of the peers' memory."""
+        """Let go of the memory, mine and the peers'."""
+        self._mine = np.zeros(1, dtype=np.int64)
         self._areas.clear()
         self._others.clear()
         self._notes.clear()
@@ -206,61 +212,74 @@ class Meeting:
 
     def _wait(self, timeout: float) -> None:
         count = self._count
-        for rank, counter in self._others:
+        for _, counter in self._others:
             for _ in range(_SPINS):
                 if counter[0] >= count:
                     break
             else:
-                self._wait_long(rank, counter, timeout)
+                self._wait_long(timeout)
+                break
         self._fence()
 
-    def _wait_long(self, rank: int, counter: np.ndarray, timeout: float) -> None:
-        """Give the processor to others, first a little, then more."""
-        count = self._count
+    def _wait_long(self, timeout: float) -> None:
+        """Give the processor to others, first a little, then more.
+
+        Whatever ends this early (Ctrl-C, too) leaves the peers' accesses in the unknown.
+        """
         began = time.monotonic()
         next_look = began + _LIVENESS_PERIOD
-        pause = 0.00002
-        while counter[0] < count:
-            now = time.monotonic()
-            if now - began < _YIELD_SECONDS:
-                os.sched_yield()
-                continue
-            if now >= next_look:
-                self._look_for_the_dead()
-                next_look = now + _LIVENESS_PERIOD
-            if now - began >= timeout:
-                self._give_up(timeout)
-            time.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST_SLEEP)
+        pause = _SHORTEST_SLEEP
+        try:
+            while self._absent():
+                now = time.monotonic()
+                if now - began < _YIELD_SECONDS:
+                    os.sched_yield()
+                    continue
+                if now >= next_look:
+                    self._look_for_the_dead()
+                    next_look = now + _LIVENESS_PERIOD
+                if now - began >= timeout:
+                    self._give_up(timeout)
+                time.sleep(pause)
+                pause = min(pause * 1.2, _LONGEST_SLEEP)
+        except BaseException as error:
+            self._on_failure(error)
+            raise
 
     def _absent(self) -> list[int]:
         return [rank for rank, counter in self._others if counter[0] < self._count]
 
     def _look_for_the_dead(self) -> None:
-        for rank in self._absent():
+        """Raise if the wait is in vain.
+
+        A rank that gave up counts even if it had arrived: it no longer takes part. One that
+        arrived and then released its arena, or ended, did all that was asked of it.
+        """
+        for rank, counter in self._others:
             status = self._areas[rank].status
-            if is_gone(self._processes[rank]):
+            if status == _BROKEN:
+                what, fix = f"rank {rank} gave up", "see that rank's error"
+            elif counter[0] >= self._count:
+                continue
+            elif status == _RELEASED:
+                what = f"rank {rank} released its arena"
+                fix = "make the same calls on every rank, and release after the last"
+            elif is_gone(self._processes[rank]):
                 what = f"rank {rank} (process {self._processes[rank].pid}) ended"
                 fix = "see why that process ended; its own output says more"
-            elif status == _WELL:
-                continue
             else:
-                did = "gave up" if status == _BROKEN else "released its arena"
-                what = f"rank {rank} {did}"
-                fix = "see that rank's error; all ranks must make the same calls"
-            # It may have arrived between the two looks, in perfect order.
-            if rank not in self._absent():
                 continue
-            error = PeerLostError(
-                f"{what} while this rank waited for it on segment {self._segment!r}",
+            # It may have arrived just before it ended, after we looked.
+            if status != _BROKEN and counter[0] >= self._count:
+                continue
+            raise PeerLostError(
+                f"{what} while this rank waited on segment {self._segment!r}",
                 fix=fix,
                 group=self._group.name,
                 rank=self._group.rank,
                 lost_rank=rank,
                 segment=self._segment,
             )
-            self._on_failure(error)
-            raise error
 
     def _give_up(self, timeout: float) -> None:
         missing = self._absent()
@@ -278,7 +297,6 @@ class Meeting:
             segment=self._segment,
             timeout=timeout,
         )
-        self._on_failure(error)
         raise error
 
     def _mismatch(self, other: int, mine: bytes, theirs: bytes) -> RunError:

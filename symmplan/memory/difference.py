@@ -30,8 +30,9 @@ _ORDER = (
 )
 #: Names of process groups differ over a mesh; their order of appearance does not.
 _GROUP_KEYS = frozenset({"group", "groups", "shared_groups"})
-#: For people; takes no part in the fingerprint.
-_IGNORED = frozenset({"unplanned", "fingerprint", "reason"})
+#: For people, or proofs: takes no part in the fingerprint.
+_IGNORED = frozenset({"unplanned", "bounds", "effort", "optimal", "lower_bound_bytes"})
+_PEOPLE = frozenset({"op", "where", "dtype", "shape"})
 _ABSENT = "nothing"
 
 
@@ -98,7 +99,7 @@ def _compare(
     left: Any, right: Any, path: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[Any, Any]] | None:
     if isinstance(left, dict) and isinstance(right, dict):
-        for key in sorted({*left, *right}, key=_rank):
+        for key in sorted({*left, *right} - _PEOPLE, key=_rank):
             found = _compare(left.get(key, _ABSENT), right.get(key, _ABSENT), (*path, key))
             if found is not None:
                 return found

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from symmplan import errors
 from symmplan.errors import PeerLostError, PeerTimeoutError, RunError, SymmplanError
@@ -34,6 +35,9 @@ _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
 _LIVENESS_PERIOD = 0.05
 
+#: Process group -> its ranks' processes. A group that is made again is another object.
+_KNOWN: WeakKeyDictionary[Any, tuple[ProcessIdentity, ...]] = WeakKeyDictionary()
+
 
 class Exchange:
     """A series of rounds over groups. See [Note: rounds].
@@ -48,9 +52,13 @@ class Exchange:
     def __init__(self, groups: Mapping[str, Group], timeout: float) -> None:
         self.groups = dict(groups)
         self.timeout = timeout
-        #: Filled in by whoever learns them; rounds then notice when a process ends.
-        self.processes: dict[str, Sequence[ProcessIdentity]] = {}
-        self._posted: dict[str, list[str]] = {name: [] for name in groups}
+        # Known from the first exchange on; rounds then notice when a process ends.
+        self._processes: dict[str, Sequence[ProcessIdentity]] = {}
+        for name, group in groups.items():
+            known = _KNOWN.get(group.process_group) if group.size > 1 else None
+            if known is not None:
+                self._processes[name] = known
+        self._phases: dict[str, list[str]] = {name: [] for name in groups}
         self._failed = False
         self._prefix: dict[str, str] = {}
         for name, group in self.groups.items():
@@ -58,6 +66,12 @@ class Exchange:
                 with _StoreErrors(group):
                     count = group.store.add(f"symmplan/calls/{group.rank}", 1)
                 self._prefix[name] = f"symmplan/{count}"
+
+    def know(self, name: str, processes: Sequence[ProcessIdentity]) -> None:
+        """Remember which processes are the ranks of group ``name``, now and in later exchanges."""
+        group = self.groups[name]
+        if group.size > 1:
+            self._processes[name] = _KNOWN[group.process_group] = tuple(processes)
 
     def round(
         self, phase: str, payload: bytes | Mapping[str, bytes], *, groups: Sequence[str] = ()
@@ -124,22 +138,25 @@ class Exchange:
     def finish(self) -> None:
         """Remove what this exchange left in the stores. Call it after the last round.
 
-        A rank may still be reading the last round, so its keys stay until the next exchange.
+        The last rank of a group to come here does it: nobody reads any more.
         """
-        for name, keys in self._posted.items():
-            store = self.groups[name].store
-            for key in keys[:-1]:
-                try:
-                    store.delete_key(key)
-                except Exception:  # noqa: BLE001 (not every store can delete)
-                    return
+        for name, prefix in self._prefix.items():
+            group = self.groups[name]
+            try:
+                if group.store.add(f"{prefix}/left", 1) < group.size:
+                    continue
+                for phase in self._phases[name]:
+                    for last in ("count", "full", *range(group.size)):
+                        group.store.delete_key(f"{prefix}/{phase}/{last}")
+                group.store.delete_key(f"{prefix}/left")
+            except Exception:  # noqa: BLE001, S112 (not every store can delete)
+                continue
 
     def _post(self, name: str, phase: str, payload: bytes) -> None:
         group, prefix = self.groups[name], self._prefix[name]
-        key = f"{prefix}/{phase}/{group.rank}"
+        self._phases[name].append(phase)
         with _StoreErrors(group):
-            group.store.set(key, payload)
-            self._posted[name].append(key)
+            group.store.set(f"{prefix}/{phase}/{group.rank}", payload)
             if group.store.add(f"{prefix}/{phase}/count", 1) == group.size:
                 group.store.set(f"{prefix}/{phase}/full", b"1")
 
@@ -165,7 +182,7 @@ class Exchange:
 
     def _look_for_the_dead(self, waiting: Sequence[str], phase: str) -> None:
         for name in waiting:
-            processes = self.processes.get(name)
+            processes = self._processes.get(name)
             if processes is None:
                 continue
             for rank in self._missing(name, phase):

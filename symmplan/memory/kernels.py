@@ -51,12 +51,13 @@ _BOOLEAN = {
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's bytes, one-dimensional."""
-    return tensor.view(-1).view(torch.uint8)
+    # Not view(-1): the stride of a dimension of size one or zero may be anything.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: int) -> None:
     """Copy contiguous ``source`` of ``nbytes`` to byte ``start`` of the bytes ``target``."""
-    if nbytes <= _SMALL:
+    if nbytes <= _SMALL and target.is_cpu and source.is_cpu:
         ctypes.memmove(target.data_ptr() + start, source.data_ptr(), nbytes)
     else:
         target[start : start + nbytes].copy_(as_bytes(source))
@@ -84,6 +85,8 @@ def reduce_into(
         combine(sources[0], sources[1], out=targets[0])
         return
     count = sources[0].numel()
+    if not count:
+        return
     step = max(1, _CHUNK // dtype.itemsize)
     scratch = torch.empty(
         min(step, count), dtype=torch.float32 if wide else dtype, device=sources[0].device

@@ -74,6 +74,10 @@ class _Call:
         self.peers = self.rendezvous.peers
         self.check_inside(tensor, where, self.offset)
 
+    def running(self, kind: str, free: Sequence[int] = (), **words: int) -> _Running:
+        """Handshake, run the body, release. If the body fails, nobody may use the arena again."""
+        return _Running(self, note(self.op, kind, **words), free)
+
     def fail(self, what: str, *, expected: object = None, got: object = None, fix: str) -> NoReturn:
         """Raise, and let the peers' matching call raise too instead of waiting."""
         self.rendezvous.refuse(REFUSED)
@@ -87,6 +91,10 @@ class _Call:
             op=f"symmplan::{self.op}",
             segment=self.segment.spec.name,
         )
+
+    def parts(self, offset: int, low: int, high: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """Bytes ``[low, high)`` of the tensor at ``offset`` on every rank, typed as ``like``."""
+        return [peer[offset + low : offset + high].view(like.dtype) for peer in self.peers]
 
     def check_inside(self, tensor: torch.Tensor, where: str, offset: int) -> None:
         if not tensor.is_contiguous():
@@ -114,7 +122,14 @@ class _Call:
                 fix="pass the size of the group",
             )
 
-    def check_dtype(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def check_types(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        if left.device != right.device:
+            self.fail(
+                "'input' and 'out' lie on different devices",
+                expected=left.device,
+                got=right.device,
+                fix="move one to the device of the other",
+            )
         if left.dtype != right.dtype:
             self.fail(
                 "'input' and 'out' differ in type",
@@ -154,6 +169,8 @@ class _Call:
     def apart(self, input: torch.Tensor, start: int, out: torch.Tensor, allowed: int) -> None:
         """Check that ``input`` is the bytes ``allowed`` after ``start``, or does not touch them."""
         begin = input.data_ptr()
+        if not begin or not out.data_ptr():  # empty
+            return
         end = begin + input.numel() * input.element_size()
         low, high = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
         if begin < high and low < end and begin != start + allowed:
@@ -163,6 +180,24 @@ class _Call:
                 got=f"input [{begin - low:+d}, {end - low:+d}) against out [0, {high - low})",
                 fix="give tensors that do not overlap",
             )
+
+
+class _Running:
+    """What `_Call.running` gives; a class because a generator would cost more than a barrier."""
+
+    def __init__(self, call: _Call, text: bytes, free: Sequence[int]) -> None:
+        self._call = call
+        self._text = text
+        self._free = free
+
+    def __enter__(self) -> None:
+        self._call.rendezvous.enter(self._text, self._free)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._call.segment.health.break_(error)
+        else:
+            self._call.rendezvous.leave()
 
 
 def all_gather_out(
@@ -184,19 +219,18 @@ def all_gather_out(
     """
     call = _Call("all_gather_out", out, "out", group_name)
     call.check_group_size(group_size)
-    call.check_dtype(input, out)
+    call.check_types(input, out)
     call.check_numel(out, input.numel() * call.size, f"{call.size} ranks x {input.numel()}")
     nbytes = input.numel() * input.element_size()
     mine = call.rank * nbytes
-    source = input.contiguous()
+    source = _plain(input)
     call.apart(source, out.data_ptr(), out, mine)
-    call.rendezvous.enter(note(call.op, "", out_offset=call.offset, nbytes=nbytes))
-    start = call.offset + mine
-    for shift in range(1, call.size):
-        copy_bytes(call.peers[(call.rank + shift) % call.size], start, source, nbytes)
-    if source.data_ptr() != out.data_ptr() + mine:
-        copy_bytes(call.peers[call.rank], start, source, nbytes)
-    call.rendezvous.leave()
+    with call.running(str(out.dtype), out_offset=call.offset, nbytes=nbytes):
+        start = call.offset + mine
+        for shift in range(1, call.size):
+            copy_bytes(call.peers[(call.rank + shift) % call.size], start, source, nbytes)
+        if source.data_ptr() != out.data_ptr() + mine:
+            copy_bytes(call.peers[call.rank], start, source, nbytes)
 
 
 def reduce_scatter_out(
@@ -219,7 +253,7 @@ def reduce_scatter_out(
     """
     call = _Call("reduce_scatter_out", input, "input", group_name)
     call.check_group_size(group_size)
-    call.check_dtype(input, out)
+    call.check_types(input, out)
     if input.numel() % call.size:
         call.fail(
             f"'input' of shape {tuple(input.shape)} does not divide by {call.size} ranks",
@@ -233,14 +267,10 @@ def reduce_scatter_out(
     nbytes = count * input.element_size()
     call.apart(out, input.data_ptr(), input, call.rank * nbytes)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=_CONTIGUOUS)
-    call.rendezvous.enter(
-        note(call.op, f"{input.dtype} {reduction}", in_offset=call.offset, nbytes=nbytes)
-    )
-    if nbytes:
-        start = call.offset + call.rank * nbytes
-        parts = [peer[start : start + nbytes].view(input.dtype) for peer in call.peers]
+    with call.running(f"{input.dtype} {reduction}", in_offset=call.offset, nbytes=nbytes):
+        begin = call.rank * nbytes
+        parts = call.parts(call.offset, begin, begin + nbytes, input)
         reduce_into([target.view(-1)], parts, reduction)
-    call.rendezvous.leave()
     if target is not out:
         out.copy_(target)
 
@@ -263,7 +293,7 @@ def all_reduce_out(
     Collective: yes.
     """
     call = _Call("all_reduce_out", input, "input", group_name)
-    call.check_dtype(input, out)
+    call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     reduction = call.check_reduction(reduce_op, input.dtype)
     found = locate(out)
@@ -278,38 +308,26 @@ def all_reduce_out(
     call.check_inside(out, "out", out_offset)
     call.apart(input, out.data_ptr(), out, 0)
     nbytes = input.numel() * input.element_size()
-    call.rendezvous.enter(
-        note(
-            call.op,
-            f"{input.dtype} {reduction}",
-            in_offset=call.offset,
-            out_offset=out_offset,
-            nbytes=nbytes,
-        )
+    running = call.running(
+        f"{input.dtype} {reduction}",
+        in_offset=call.offset,
+        out_offset=out_offset,
+        nbytes=nbytes,
     )
-    if 0 < nbytes <= ONE_SHOT_BYTES or call.size == 1:
+    if nbytes <= ONE_SHOT_BYTES:
         # Where a rank's input is its output, peers must have read it before it is overwritten.
         in_place = out_offset == call.offset
         result = torch.empty_like(out) if in_place else out
-        parts = [p[call.offset : call.offset + nbytes].view(input.dtype) for p in call.peers]
-        reduce_into([result.view(-1)], parts, reduction)
-        call.rendezvous.leave()
+        with running:
+            reduce_into([result.view(-1)], call.parts(call.offset, 0, nbytes, input), reduction)
         if in_place:
             out.copy_(result)
         return
-    if nbytes:
-        begin, end = _share(input.numel(), input.element_size(), call.rank, call.size)
-        if begin < end:
-            step = input.element_size()
-            low, high = begin * step, end * step
-            parts = [
-                p[call.offset + low : call.offset + high].view(input.dtype) for p in call.peers
-            ]
-            targets = [
-                p[out_offset + low : out_offset + high].view(input.dtype) for p in call.peers
-            ]
-            reduce_into(targets, parts, reduction)
-    call.rendezvous.leave()
+    # Each rank reads and overwrites its own share everywhere, so sharing bytes is no problem.
+    low, high = _share(nbytes, call.rank, call.size)
+    with running:
+        sources = call.parts(call.offset, low, high, input)
+        reduce_into(call.parts(out_offset, low, high, input), sources, reduction)
 
 
 def all_to_all_single_out(
@@ -336,10 +354,10 @@ def all_to_all_single_out(
     Collective: yes.
     """
     call = _Call("all_to_all_single_out", out, "out", group_name)
-    call.check_dtype(input, out)
+    call.check_types(input, out)
     sends = _splits(call, input, input_split_sizes, "input")
     receives = _splits(call, out, output_split_sizes, "out")
-    source = input.contiguous()
+    source = _plain(input)
     call.apart(source, out.data_ptr() - 1, out, 0)
     row = _row_nbytes(input) or _row_nbytes(out)
     rows_out = _row_nbytes(out)
@@ -350,22 +368,33 @@ def all_to_all_single_out(
             got=f"{rows_out} bytes",
             fix="give both the same shape after dimension 0",
         )
-    call.rendezvous.enter(
-        note(call.op, str(input.dtype), out_offset=call.offset), [*receives, *sends]
-    )
-    # Every rank sees all tables, so every rank finds the same fault and none has moved a byte.
-    tables = call.rendezvous.free_words()
-    expected = [table[: call.size] for table in tables]
-    _check_tables(call, expected, [table[call.size : 2 * call.size] for table in tables])
-    begin = 0
     flat = as_bytes(source)
-    for peer in range(call.size):
-        size = sends[peer] * row
-        if size:
-            start = call.offset + sum(expected[peer][: call.rank]) * row
-            copy_bytes(call.peers[peer], start, flat[begin : begin + size], size)
-        begin += size
-    call.rendezvous.leave()
+    with call.running(str(input.dtype), [*receives, *sends], out_offset=call.offset):
+        tables = call.rendezvous.free_words()
+        expected = [table[: call.size] for table in tables]
+        sent = [table[call.size : 2 * call.size] for table in tables]
+        wrong = _misfit(expected, sent)
+        if wrong is None:
+            begin = 0
+            for peer, count in enumerate(sends):
+                end = begin + count * row
+                start = call.offset + sum(expected[peer][: call.rank]) * row
+                copy_bytes(call.peers[peer], start, flat[begin:end], end - begin)
+                begin = end
+    # Every rank sees all tables, so every rank finds the same fault and none has moved a byte.
+    if wrong is not None:
+        sender, receiver = wrong
+        raise RunError(
+            f"symmplan::{call.op}: ranks {sender} and {receiver} disagree on how many rows the "
+            "one sends to the other",
+            expected=f"{expected[receiver][sender]} rows (rank {receiver})",
+            got=f"{sent[sender][receiver]} rows (rank {sender})",
+            fix="let output_split_sizes match input_split_sizes of the other ranks",
+            group=group_name,
+            rank=call.rank,
+            op=f"symmplan::{call.op}",
+            ranks=wrong,
+        )
 
 
 def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.Tensor) -> None:
@@ -384,7 +413,7 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
     Collective: yes.
     """
     call = _Call("broadcast_out", out, "out", group_name)
-    call.check_dtype(input, out)
+    call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     if not 0 <= src < call.size:
         call.fail(
@@ -394,18 +423,16 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
             fix="pass a rank inside the group",
         )
     nbytes = out.numel() * out.element_size()
-    source = input.contiguous()
+    source = _plain(input)
     if call.rank == src:
         call.apart(source, out.data_ptr(), out, 0)
-    call.rendezvous.enter(
-        note(call.op, str(out.dtype), out_offset=call.offset, nbytes=nbytes, extra=src)
-    )
-    if call.rank == src:
-        for shift in range(1, call.size + 1):
-            peer = call.peers[(call.rank + shift) % call.size]
-            if shift < call.size or source.data_ptr() != out.data_ptr():
+    with call.running(str(out.dtype), out_offset=call.offset, nbytes=nbytes, extra=src):
+        if call.rank == src:
+            for shift in range(1, call.size):
+                peer = call.peers[(call.rank + shift) % call.size]
                 copy_bytes(peer, call.offset, source, nbytes)
-    call.rendezvous.leave()
+            if source.data_ptr() != out.data_ptr():
+                copy_bytes(call.peers[src], call.offset, source, nbytes)
 
 
 def barrier_(segment: torch.Tensor, group_name: str) -> None:
@@ -431,11 +458,17 @@ def barrier_(segment: torch.Tensor, group_name: str) -> None:
 _CONTIGUOUS = torch.contiguous_format
 
 
-def _share(count: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
-    """The elements that ``rank`` reduces: whole cache lines, so that ranks never share one."""
-    line = max(1, 64 // itemsize)
-    share = -(-count // (size * line)) * line
-    return min(rank * share, count), min((rank + 1) * share, count)
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its elements in memory as they read: contiguous, nothing lazy."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _share(nbytes: int, rank: int, size: int) -> tuple[int, int]:
+    """The bytes that ``rank`` reduces: whole cache lines, so that ranks never share one."""
+    share = -(-nbytes // (size * 64)) * 64
+    return min(rank * share, nbytes), min((rank + 1) * share, nbytes)
 
 
 def _row_nbytes(tensor: torch.Tensor) -> int:
@@ -462,21 +495,10 @@ def _splits(call: _Call, tensor: torch.Tensor, sizes: Sequence[int], where: str)
     return [int(size) for size in sizes]
 
 
-def _check_tables(call: _Call, expected: list[list[int]], sent: list[list[int]]) -> None:
-    for sender in range(call.size):
-        for receiver in range(call.size):
-            if sent[sender][receiver] != expected[receiver][sender]:
-                raise RunError(
-                    f"symmplan::{call.op}: ranks {sender} and {receiver} disagree on how many "
-                    "rows the one sends to the other",
-                    expected=f"{expected[receiver][sender]} rows (rank {receiver})",
-                    got=f"{sent[sender][receiver]} rows (rank {sender})",
-                    fix="let output_split_sizes match input_split_sizes of the other ranks",
-                    group=call.group_name,
-                    rank=call.rank,
-                    op=f"symmplan::{call.op}",
-                    ranks=(sender, receiver),
-                )
+def _misfit(expected: list[list[int]], sent: list[list[int]]) -> tuple[int, int] | None:
+    """The first pair (sender, receiver) that disagrees."""
+    ranks = range(len(sent))
+    return next(((s, r) for s in ranks for r in ranks if sent[s][r] != expected[r][s]), None)
 
 
 def _register(schema: str, implementation: Callable[..., None]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
-from symmplan.errors import BackendError, ReleasedError, RunError, SymmplanError
+from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.memory.groups import Group, group_key
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ class Health:
     nothing in the arena may be trusted any more.
     """
 
-    error: SymmplanError | None = None
+    #: First line of the first error, None while all is well. Not the error itself: its traceback
+    #: would hold on to the frames that hold the memory.
+    reason: str | None = None
     on_break: list[Callable[[], None]] = field(factory=list)
 
-    def break_(self, error: SymmplanError) -> None:
+    def break_(self, error: BaseException) -> None:
         """Make the arena unusable because of ``error``; the first one stays."""
-        if self.error is None:
-            self.error = error
+        if self.reason is None:
+            self.reason = (str(error) or repr(error)).splitlines()[0]
             for act in self.on_break:
                 act()
 
@@ -164,13 +166,13 @@ class Segment:
         """
         if self._tensor is None:
             raise _released(self)
-        if self.health.error is not None:
-            first = str(self.health.error).splitlines()[0]
+        if self.health.reason is not None:
             raise RunError(
-                f"segment {self.spec.name!r} is unusable since a call on it failed: {first}",
+                f"segment {self.spec.name!r} is unusable since a call failed on this arena: "
+                f"{self.health.reason}",
                 fix="release the arena and realize the plan again once all ranks are well",
                 segment=self.spec.name,
-            ) from self.health.error
+            )
         if group is None:
             found = {id(r): r for r in self.rendezvous.values()}
             if len(found) == 1:
@@ -263,7 +265,11 @@ _LIVE = _Live()
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     """The live segment that holds the first byte of ``tensor``, and that byte's offset in it."""
-    return _LIVE.find(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if not address:  # an empty tensor has no address of its own
+        address = tensor.untyped_storage().data_ptr()
+        address += tensor.storage_offset() * tensor.element_size()
+    return _LIVE.find(address)
 
 
 @frozen

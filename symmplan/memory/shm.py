@@ -59,6 +59,7 @@ class _Own:
 
     def release(self) -> None:
         self.control.mark_released()
+        self.control.close()
         self.settle()
 
 

@@ -151,7 +151,7 @@ def _build(problem: Problem) -> Order:
     old = np.repeat(firsts[ranking] - np.append(0, np.cumsum(lengths)[:-1]), lengths)
     old = old + np.arange(count)
     run = np.repeat(np.arange(len(firsts)), lengths)
-    within = np.arange(count) - np.repeat(np.append(0, np.cumsum(lengths)[:-1]), lengths)
+    within = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     chain = chain_of_run[run]
     ordered = tuple(names[i] for i in old.tolist())
     return Order(

@@ -49,9 +49,28 @@ def overload_of_custom_op(op: object) -> OpOverload | None:
     return overload
 
 
+def as_overload(ref: object) -> OpOverload | None:
+    """``ref`` if it is an ``OpOverload``, else None."""
+    from torch._ops import OpOverload
+
+    return ref if isinstance(ref, OpOverload) else None
+
+
+def as_packet(ref: object) -> OpOverloadPacket | None:
+    """``ref`` if it is an ``OpOverloadPacket``, else None."""
+    from torch._ops import OpOverloadPacket
+
+    return ref if isinstance(ref, OpOverloadPacket) else None
+
+
+def raw_schema(op: OpOverload) -> Any:
+    """The schema object of an op, as torch keeps it."""
+    return op._schema
+
+
 def overload_names(packet: OpOverloadPacket) -> tuple[str, ...]:
     """Names of a packet's overloads, in torch's order."""
-    return tuple(packet.overloads())  # type: ignore[no-untyped-call]
+    return tuple(packet.overloads())
 
 
 def all_schemas() -> list[Any]:
@@ -63,12 +82,22 @@ def all_schemas() -> list[Any]:
 
 def declared_arguments(op: OpOverload) -> tuple[str, ...]:
     """Names in upstream's own registry of symmetric arguments, as given there; () if none."""
-    name = op._schema.name
-    suffix = op._schema.overload_name
-    holder = _holder(f"{name}.{suffix}" if suffix else name)
-    if holder is None and not suffix:
-        holder = _holder(f"{name}.default")
-    return () if holder is None else tuple(holder.get() or ())
+    if _simple_registry() is None:
+        return ()
+    for name in _spellings(op):
+        holder = _holder(name)
+        if holder is not None:
+            return tuple(holder.get() or ())
+    return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _spellings(op: OpOverload) -> tuple[str, ...]:
+    """Keys under which upstream may know an op: its own leaves ``.default`` out, people may not."""
+    schema = raw_schema(op)
+    if schema.overload_name:
+        return (f"{schema.name}.{schema.overload_name}",)
+    return schema.name, f"{schema.name}.default"
 
 
 def _holder(qualified: str) -> Any:

@@ -108,7 +108,7 @@ def _places(schema: Schema, where: object) -> list[str]:
         if not argument.tensor:
             raise DeclarationError(
                 f"argument {where!r} of {schema.op} holds no tensor",
-                expected=f"one of {_listing(schema)}",
+                expected=_listing(schema),
                 got=f"{where!r} of type {argument.type}",
                 fix="declare tensors only; the group goes into group=",
                 op=schema.op,
@@ -121,7 +121,7 @@ def _places(schema: Schema, where: object) -> list[str]:
         existing = [*(a.name for a in schema.arguments), "return"]
         raise DeclarationError(
             f"{schema.op} has no argument {where!r}",
-            expected=f"one of {_listing(schema)}",
+            expected=_listing(schema),
             got=repr(where),
             fix=suggestion(where, existing) or f"the schema is {schema.text}",
             op=schema.op,
@@ -146,7 +146,7 @@ def _result_places(schema: Schema, where: str, index: str | None) -> list[str]:
         got = f"results of type ({', '.join(r.type for r in results)})"
     raise DeclarationError(
         what,
-        expected=f"one of {_listing(schema)}",
+        expected=_listing(schema),
         got=got,
         fix=f"the schema is {schema.text}",
         op=schema.op,
@@ -156,7 +156,8 @@ def _result_places(schema: Schema, where: str, index: str | None) -> list[str]:
 
 
 def _listing(schema: Schema) -> str:
-    return ", ".join(repr(p) for p in _tensor_places(schema)) or "nothing: it holds no tensors"
+    places = ", ".join(map(repr, _tensor_places(schema)))
+    return f"one of {places}" if places else "nothing: the op has no tensors"
 
 
 def _check_group(schema: Schema, group: object) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from symmplan.errors import DeclarationError
 from symmplan.model import DEFAULT_ALIGN, OpSpec, Requirement
 from symmplan.registry.check import make_spec
-from symmplan.registry.schema import OpRef, resolve, schema_of
+from symmplan.registry.schema import OpRef, qualified_name, resolve, schema_of
 from symmplan.registry.store import names_of, store
 
 if TYPE_CHECKING:
@@ -91,11 +91,12 @@ def register_symm_mem_args(
                 out=out,
             )
         except DeclarationError as error:
-            failures[overload._overloadname] = error
+            failures[schema.op] = error
         else:
             specs.append((spec, schema))
     if not specs:
-        raise failures.get("default") or next(iter(failures.values()))
+        first = min(failures, key=_default_first)
+        raise failures[first]
     store.add(specs)
 
 
@@ -111,7 +112,23 @@ def symm_args(
 ) -> Callable[[T], T]:
     """`register_symm_mem_args` as a decorator; put it above ``torch.library.custom_op``.
 
+    Example::
+
+        @symmplan.symm_args("input", "return", group="group_name", align=16)
+        @torch.library.custom_op("mylib::bar", mutates_args=())
+        def bar(input: torch.Tensor, group_name: str) -> torch.Tensor: ...
+
     Collective: no, but every rank must declare the same.
+
+    Args:
+        where: As for `register_symm_mem_args`, and so are the others.
+        group: The schema argument that carries the process group.
+        align: Alignment in bytes, a power of two.
+        signal_pad: Whether the signal pad is used.
+        handshake: Whether all ranks meet before the first symmetric byte is touched.
+        release: Whether all ranks are done with the bytes when the op ends.
+        asynchronous: Whether ``wait_tensor`` ends the op.
+        out: The out-variant, if any.
 
     Returns:
         A function that declares the op it is given (anything that names an op) and returns it
@@ -149,8 +166,12 @@ def requirements(op: OpRef) -> OpSpec | None:
     Raises:
         DeclarationError: No such op is defined, or torch's registry is wrong about it.
     """
-    overloads = sorted(resolve(op), key=lambda o: o._overloadname != "default")
+    overloads = sorted(resolve(op), key=lambda o: _default_first(qualified_name(o)))
     return next((s for s in map(store.spec_for, overloads) if s is not None), None)
+
+
+def _default_first(name: str) -> bool:
+    return not name.endswith(".default")
 
 
 def spec_for(op: OpOverload) -> OpSpec | None:

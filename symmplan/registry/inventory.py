@@ -39,7 +39,10 @@ class Entry:
 
 
 def inventory() -> list[Entry]:
-    """All that is declared and all ops of the catalogue's namespaces, sorted by qualified name."""
+    """All that is declared and all ops of the catalogue's namespaces, sorted by qualified name.
+
+    Collective: no.
+    """
     _upstream.define_distributed_ops()
     names = {*store.declared(), *_upstream.names_declared_upstream()}
     for schema in _upstream.all_schemas():
@@ -58,7 +61,10 @@ def inventory() -> list[Entry]:
 
 
 def describe_op(op: OpOverload) -> Entry:
-    """The entry of one op, whether or not anything is declared of it."""
+    """The entry of one op, whether or not anything is declared of it.
+
+    Collective: no.
+    """
     schema = schema_of(op)
     listed = catalogue.entry_of(schema)
     try:

@@ -9,9 +9,11 @@
 
 [Note: handshake and release of collectives]
     Gathers, reduce-scatters and all-reduces make every rank wait for every other, and a rank is
-    through (at the wait, if asynchronous) only when no peer needs its bytes any more. Broadcasts
-    and all-to-alls exchange pairwise: a rank's bytes may be touched before a third rank arrived, so
-    they release but do not handshake.
+    through (at the wait, if asynchronous) only when no peer needs its bytes any more.
+
+    Broadcasts and all-to-alls, and the ring forms of the others, meet pairwise: nobody touches a
+    rank's bytes before that rank arrived, but a third rank may still be on its way. That is as good
+    as a handshake unless the third rank is inside a one-sided op without release on the same bytes.
 
     Sources: torch's ``csrc/distributed/c10d/Functional.cpp`` and ``ProcessGroup.hpp``; NCCL's user
     guide on symmetric windows and copy-engine collectives.
@@ -65,7 +67,6 @@ def _functional(
     where: str,
     *,
     out: str | None = None,
-    handshake: bool = True,
     note: str = "",
 ) -> Row:
     return Row(
@@ -73,35 +74,32 @@ def _functional(
         where,
         asynchronous=True,
         out=out,
-        handshake=handshake,
         note=note,
     )
 
 
-def _autograd(name: str, where: str, *, handshake: bool = True) -> Row:
+def _autograd(name: str, where: str, *) -> Row:
     return Row(
         f"_c10d_functional_autograd::{name}",
         where,
         asynchronous=True,
-        handshake=handshake,
         note="differentiable front of the op of that name in _c10d_functional",
     )
 
 
-def _c10d(name: str, where: str, *, handshake: bool = True, note: str = "") -> Row:
+def _c10d(name: str, where: str, *, note: str = "") -> Row:
     return Row(
         f"c10d::{name}",
         where,
         group="process_group",
         asynchronous=True,
-        handshake=handshake,
         note=note or "its Work ends it",
     )
 
 
 _CLONES = "torch clones the input and works in place on the clone"
 _NO_OUT = "no variant writes into given tensors: the result is staged"
-_PAIRWISE = "pairwise: no handshake"
+_PAIRWISE = "ranks meet pairwise"
 
 _FUNCTIONAL = (
     _functional("all_gather_into_tensor", "input return", out="all_gather_into_tensor_out"),
@@ -115,28 +113,26 @@ _FUNCTIONAL = (
     _functional("reduce_scatter_tensor_out", "input out"),
     _functional("reduce_scatter_tensor_coalesced", "inputs return", note=_NO_OUT),
     _functional(
-        "all_to_all_single", "input return", handshake=False, note=f"{_PAIRWISE}; {_NO_OUT}"
+        "all_to_all_single", "input return", note=f"{_PAIRWISE}; {_NO_OUT}"
     ),
     _functional(
         "broadcast",
         "input return",
-        handshake=False,
         note=f"{_CLONES}; NCCL has no symmetric kernel for it",
     ),
-    _functional("broadcast_", "input", handshake=False, note="NCCL has no symmetric kernel for it"),
+    _functional("broadcast_", "input", note="NCCL has no symmetric kernel for it"),
 )
 
 _AUTOGRAD = (
     _autograd("all_gather_into_tensor", "input return"),
     _autograd("reduce_scatter_tensor", "input return"),
-    _autograd("all_to_all_single", "input return", handshake=False),
+    _autograd("all_to_all_single", "input return"),
 )
 
 _DTENSOR = (
     Row(
         "_dtensor::shard_dim_alltoall",
         "",
-        handshake=False,
         note="sends from and receives into buffers of its own: nothing to place",
     ),
 )
@@ -148,8 +144,8 @@ _C10D = (
     _c10d("reduce_scatter_tensor_coalesced_", "outputs inputs"),
     _c10d("allreduce_", "tensors"),
     _c10d("allreduce_coalesced_", "tensors"),
-    _c10d("alltoall_base_", "output input", handshake=False, note=_PAIRWISE),
-    _c10d("broadcast_", "tensors", handshake=False, note="NCCL has no symmetric kernel for it"),
+    _c10d("alltoall_base_", "output input", note=_PAIRWISE),
+    _c10d("broadcast_", "tensors", note="NCCL has no symmetric kernel for it"),
 )
 
 #: Torch's own collectives.

@@ -89,13 +89,14 @@ class Schema:
 
 def qualified_name(op: OpOverload) -> str:
     """Name with overload, ``".default"`` included (``OpOverload.name()`` leaves that one out)."""
-    return f"{op._schema.name}.{op._overloadname}"
+    schema = _upstream.raw_schema(op)
+    return f"{schema.name}.{schema.overload_name or 'default'}"
 
 
 @functools.lru_cache(maxsize=4096)
 def schema_of(op: OpOverload) -> Schema:
     """Read the schema of ``op``; cached per op object, so that a redefined op is read afresh."""
-    schema = op._schema
+    schema = _upstream.raw_schema(op)
     return Schema(
         op=qualified_name(op),
         arguments=tuple(
@@ -143,17 +144,14 @@ def resolve(ref: OpRef) -> tuple[OpOverload, ...]:
     Raises:
         DeclarationError: ``ref`` is of no known kind, or no such op is defined (yet).
     """
-    from torch._ops import OpOverload, OpOverloadPacket
-
-    if isinstance(ref, OpOverload):
-        return (ref,)
-    if isinstance(ref, OpOverloadPacket):
-        return _overloads(ref)
     if isinstance(ref, str):
         return _by_name(ref)
-    custom = _upstream.overload_of_custom_op(ref)
-    if custom is not None:
-        return (custom,)
+    overload = _upstream.as_overload(ref) or _upstream.overload_of_custom_op(ref)
+    if overload is not None:
+        return (overload,)
+    packet = _upstream.as_packet(ref)
+    if packet is not None:
+        return _overloads(packet)
     raise DeclarationError(
         f"{_show(ref)} is not an op",
         expected='a name like "mylib::foo", an OpOverload, an OpOverloadPacket or the result of '
@@ -215,16 +213,18 @@ def _by_name(name: str) -> tuple[OpOverload, ...]:
 
 def _packet(namespace: str, base: str) -> OpOverloadPacket | None:
     import torch
-    from torch._ops import OpOverloadPacket
 
-    found = getattr(getattr(torch.ops, namespace), base, None)
-    return found if isinstance(found, OpOverloadPacket) else None
+    return _upstream.as_packet(getattr(getattr(torch.ops, namespace), base, None))
 
 
 def _unknown_op(name: str, namespace: str, base: str) -> DeclarationError:
     existing = sorted({s.name for s in _upstream.all_schemas()})
     same = [n for n in existing if n.startswith(f"{namespace}::")]
-    guess = suggestion(f"{namespace}::{base}", same or existing)
+    if same:  # compare without the namespace: being equal, it would make everything look close
+        close = _closest(base, [n.partition("::")[2] for n in same])
+        guess = f"{namespace}::{close}" if close else None
+    else:
+        guess = _closest(f"{namespace}::{base}", existing)
     return DeclarationError(
         f"no op named {namespace}::{base} is defined",
         expected=f"one of the {len(same)} ops of namespace {namespace!r}"
@@ -232,7 +232,7 @@ def _unknown_op(name: str, namespace: str, base: str) -> DeclarationError:
         else f"a namespace that has ops; {namespace!r} has none",
         got=repr(name),
         fix=f"import or define {namespace}::{base} before you declare it"
-        + (f"; {guess}" if guess else ""),
+        + (f"; did you mean {guess!r}?" if guess else ""),
         op=name,
         existing=tuple(same),
     )
@@ -240,5 +240,9 @@ def _unknown_op(name: str, namespace: str, base: str) -> DeclarationError:
 
 def suggestion(given: str, existing: Iterable[str]) -> str | None:
     """``"did you mean ...?"`` when something close exists."""
-    close = difflib.get_close_matches(given, list(existing), n=1, cutoff=0.7)
-    return f"did you mean {close[0]!r}?" if close else None
+    close = _closest(given, existing)
+    return f"did you mean {close!r}?" if close else None
+
+
+def _closest(given: str, existing: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(given, list(existing), n=1, cutoff=0.7)), None)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = ["count", "size", "table", "visible"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -44,7 +49,7 @@ def _escape(char: str) -> str:
     return char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
-def table(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:
+def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> list[str]:
     """Lines with the columns of ``rows`` aligned; the last column is left ragged."""
     if not rows:
         return []

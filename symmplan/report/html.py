@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -22,6 +21,8 @@ from symmplan.report.format import count, size
 from symmplan.report.text import plan_summary
 
 if TYPE_CHECKING:
+    import os
+
     from symmplan.model import Plan
 
 __all__ = ["plan_html", "write_plan_html"]

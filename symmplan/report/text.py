@@ -27,10 +27,10 @@ def plan_summary(plan: Plan) -> str:
         A few lines without a trailing newline. Names are printed with control characters spelled
         out, so that a name cannot forge a line.
     """
+    held = f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}"
+    steps = count(len(plan.problem.operations), "operation")
     lines = [
-        f"plan {plan.fingerprint[:12]}: "
-        f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}, "
-        f"{count(len(plan.problem.operations), 'operation')}, effort {plan.effort}",
+        f"plan {plan.fingerprint[:12]}: {held}, {steps}, effort {plan.effort}",
         *table(
             [
                 ("peak", size(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
@@ -95,19 +95,21 @@ def _barrier_lines(plan: Plan) -> list[str]:
 
 
 def unplanned_lines(unplanned: tuple[Unplanned, ...]) -> list[str]:
-    """One line for each declared tensor that was left out, with the reason."""
+    """The declared tensors that were left out, those with one reason together."""
     if not unplanned:
         return ["left out: none"]
-    rows = [
-        (
-            visible(u.name),
-            f"{visible(u.where)} of {visible(u.op)}",
-            "size unknown" if u.nbytes is None else size(u.nbytes),
-            visible(u.reason),
-        )
-        for u in unplanned[:_SHOWN]
-    ]
-    return [f"left out: {len(unplanned):,}", *table(rows), *_more(len(unplanned))]
+    alike: dict[tuple[str, str, str], list[Unplanned]] = {}
+    for tensor in sorted(unplanned, key=lambda t: (t.reason, t.op, t.where, t.name)):
+        alike.setdefault((tensor.reason, tensor.op, tensor.where), []).append(tensor)
+    lines = [f"left out: {len(unplanned):,}"]
+    for (reason, op, where), tensors in list(alike.items())[:_SHOWN]:
+        sizes = [t.nbytes for t in tensors]
+        total = "size unknown" if None in sizes else size(sum(n for n in sizes if n is not None))
+        lines += [
+            f"  {len(tensors):,} x {visible(where)} of {visible(op)}, {total}: {visible(reason)}",
+            f"    {_some([visible(t.name) for t in tensors])}",
+        ]
+    return lines + _more(len(alike))
 
 
 def _some(names: list[str], shown: int = 4) -> str:

@@ -44,10 +44,13 @@ class DemoError(SymmplanError, RuntimeError):
 
 
 class Progress:
-    """What the ranks are doing, on stderr: one line rewritten on a terminal, else one per mark."""
+    """What the ranks are doing, on stderr: one line rewritten on a terminal, else one per mark.
 
-    def __init__(self, stream: TextIO, world: int) -> None:
-        self._stream, self._live, self._world = stream, stream.isatty(), world
+    The ranks run in step, so rank 0 speaks for all.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._live = stream, stream.isatty()
         self._begin = time.monotonic()
         self._open = False
 
@@ -57,13 +60,15 @@ class Progress:
         print(text, file=self._stream, flush=True)
 
     def mark(self, rank: int, where: str) -> None:
-        """Rank ``rank`` is at ``where``. On a terminal rank 0 speaks for all."""
+        """Rank ``rank`` is at ``where``."""
+        if rank != 0:
+            return
+        text = f"{time.monotonic() - self._begin:5.1f} s  {where}"
         if not self._live:
-            self.line(f"rank {rank}: {where}")
-        elif rank == 0:
-            self._open = True
-            seconds = time.monotonic() - self._begin
-            print(f"\r\033[K{seconds:5.1f} s  {where}", end="", file=self._stream, flush=True)
+            self.line(text)
+            return
+        self._open = True
+        print(f"\r\033[K{text}", end="", file=self._stream, flush=True)
 
     def close(self) -> None:
         """End the line that is being rewritten."""
@@ -157,7 +162,7 @@ def _start(setup: dict[str, Any], rank: int, world: int, folder: Path, timeout: 
             start_new_session=True,
         )
     os.close(theirs)
-    os.set_blocking(ours, False)  # noqa: FBT003 - the function takes no name
+    os.set_blocking(ours, False)
     return _Rank(rank, process, ours, log)
 
 
@@ -249,7 +254,9 @@ def _advice(rank: _Rank) -> str:
 
 def _tail(log: Path, lines: int = 5) -> str:
     with contextlib.suppress(OSError):
-        return "\n    ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "\n    ".join(
+            log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        )
     return ""
 
 

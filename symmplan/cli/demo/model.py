@@ -11,7 +11,7 @@ logit over all ranks, which `symmplan.cli.demo.op.peer_max` computes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from symmplan.cli.demo.op import peer_max
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Config", "Transformer", "sync_replicated"]
 
@@ -35,19 +38,19 @@ class Config:
     hidden: int = 1024
     blocks: int = 2
     seq: int = 256
-    batch: int = 2
+    batch: int = 4
 
 
 class _Gather(torch.autograd.Function):
     """All-gather the sequence; the gradient is reduced and scattered."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, world: int, group: str) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, shard: Tensor, world: int, group: str) -> Tensor:
         ctx.world, ctx.group = world, group
         return _all_gather(shard, world, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(grad, ctx.world, ctx.group), None, None
 
 
@@ -55,12 +58,12 @@ class _Scatter(torch.autograd.Function):
     """Sum over the ranks and scatter the sequence; the gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, world: int, group: str) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, partial: Tensor, world: int, group: str) -> Tensor:
         ctx.world, ctx.group = world, group
         return _reduce_scatter(partial, world, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(grad, ctx.world, ctx.group), None, None
 
 
@@ -71,13 +74,13 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: str) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, partial: Tensor, group: str) -> Tensor:
         del ctx
         total = torch.ops._c10d_functional.all_reduce(partial.contiguous(), "sum", group)
         return torch.ops._c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         del ctx
         return grad, None
 
@@ -92,6 +95,12 @@ def _reduce_scatter(whole: Tensor, world: int, group: str) -> Tensor:
         whole.contiguous(), "sum", world, group
     )
     return torch.ops._c10d_functional.wait_tensor(shard)  # type: ignore[no-any-return]
+
+
+# What `apply` returns is untyped.
+_gather: Callable[[Tensor, int, str], Tensor] = _Gather.apply
+_scatter: Callable[[Tensor, int, str], Tensor] = _Scatter.apply
+_sum: Callable[[Tensor, str], Tensor] = _Sum.apply
 
 
 class _Block(nn.Module):
@@ -112,19 +121,19 @@ class _Block(nn.Module):
         x = x + self._parallel(self._attention, self.norm1(x))
         return x + self._parallel(self._mlp, self.norm2(x))
 
-    def _parallel(self, inner: Any, x: Tensor) -> Tensor:
+    def _parallel(self, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         world, group = self.config.world, self.group
-        return _Scatter.apply(inner(_Gather.apply(x, world, group)), world, group)
+        return _scatter(inner(_gather(x, world, group)), world, group)
 
     def _attention(self, x: Tensor) -> Tensor:
         seq, batch, _ = x.shape
         heads = self.config.heads // self.config.world
         q, k, v = self.qkv(x).view(seq, batch, 3, heads, -1).permute(2, 1, 3, 0, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(out.permute(2, 0, 1, 3).reshape(seq, batch, -1))
+        return cast("Tensor", self.proj(out.permute(2, 0, 1, 3).reshape(seq, batch, -1)))
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return cast("Tensor", self.down(F.gelu(self.up(x))))
 
 
 class Transformer(nn.Module):
@@ -158,7 +167,7 @@ class Transformer(nn.Module):
             # Recomputed in the backward pass: gathered activations live only for a moment, so
             # their bytes can be shared.
             x = checkpoint(block, x, use_reentrant=False)
-        whole = _Gather.apply(self.norm(x), world, self.group)
+        whole = _gather(self.norm(x), world, self.group)
         return self._loss(self.head(whole), targets)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -169,8 +178,8 @@ class Transformer(nn.Module):
         mine = (local >= 0) & (local < width)
         picked = logits.gather(-1, local.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
         partial = torch.stack([logits.exp().sum(-1), torch.where(mine, picked, 0.0)])
-        total, target = _Sum.apply(partial, self.group)
-        return (total.log() - target).mean()
+        total, target = _sum(partial, self.group)
+        return cast("Tensor", (total.log() - target).mean())
 
 
 def replicated(name: str) -> bool:

@@ -15,6 +15,8 @@ import time
 import traceback
 from typing import Any
 
+from symmplan.errors import SymmplanError
+
 __all__ = ["Reporter", "main"]
 
 
@@ -35,14 +37,29 @@ class Reporter:
 
     def error(self, error: BaseException) -> None:
         """Say what went wrong; the parent decides whose error is told first."""
+        cause = _root(error)
+        name = type(cause).__name__
         self._send(
-            error=str(error) or type(error).__name__,
-            kinds=[kind.__name__ for kind in type(error).__mro__],
+            # Our own messages stand alone; others' often need their class to be understood.
+            error=str(cause) if isinstance(cause, SymmplanError) else f"{name}: {cause}",
+            kinds=[kind.__name__ for kind in type(cause).__mro__],
             traceback="".join(traceback.format_exception(error)),
         )
 
     def _send(self, **message: Any) -> None:
         self._pipe.write(json.dumps({"at": time.monotonic(), **message}) + "\n")
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error of ours behind ``error``, if there is one: torch.compile wraps what it meets."""
+    seen: list[BaseException] = []
+    this: BaseException | None = error
+    while this is not None and this not in seen:
+        if isinstance(this, SymmplanError):
+            return this
+        seen.append(this)
+        this = getattr(this, "inner_exception", None) or this.__cause__ or this.__context__
+    return error
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,0 +1,295 @@
+"""Synthetic problems for benchmarks and tests: hard packings and programs shaped like real ones.
+
+Everything is a function of its arguments: the generator of random numbers is our own, so that an
+instance is the same on any Python.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symmplan.model import Access, Buffer, Operation, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Interval = tuple[str, int, int, int]
+
+__all__ = [
+    "Random",
+    "cut_rectangle",
+    "fsdp_program",
+    "loosened",
+    "moe_program",
+    "steady_stream",
+    "stream_program",
+    "tensor_parallel_program",
+    "waves",
+]
+
+
+class Random:
+    """A small generator of random numbers (64-bit linear congruential, upper bits)."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & (2**64 - 1)
+
+    def below(self, limit: int) -> int:
+        """A whole number from 0 to ``limit - 1``."""
+        self._state = (self._state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)
+        return (self._state >> 20) % limit
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number from ``low`` to ``high``, both included."""
+        return low + self.below(high - low + 1)
+
+    def pick(self, values: Sequence[int]) -> int:
+        """One of some values."""
+        return values[self.below(len(values))]
+
+
+def cut_rectangle(
+    pieces: int, *, seed: int = 0, width: int = 512, height: int = 1 << 20, grain: int = 64
+) -> list[Interval]:
+    """A rectangle of ``width`` instants x ``height`` bytes cut into pieces: a perfect packing.
+
+    Args:
+        pieces: How many.
+        seed: Which of many.
+        width: Instants.
+        height: Bytes; the peak of the perfect packing.
+        grain: Cuts between bytes lie on multiples of this.
+    """
+    random = Random(seed)
+    done = [(0, width, 0, height)]
+    while len(done) < pieces:
+        # Large pieces are cut more often.
+        k = max(
+            (random.below(len(done)) for _ in range(3)),
+            key=lambda i: (done[i][1] - done[i][0]) * (done[i][3] - done[i][2]),
+        )
+        a, b, low, high = done[k]
+        if random.below(2) and b - a > 1:
+            t = random.between(a + 1, b - 1)
+            done[k] = (a, t, low, high)
+            done.append((t, b, low, high))
+        elif high - low > grain:
+            y = low + grain * random.between(1, (high - low - 1) // grain)
+            done[k] = (a, b, low, y)
+            done.append((a, b, y, high))
+    return [(f"b{i}", a, b, high - low) for i, (a, b, low, high) in enumerate(done)]
+
+
+def loosened(intervals: list[Interval], *, seed: int = 0, per_mille: int = 20) -> list[Interval]:
+    """The same with some pieces shrunk in size or time, so that a little room is left.
+
+    Args:
+        intervals: A perfect packing.
+        seed: Which of many.
+        per_mille: How much of a piece's size is lost at most, in thousandths.
+    """
+    random = Random(seed)
+    result = []
+    for name, begin, end, nbytes in intervals:
+        size = nbytes - nbytes * random.below(per_mille + 1) // 1000 if random.below(3) else nbytes
+        last = end - 1 if end - begin > 3 and not random.below(3) else end
+        result.append((name, begin, last, max(size, 1)))
+    return result
+
+
+def waves(
+    buffers: int, *, seed: int = 0, capacity: int = 1 << 20, sections: int = 4
+) -> list[Interval]:
+    """Buffers of few typical sizes, short and long-lived, filling several dense sections.
+
+    Args:
+        buffers: How many.
+        seed: Which of many.
+        capacity: About the most bytes live at once.
+        sections: Dense stretches; some buffers span several.
+    """
+    random = Random(seed)
+    span = 4 * buffers // sections
+    typical = [capacity * random.between(4, 90) // 1000 // 128 * 128 + 128 for _ in range(9)]
+    horizon = span * sections
+    live = [0] * horizon
+    result: list[Interval] = []
+    tries = 0
+    while len(result) < buffers and tries < 400 * buffers:
+        tries += 1
+        kind = random.below(10)
+        if kind < 1:
+            length = random.between(span // 2, 2 * span)
+        elif kind < 4:
+            length = random.between(span // 10, span // 3)
+        else:
+            length = random.between(2, 2 + span // 16)
+        begin = random.below(max(1, horizon - length))
+        end = min(horizon, begin + length)
+        size = random.pick(typical)
+        if random.below(3) == 0:
+            size = size // random.pick([2, 3, 4, 8]) // 32 * 32 + 32
+        if max(live[begin:end]) + size > capacity:
+            continue
+        for t in range(begin, end):
+            live[t] += size
+        result.append((f"b{len(result)}", begin, end, size))
+    return result
+
+
+def steady_stream(buffers: int, *, seed: int = 0, overlap: int = 100) -> list[Interval]:
+    """Buffers that begin one per instant and of which about ``overlap`` live at a time."""
+    random = Random(seed)
+    return [
+        (f"b{i}", i, i + random.between(1, 2 * overlap - 1), 256 * random.between(1, 64))
+        for i in range(buffers)
+    ]
+
+
+class _Builder:
+    """Collects a program op by op."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.operations: list[Operation] = []
+        self.accesses: list[Access] = []
+        self.edges: list[tuple[str, str]] = []
+
+    def buffer(self, name: str, nbytes: int, group: str) -> str:
+        self.buffers.append(Buffer(name, nbytes, group=group))
+        return name
+
+    def op(
+        self,
+        name: str,
+        *touched: str,
+        stream: str = "main",
+        group: str | None = None,
+        after: Sequence[str] = (),
+    ) -> str:
+        meets = group is not None
+        self.operations.append(Operation(name, stream, group, handshake=meets, release=meets))
+        self.accesses.extend(Access(name, b, write=True, remote=meets) for b in touched)
+        self.edges.extend((a, name) for a in after)
+        return name
+
+    def problem(self) -> Problem:
+        return Problem(self.buffers, self.operations, self.accesses, self.edges)
+
+
+def fsdp_program(layers: int, *, steps: int = 1, layer_bytes: int = 1 << 20) -> Problem:
+    """FSDP with one step of prefetch: gathers and reductions on streams of their own.
+
+    Layers differ in size as embedding, attention, feed-forward do; ``steps`` micro-batches are
+    accumulated. Per layer and micro-batch there are five buffers.
+
+    Args:
+        layers: Layers of the model.
+        steps: Micro-batches.
+        layer_bytes: Bytes of a gathered layer, about.
+    """
+    b = _Builder()
+    sizes = [layer_bytes * (4 if i in (0, layers - 1) else 1 + i % 3) // 2 for i in range(layers)]
+    for s in range(steps):
+        for i in range(layers):
+            _gather(b, f"s{s}.f{i}", sizes[i], f"s{s}.f{i - 2}.use" if i > 1 else "")
+            b.op(f"s{s}.f{i}.use", f"s{s}.f{i}.full", after=[f"s{s}.f{i}.gather"])
+        for i in reversed(range(layers)):
+            behind = f"s{s}.b{i + 2}.use" if i + 2 < layers else f"s{s}.f{layers - 1}.use"
+            _gather(b, f"s{s}.b{i}", sizes[i], behind)
+            grad = b.buffer(f"s{s}.g{i}", sizes[i], "dp")
+            # One reduction is in flight: its input is reused by the layer after the next.
+            before = [f"s{s}.r{i + 2}"] if i + 2 < layers else []
+            b.op(
+                f"s{s}.b{i}.use",
+                f"s{s}.b{i}.full",
+                grad,
+                after=[f"s{s}.b{i}.gather", *before],
+            )
+            b.op(f"s{s}.r{i}", grad, stream="reduce", group="dp", after=[f"s{s}.b{i}.use"])
+        b.op(f"s{s}.end", after=[f"s{s}.r0"])
+        if s + 1 < steps:
+            b.op(f"s{s + 1}.start", stream="gather", after=[f"s{s}.end"])
+    return b.problem()
+
+
+def _gather(b: _Builder, name: str, nbytes: int, behind: str) -> None:
+    full = b.buffer(f"{name}.full", nbytes, "dp")
+    shard = b.buffer(f"{name}.shard", nbytes // 8, "dp")
+    b.op(f"{name}.copy", shard, stream="gather", after=[behind] if behind else [])
+    b.op(f"{name}.gather", shard, full, stream="gather", group="dp")
+
+
+def tensor_parallel_program(layers: int, *, steps: int = 1, hidden_bytes: int = 1 << 20) -> Problem:
+    """Tensor parallelism with sequence sharding: gather, matmul, reduce-scatter, twice per layer.
+
+    Args:
+        layers: Layers of the model.
+        steps: Micro-batches.
+        hidden_bytes: Bytes of one gathered activation.
+    """
+    b = _Builder()
+    for s in range(steps):
+        for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
+            for i in order:
+                for part, factor in (("a", 1), ("m", 3)):
+                    name = f"s{s}.{way}{i}{part}"
+                    full = b.buffer(f"{name}.full", hidden_bytes, "tp")
+                    wide = b.buffer(f"{name}.part", hidden_bytes * factor // 2, "tp")
+                    out = b.buffer(f"{name}.out", hidden_bytes // 8, "tp")
+                    b.op(f"{name}.gather", full, group="tp")
+                    b.op(f"{name}.matmul", full, wide)
+                    b.op(f"{name}.scatter", wide, out, group="tp")
+                    b.op(f"{name}.add", out)
+    return b.problem()
+
+
+def moe_program(layers: int, *, steps: int = 1, token_bytes: int = 1 << 18) -> Problem:
+    """Mixture of experts: dispatch and combine all-to-alls of uneven size beside FSDP's gathers.
+
+    Args:
+        layers: Layers of the model.
+        steps: Micro-batches.
+        token_bytes: Bytes of all tokens of a rank.
+    """
+    b = _Builder()
+    for s in range(steps):
+        for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
+            for i in order:
+                name = f"s{s}.{way}{i}"
+                load = 4 + (i * 7 + s * 3) % 5
+                weights = b.buffer(f"{name}.w", token_bytes * (3 + i % 2), "dp")
+                sent = b.buffer(f"{name}.sent", token_bytes, "ep")
+                got = b.buffer(f"{name}.got", token_bytes * load // 4, "ep")
+                back = b.buffer(f"{name}.back", token_bytes * load // 4, "ep")
+                merged = b.buffer(f"{name}.merged", token_bytes, "ep")
+                b.op(f"{name}.gather", weights, group="dp")
+                b.op(f"{name}.route", sent)
+                b.op(f"{name}.dispatch", sent, got, group="ep")
+                b.op(f"{name}.experts", got, back, weights)
+                b.op(f"{name}.combine", back, merged, group="ep")
+                b.op(f"{name}.add", merged)
+    return b.problem()
+
+
+def stream_program(operations: int, *, streams: int = 4, seed: int = 0) -> Problem:
+    """Operations on several streams with random waits; each writes a buffer that later ones read.
+
+    Args:
+        operations: How many; there are half as many buffers.
+        streams: How many.
+        seed: Which of many.
+    """
+    random = Random(seed)
+    b = _Builder()
+    for i in range(operations):
+        after = []
+        if i >= 16 and i % 3 == 0:
+            after = [f"o{i - random.between(1, 15)}"]
+        touched = []
+        if i % 2 == 0:
+            touched.append(b.buffer(f"b{i}", 256 * random.between(1, 64), "g"))
+        elif i > 8:
+            touched.append(f"b{(i - 1 - 2 * random.below(4))}")
+        b.op(f"o{i}", *touched, stream=f"s{i % streams}", after=after)
+    return b.problem()

@@ -1,0 +1,36 @@
+"""What every test runs under: Hypothesis without deadlines, since the machine may be busy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+# The same examples each time: a change is judged by itself, not by luck.
+settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def shared_memory_is_left_clean():
+    """Fail if files of ours appear in /dev/shm during the test."""
+    before = _ours()
+    yield
+    assert _ours() <= before, "files were left in /dev/shm"
+
+
+def _ours() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if _is_ours(path)} if folder.is_dir() else set()
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # somebody else's, and gone again
+        return False

@@ -1,0 +1,279 @@
+"""Capture from FX: what is found, what is decided, and whether it is right about lifetimes."""
+
+from __future__ import annotations
+
+import operator
+
+import custom_ops
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from programs import Program, make_inputs, programs, run
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import symmplan
+from symmplan.capture import capture_fx
+from symmplan.capture.values import tensor_leaves
+from symmplan.errors import CaptureError
+
+F = torch.ops._c10d_functional
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    """Two groups of a fake world of two ranks: collectives return, whatever they return."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    custom_ops.load()
+    second = dist.new_group([0, 1])
+    yield [dist.group.WORLD.group_name, second.group_name]
+    dist.destroy_process_group()
+
+
+def trace(function, *args):
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def how(captured):
+    return {(s.node.name, s.where): (s.how, s.reason) for s in captured.sites}
+
+
+def test_the_producer_writes_an_argument_and_the_op_its_result(groups):
+    def program(x, w):
+        gathered = F.wait_tensor(F.all_gather_into_tensor(torch.relu(x), 2, groups[0]))
+        return gathered @ w
+
+    captured = capture_fx(trace(program, torch.ones(4, 8), torch.ones(8, 8)))
+    assert how(captured) == {
+        ("all_gather_into_tensor", "input"): ("bind", ""),
+        ("all_gather_into_tensor", "return"): ("bind", ""),
+    }
+    by_name = {b.name: b for b in captured.problem.buffers}
+    assert by_name["relu"].nbytes == 4 * 8 * 4
+    assert by_name["all_gather_into_tensor"].nbytes == 8 * 8 * 4
+    assert by_name["all_gather_into_tensor"].shape == (8, 8)
+
+
+def test_an_asynchronous_op_holds_its_buffers_until_its_wait(groups):
+    def program(x):
+        h = torch.relu(x)
+        started = F.all_gather_into_tensor(h, 2, groups[0])
+        other = torch.sin(x)  # overlaps
+        return F.wait_tensor(started).sum() + other.sum()
+
+    problem = capture_fx(trace(program, torch.ones(4, 8))).problem
+    held = {a.operation for a in problem.accesses if a.buffer == "relu"}
+    assert held == {"relu", "all_gather_into_tensor", "wait_tensor"}
+    by_name = {o.name: o for o in problem.operations}
+    assert by_name["all_gather_into_tensor"].handshake
+    assert not by_name["all_gather_into_tensor"].release
+    assert by_name["wait_tensor"].release
+    assert by_name["wait_tensor"].group == groups[0]
+
+
+def test_work_that_nobody_waits_for_lasts_until_the_end(groups):
+    def program(x):
+        F.all_reduce(torch.relu(x), "sum", groups[0])
+        return torch.sin(x)
+
+    gm = trace(program, torch.ones(4, 8))
+    problem = capture_fx(gm).problem
+    assert {a.operation for a in problem.accesses if a.buffer == "relu"} >= {":end"}
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (lambda x, g: F.wait_tensor(F.all_reduce(x, "sum", g)) + 1, "outside the graph"),
+        (lambda x, g: (h := x.relu(), F.wait_tensor(F.all_reduce(h, "sum", g)) + 1), "leaves"),
+        (lambda x, g: F.wait_tensor(F.all_reduce(x.relu().t(), "sum", g)) + 1, "not contiguous"),
+        (lambda x, g: F.wait_tensor(F.all_reduce(x.relu()[1:], "sum", g)) + 1, "alignment"),
+        (
+            lambda x, g: F.wait_tensor(F.all_reduce(torch.cumsum(x, 0), "sum", g)) + 1,
+            "aten::cumsum cannot write",
+        ),
+    ],
+)
+def test_what_cannot_be_bound_is_staged_and_says_why(groups, program, reason):
+    captured = capture_fx(trace(lambda x: program(x, groups[0]), torch.ones(4, 8)))
+    state, why = how(captured)["all_reduce", "input"]
+    assert state == "stage"
+    assert reason in why
+
+
+def test_a_result_that_leaves_the_graph_is_copied_out(groups):
+    captured = capture_fx(
+        trace(lambda x: F.wait_tensor(F.all_reduce(x.relu(), "sum", groups[0])), torch.ones(2, 8))
+    )
+    assert how(captured)["all_reduce", "return"] == ("stage", "it leaves the graph")
+    last = captured.problem.operations[-1]
+    assert last.name == "all_reduce.return:out"
+
+
+def test_a_storage_cannot_be_symmetric_over_two_groups_at_once(groups):
+    def program(x):
+        h = x.relu()
+        a = F.wait_tensor(F.all_reduce(h, "sum", groups[0]))
+        b = F.wait_tensor(F.all_reduce(h, "sum", groups[1]))
+        return a + b
+
+    captured = capture_fx(trace(program, torch.ones(2, 8)))
+    assert how(captured)["all_reduce", "input"] == ("bind", "")
+    assert "over group" in how(captured)["all_reduce_1", "input"][1]
+
+
+def test_lists_have_a_site_for_each_element(groups):
+    def program(x):
+        a, b = F.all_gather_into_tensor_coalesced([x.relu(), x.sin()], 2, groups[0])
+        return F.wait_tensor(a).sum() + F.wait_tensor(b).sum()
+
+    captured = capture_fx(trace(program, torch.ones(4, 8)))
+    assert {where for _, where in how(captured)} == {"inputs.0", "inputs.1", "return.0", "return.1"}
+
+
+def test_empty_and_symbolic_tensors_are_left_out_with_the_reason(groups):
+    plan = symmplan.plan(
+        trace(lambda x: F.wait_tensor(F.all_reduce(x.relu(), "sum", groups[0])) + 1, torch.ones(0))
+    )
+    assert {u.reason for u in plan.unplanned} == {"it has no elements"}
+    symbolic = make_fx(
+        lambda x: F.wait_tensor(F.all_reduce(x.relu(), "sum", groups[0])) + 1,
+        tracing_mode="symbolic",
+    )(torch.ones(4, 8))
+    plan = symmplan.plan(symbolic)
+    assert len(plan.unplanned) == 2
+    assert all("symbolic" in u.reason for u in plan.unplanned)
+    assert plan.peak_bytes == 0
+
+
+def test_a_graph_without_shapes_asks_for_example_inputs(groups):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(x + 1, 2, groups[0])
+            return torch.ops._c10d_functional.wait_tensor(gathered) * 2
+
+    gm = fx.symbolic_trace(Model())
+    with pytest.raises(CaptureError, match="has no shape") as caught:
+        symmplan.plan(gm)
+    assert "example_inputs" in str(caught.value)
+    assert caught.value.op == "_c10d_functional::all_gather_into_tensor.default"
+    before = [dict(n.meta) for n in gm.graph.nodes]
+    plan = symmplan.plan(gm, [torch.ones(4, 8)])
+    assert [dict(n.meta) for n in gm.graph.nodes] == before  # the caller's graph is untouched
+    assert sorted(b.nbytes for b in plan.problem.buffers) == [4 * 8 * 4, 8 * 8 * 4]
+    assert symmplan.plan(gm.graph, [torch.ones(4, 8)]) == plan
+
+
+def test_example_inputs_that_do_not_fit_are_refused(groups):
+    gm = fx.symbolic_trace(lambda x: F.all_reduce(x, "sum", groups[0]) @ x)
+    with pytest.raises(CaptureError, match="do not match"):
+        symmplan.plan(gm, [])
+    with pytest.raises(CaptureError, match="does not run on the example inputs"):
+        symmplan.plan(gm, [torch.ones(2, 3)])
+
+
+@pytest.mark.parametrize("program", [3, "graph", torch.nn.Linear(2, 2), None])
+def test_other_programs_are_refused(program):
+    with pytest.raises(CaptureError, match="cannot plan a") as caught:
+        symmplan.plan(program)
+    assert caught.value.got == type(program).__name__
+
+
+def test_an_exported_program_can_be_planned(groups):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return F.wait_tensor(F.all_gather_into_tensor(x.relu(), 2, groups[0])).sum()
+
+    exported = torch.export.export(Model(), (torch.ones(4, 8),))
+    assert symmplan.plan(exported).peak_bytes > 0
+
+
+# -- lifetimes, against what really happens -------------------------------------------------------
+
+
+class _Watcher(fx.Interpreter):
+    """Runs a graph for real and notes which step touches which storage."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.step = 0
+        self.touched: dict[int, list[int]] = {}
+        self.made: dict[str, int] = {}
+        self.keep = []
+
+    def run_node(self, n):
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        value = super().run_node(n)
+        self.step += 1
+        leaves = [t for _, t in tensor_leaves([*args, *kwargs.values(), value])]
+        self.keep += leaves
+        for tensor in leaves:
+            key = tensor.untyped_storage().data_ptr()
+            self.touched.setdefault(key, []).append(self.step)
+        for path, tensor in tensor_leaves(value):
+            name = ".".join([n.name, *map(str, path)])
+            self.made.setdefault(name, tensor.untyped_storage().data_ptr())
+        if n.op == "output":
+            self.step += 10**6
+            for tensor in leaves:  # what leaves the graph lives on
+                self.touched[tensor.untyped_storage().data_ptr()].append(self.step)
+        return value
+
+
+def _is_view(node):
+    views = ("view", "slice", "reshape", "alias", "t")
+    target = node.target
+    return target is operator.getitem or getattr(target, "_opname", "") in views
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(program=programs())
+def test_no_two_live_storages_share_a_byte(groups, program: Program):
+    """An oracle that knows nothing of schemas: real tensors, real storages, real addresses."""
+    inputs = make_inputs(program, 0)
+    gm = trace(lambda *tensors: run(program, groups, *tensors), *inputs)
+    captured = capture_fx(gm)
+    plan = symmplan.plan(gm)
+    plan.verify()
+    watcher = _Watcher(gm)
+    watcher.run(*(x.clone() for x in inputs))
+    lives = {}
+    for home in captured.homes:
+        name = ".".join([home.node.name, *map(str, home.path)])
+        steps = watcher.touched[watcher.made[name]]
+        lives[home.buffer] = (min(steps), max(steps))
+    names = sorted(lives)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            pa, pb = plan.placements[a], plan.placements[b]
+            if pa.segment != pb.segment or pa.end <= pb.offset or pb.end <= pa.offset:
+                continue
+            first, second = sorted([lives[a], lives[b]])
+            assert first[1] < second[0], f"{a} and {b} share bytes while both live"
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(program=programs())
+def test_every_declared_tensor_is_placed_or_explained(groups, program: Program):
+    gm = trace(lambda *ts: run(program, groups, *ts), *make_inputs(program, 0))
+    captured = capture_fx(gm)
+    for site in captured.sites:
+        if site.how is None:
+            assert site.reason
+        else:
+            assert site.buffer in {b.name for b in captured.problem.buffers}
+            assert (site.how == "stage") == bool(site.reason)
+    declared = sum(
+        n.op == "call_function"
+        and isinstance(n.target, torch._ops.OpOverload)
+        and symmplan.requirements(n.target) is not None
+        for n in gm.graph.nodes
+    )
+    assert len({s.node for s in captured.sites}) == declared

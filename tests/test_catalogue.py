@@ -1,0 +1,287 @@
+"""The built-in catalogue against the ops of this torch, and the command that shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+import symmplan
+from symmplan import registry
+from symmplan.cli import ops as command
+from symmplan.cli.shell import run_command
+from symmplan.errors import DeclarationError
+from symmplan.registry import _upstream, catalogue, inventory
+from symmplan.registry.rows import COLLECTIVES, Row
+from symmplan.registry.rows_left_out import NAMESPACES, NOT_SYMMETRIC
+from symmplan.registry.rows_symm_mem import SYMM_MEM
+from symmplan.registry.schema import is_defined, resolve, schema_of
+
+ROWS = {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
+_upstream.define_distributed_ops()
+LIVE = sorted({s.name for s in _upstream.all_schemas() if s.name.partition("::")[0] in NAMESPACES})
+LIB = torch.library.Library("symmtest_catalogue", "FRAGMENT")
+LIB.define("mine(Tensor x, str g) -> Tensor")
+
+
+def test_no_op_is_listed_twice():
+    assert len(ROWS) == len(COLLECTIVES) + len(SYMM_MEM)
+    assert not set(ROWS) & set(NOT_SYMMETRIC)
+
+
+@pytest.mark.parametrize("op", LIVE)
+def test_every_communication_op_is_decided_about(op):
+    assert op in ROWS or op in NOT_SYMMETRIC, (
+        f"{op} is new in torch {torch.__version__}: give it a row in symmplan/registry/rows*.py, "
+        f"or a reason in rows_left_out.py. Its schema: {schema_of(resolve(op)[0]).text}"
+    )
+
+
+@pytest.mark.parametrize("op", [op for op in LIVE if op in ROWS])
+def test_every_row_fits_the_live_schema(op):
+    row = ROWS[op]
+    spec = symmplan.requirements(op)
+    assert spec is not None, catalogue.entry_of(schema_of(resolve(op)[0]))
+    assert spec.origin == "catalogue"
+    assert {r.where for r in spec.requirements} == set(row.where)
+    assert {r.where for r in spec.requirements if r.signal_pad} == set(row.pads)
+    for fact in ("group", "handshake", "release", "asynchronous"):
+        assert getattr(spec, fact) == getattr(row, fact)
+    if row.out is not None:
+        assert is_defined(row.out_name)
+        assert spec.out == f"{row.out_name}.default"
+
+
+def test_live_ops_with_an_out_variant_name_it():
+    """By the names of the live ops, not by the rows."""
+    have = [op for op in LIVE if op in ROWS and f"{op}_out" in LIVE]
+    assert have
+    for op in have:
+        assert symmplan.requirements(op).out == f"{op}_out.default"
+
+
+@pytest.mark.parametrize("op", [op for op in LIVE if op in ROWS])
+def test_what_an_op_writes_for_others_is_declared(op):
+    """In-place collectives and out-variants that peers write declare what they write."""
+    written = {a.name for a in schema_of(resolve(op)[0]).arguments if a.written and a.tensor}
+    declared = {r.where for r in symmplan.requirements(op).requirements}
+    local = "may be ordinary memory" in ROWS[op].note or op.endswith(
+        ("one_shot_all_reduce_out", "one_shot_reduce_out")
+    )
+    assert written <= declared or local
+
+
+def test_asynchronous_ops_are_those_that_something_waits_for():
+    for op, row in ROWS.items():
+        namespace = op.partition("::")[0]
+        if namespace in ("_c10d_functional", "_c10d_functional_autograd", "c10d"):
+            assert row.asynchronous
+        else:
+            assert row.asynchronous == ("_low_contention" in op and "multicast" not in op)
+
+
+def test_known_facts():
+    """A few rows spelt out: what people look up most."""
+    spec = symmplan.requirements
+    gather = spec("_c10d_functional::all_gather_into_tensor")
+    assert [r.where for r in gather.requirements] == ["input", "return"]
+    assert gather.out == "_c10d_functional::all_gather_into_tensor_out.default"
+    assert (gather.handshake, gather.release, gather.asynchronous) == (True, True, True)
+    one_shot = spec("symm_mem::one_shot_all_reduce")
+    assert [(r.where, r.signal_pad) for r in one_shot.requirements] == [("input", True)]
+    assert (one_shot.handshake, one_shot.release, one_shot.asynchronous) == (True, True, False)
+    copying = spec("symm_mem::one_shot_all_reduce_copy")
+    assert [r.where for r in copying.requirements] == ["symm_buffer"]
+    assert not copying.handshake
+    assert spec("symm_mem::fused_all_gather_matmul").requirements == ()
+    assert spec("c10d::_allgather_base_").group == "process_group"
+    assert spec("c10d_functional::all_reduce") is None
+
+
+def test_ops_that_this_torch_lacks_are_passed_over(monkeypatch):
+    future = Row("symm_mem::symmtest_of_the_future", "input")
+    monkeypatch.setattr(catalogue, "_rows", lambda: {**ROWS, future.op: future})
+    lacking = [op for op in (*ROWS, future.op) if not is_defined(op)]
+    assert future.op in lacking
+    for op in lacking:
+        assert op not in {s.op.partition(".")[0] for s in registry.all_specs()}
+        with pytest.raises(DeclarationError, match="is defined"):
+            symmplan.requirements(op)
+
+
+# -- a torch of the future ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def new_ops():
+    lib = torch.library.Library("symm_mem", "FRAGMENT")
+    lib.define("symmtest_new_op(Tensor x, str group_name) -> Tensor")
+    yield
+    lib._destroy()
+
+
+def test_a_new_op_breaks_nothing_and_is_shown(new_ops, capsys):
+    op = "symm_mem::symmtest_new_op"
+    assert symmplan.requirements(op) is None
+    assert run_command(["ops"]) == 0
+    assert re.search(rf"Not declared: not catalogued.*\n +{op}", capsys.readouterr().out)
+    with registry.isolated():
+        symmplan.register_symm_mem_args(op, ["x"])
+        assert op in {s.op.partition(".")[0] for s in registry.all_specs()}
+
+
+def test_a_changed_op_breaks_nothing_and_is_shown(monkeypatch):
+    schema = schema_of(torch.ops._c10d_functional.all_reduce_.default)
+    changed = type(schema)(schema.op, schema.arguments[1:], schema.results, schema.text)
+    assert catalogue.spec_of(changed) is None
+    entry = catalogue.entry_of(changed)
+    assert not entry.known
+    assert "changed in this torch" in entry.note
+    assert "'input'" in entry.note
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def call(*words, columns=200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        code = run_command(["ops", *words])
+        return code, capsys.readouterr()
+
+    with registry.isolated():
+        yield call
+
+
+def test_the_table_shows_every_row(run):
+    code, out = run()
+    assert code == 0
+    for op in LIVE:
+        if op in ROWS:
+            assert re.search(rf"^{op.partition('::')[2]} .*catalogue", out.out, re.MULTILINE)
+    assert "communication ops are left out: --all says why" in out.out
+    assert "Not declared" not in out.out
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160, 240])
+def test_the_table_keeps_to_the_terminal_where_it_can(run, columns):
+    _, out = run("--all", columns=columns)
+    lines = out.out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    widest = max(len(line) for line in lines)
+    assert widest <= max(columns, 150)
+    for op in LIVE:
+        if op in ROWS:
+            assert ROWS[op].note.split(";")[0].split(" ")[0] in out.out
+
+
+def test_all_says_why_ops_are_left_out(run):
+    _, out = run("--all", columns=100)
+    for op, reason in NOT_SYMMETRIC.items():
+        if op in LIVE:
+            assert op in out.out
+            assert f"Left out: {reason}" in out.out
+
+
+def test_json_is_complete(run):
+    code, out = run("--json")
+    assert code == 0
+    result = json.loads(out.out)
+    assert [o["op"] for o in result["ops"]] == [s.op for s in registry.all_specs()]
+    assert result["not_catalogued"] == []
+    row = next(o for o in result["ops"] if o["op"] == "symm_mem::one_shot_all_reduce.default")
+    assert row == {
+        "op": "symm_mem::one_shot_all_reduce.default",
+        "symmetric": [{"where": "input", "align": 256, "signal_pad": True}],
+        "group": "group_name",
+        "signal_pad": True,
+        "handshake": True,
+        "release": True,
+        "asynchronous": False,
+        "out": "symm_mem::one_shot_all_reduce_out.default",
+        "origin": "catalogue",
+        "note": "",
+    }
+    names = {o["op"].removesuffix(".default") for o in result["ops"] + result["left_out"]}
+    assert names >= set(LIVE)
+
+
+def test_names_select(run):
+    def listed(*words):
+        result = json.loads(run(*words, "--json")[1].out)
+        return {o["op"].removesuffix(".default") for o in result["ops"]}
+
+    assert listed("c10d") == {op for op in ROWS if op.startswith("c10d::")} & set(LIVE)
+    assert listed("symm_mem::", "c10d") == {
+        op for op in ROWS if op.startswith(("c10d::", "symm_mem::"))
+    } & set(LIVE)
+    assert listed("_c10d_functional::all_reduce.default") == {"_c10d_functional::all_reduce"}
+    assert listed("all_reduce_") == {"_c10d_functional::all_reduce_"}
+    assert listed("*one_shot*") == {op for op in LIVE if "one_shot" in op}
+
+
+def test_an_op_that_nobody_declared_is_shown_as_such(run):
+    code, out = run("aten::relu")
+    assert code == 0
+    assert out.out.splitlines()[0] == "Not declared: nobody declared it"
+    assert "aten::relu" in out.out
+
+
+@pytest.mark.parametrize("name", ["all_redcue", "symm_mm::*", "aten::rleu"])
+def test_a_name_that_matches_nothing_is_an_error(run, name):
+    code, out = run(name)
+    assert code == 1
+    assert name.strip("*") in out.err
+    assert "fix:" in out.err
+
+
+def test_import_shows_what_a_module_declares(run, tmp_path, monkeypatch):
+    (tmp_path / "symmtest_declares.py").write_text(
+        "import symmplan\n"
+        "symmplan.register_symm_mem_args('symmtest_catalogue::mine', ['x', 'return'],\n"
+        "    group='g', align=16)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, out = run("--import", "symmtest_declares", "symmtest_catalogue")
+    sys.modules.pop("symmtest_declares")
+    assert code == 0
+    header, _, line = out.out.splitlines()[:3]
+    assert header.split() == [
+        "symmtest_catalogue::",
+        *("symmetric", "group", "pad", "handshake", "release", "async", "out", "origin", "note"),
+    ]
+    assert line.split() == ["mine", "x@16,", "return@16", "g", "-", "-", "-", "-", "-", "user"]
+
+
+@pytest.mark.parametrize("body", [None, "1 / 0", "import symmtest_nothing_here"])
+def test_a_module_that_cannot_be_imported_is_named(run, tmp_path, monkeypatch, body):
+    if body is not None:
+        (tmp_path / "symmtest_broken.py").write_text(body)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, out = run("--import", "symmtest_broken")
+    assert code == 1
+    assert "module 'symmtest_broken' cannot be imported" in out.err
+
+
+def test_overruled_upstream_declarations_are_noted(run, monkeypatch):
+    monkeypatch.setattr(
+        _upstream, "declared_arguments", lambda op: ("x", "y") if op is MINE else ()
+    )
+    symmplan.register_symm_mem_args(MINE, ["x"], group="g")
+    with pytest.warns(UserWarning, match="also names y"):
+        entry = inventory.describe_op(MINE)
+    assert entry.note == "torch's registry also names y; the user's declaration wins"
+
+
+MINE = torch.ops.symmtest_catalogue.mine.default
+
+
+def test_render_of_nothing():
+    empty = {"ops": [], "left_out": [], "not_catalogued": [], "all": False}
+    assert command.render(empty) == ""

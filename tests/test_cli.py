@@ -1,0 +1,367 @@
+"""The command: what each subcommand prints, writes and returns, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from symmplan import Plan, Problem, __version__
+from symmplan.cli import main, shell
+from symmplan.errors import SymmplanError
+
+CSV = "id,lower,upper,size\na,0,4,1024\nb,2,6,2048\nc,4,8,1024\n"
+
+
+@pytest.fixture
+def csv(tmp_path) -> Path:
+    path = tmp_path / "problem.csv"
+    path.write_text(CSV)
+    return path
+
+
+def _process(*words, **more) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "symmplan.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **more,
+    )
+
+
+# ---- the shell -------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("demo", "plan", "show", "ops", "doctor", "bench"):
+        assert f"\n    {name} " in shown
+    assert "exit codes" in shown
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"symmplan {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["plan"],
+        ["plan", "--effort", "x", "f"],
+        ["plan", "--capacity", "1KB", "f"],
+        ["bench"],
+        ["bench", "nonsense"],
+        ["demo", "--steps", "0"],
+        ["show", "a", "b"],
+    ],
+)
+def test_wrong_usage_is_2(words, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "usage: symmplan" in err
+
+
+@pytest.mark.parametrize("name", sorted(shell.COMMANDS))
+def test_every_command_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"usage: symmplan {name}" in shown
+
+
+@pytest.mark.parametrize("name", sorted(shell.benches()))
+def test_every_benchmark_has_help_and_a_description(name, capsys):
+    assert shell.benches()[name]
+    assert main(["bench", name, "--help"]) == 0
+    assert f"usage: symmplan bench {name}" in capsys.readouterr().out
+
+
+def _command(monkeypatch, name="plan", **parts) -> None:
+    module = types.ModuleType(f"symmplan.cli.{name}")
+    module.add_arguments = lambda parser: None
+    for part, value in parts.items():
+        setattr(module, part, value)
+    monkeypatch.setattr(shell, "_load", lambda command: module)
+
+
+@pytest.mark.parametrize(("result", "code"), [({"ok": True}, 0), ({"ok": False}, 1), ({}, 0)])
+def test_a_check_that_failed_is_1(result, code, monkeypatch, capsys):
+    _command(monkeypatch, run=lambda args: result)
+    assert main(["plan"]) == code
+    assert main(["plan", "--json"]) == code
+    assert json.loads(capsys.readouterr().out.splitlines()[-1] if not result else "{}") == {}
+
+
+def test_without_render_the_result_is_listed(monkeypatch, capsys):
+    _command(monkeypatch, run=lambda args: {"a": 1, "b": [2]})
+    main(["plan"])
+    assert capsys.readouterr().out == "a: 1\nb: [2]\n"
+
+
+def test_an_error_of_ours_is_its_message_and_1(monkeypatch, capsys):
+    def run(args):
+        raise SymmplanError("it broke", fix="mend it")
+
+    _command(monkeypatch, run=run)
+    assert main(["plan"]) == 1
+    assert capsys.readouterr() == ("", "symmplan: symmplan error: it broke\n  fix: mend it\n")
+    with pytest.raises(SymmplanError):
+        main(["plan", "--debug"])
+
+
+def test_a_bug_shows_its_traceback(monkeypatch):
+    def run(args):
+        raise ZeroDivisionError
+
+    _command(monkeypatch, run=run)
+    with pytest.raises(ZeroDivisionError):
+        main(["plan"])
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    _command(monkeypatch, run=run)
+    assert main(["plan"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_missing_module_does_not_break_the_others(monkeypatch, capsys, csv):
+    real = shell.importlib.util.find_spec
+    monkeypatch.setattr(
+        shell.importlib.util, "find_spec", lambda n: None if n.endswith(".ops") else real(n)
+    )
+    assert main(["ops"]) == 1
+    assert "symmplan ops is not part of this installation" in capsys.readouterr().err
+    assert main(["plan", str(csv)]) == 0
+    assert main(["--help"]) == 0
+
+
+def test_a_module_that_cannot_be_imported_says_why(monkeypatch, capsys):
+    def fail(name):
+        raise ImportError("No module named 'omnimalloc'")
+
+    monkeypatch.setattr(shell.importlib, "import_module", fail)
+    assert main(["doctor"]) == 1
+    assert "No module named 'omnimalloc'" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_is_fine(csv):
+    command = f"{sys.executable} -m symmplan.cli plan {csv} --json | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+# ---- plan and show ---------------------------------------------------------------------------
+
+
+def test_plan_prints_a_summary(csv, capsys):
+    assert main(["plan", str(csv)]) == 0
+    out, err = capsys.readouterr()
+    assert "3 buffers in 1 segment" in out
+    assert "lower bound" in out
+    assert "planning 3 buffers" in err
+
+
+def test_plan_writes_what_show_reads(csv, tmp_path, capsys):
+    saved, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    assert main(["plan", str(csv), "-o", str(saved), "--html", str(page), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["written"] == {"plan": str(saved), "html": str(page)}
+    assert made["verified"] is True
+    assert made["unshared_bytes"] == 4096
+    assert made["lower_bound_bytes"] <= made["peak_bytes"] <= 4096
+    assert main(["show", str(saved), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    same = made.keys() - {"plan_s", "verify_s", "written"}
+    assert {k: made[k] for k in same} == {k: shown[k] for k in same}
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["show", str(saved)]) == 0
+    assert capsys.readouterr().out.strip() == Plan.from_json(saved.read_text()).summary()
+
+
+def test_plan_reads_json_whatever_its_name(tmp_path, capsys):
+    path = tmp_path / "problem.txt"
+    path.write_text(Problem.from_intervals([("a", 0, 1, 64)]).to_json())
+    assert main(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["buffers"] == 1
+
+
+def test_effort_and_capacity(csv, capsys):
+    assert main(["plan", str(csv), "--effort", "optimal", "--capacity", "3KiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["effort"] == "optimal"
+    assert main(["plan", str(csv), "--capacity", "2048"]) == 1
+    assert "buffers do not fit into the capacity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("id,lower,upper\na,0,1\n", "size"),
+        ("id,lower,upper,size\na,0,x,1\n", "x"),
+        ("id,lower,upper,size\na,2,1,1\n", "'a'"),
+        ("", "id"),
+        ("{", "not a symmplan plan"),
+        ("[]", "not a symmplan plan"),
+        ("{}", "not a symmplan plan"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_bad_files_are_clear_errors(command, text, says, tmp_path, capsys):
+    path = tmp_path / "bad"
+    path.write_text(text)
+    assert main([command, str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("symmplan: ")
+    assert (says if command == "plan" else "not a symmplan plan") in err
+
+
+def test_bytes_that_are_no_text(tmp_path, capsys):
+    path = tmp_path / "bad"
+    path.write_bytes(b"\x80\x04\x95pickle")
+    assert main(["show", str(path)]) == 1
+    assert "byte 0x80 at offset 0" in capsys.readouterr().err
+
+
+def test_show_refuses_a_plan_that_was_edited(csv, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    main(["plan", str(csv), "-o", str(saved)])
+    plan = json.loads(saved.read_text())
+    plan["placements"]["b"] = plan["placements"]["a"]  # both live in [2, 4)
+    saved.write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert main(["show", str(saved)]) == 1
+    assert capsys.readouterr().err.startswith("symmplan: plan is wrong: ")
+
+
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_files_that_cannot_be_read_or_written(command, csv, tmp_path, capsys):
+    assert main([command, str(tmp_path / "none")]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert main([command, str(tmp_path)]) == 1
+    assert "directory" in capsys.readouterr().err
+    if command == "plan":
+        assert main(["plan", str(csv), "-o", str(tmp_path / "none" / "x.json")]) == 1
+        assert "No such file" in capsys.readouterr().err
+
+
+def test_a_written_file_is_whole_and_ordinary(csv, tmp_path):
+    saved = tmp_path / "out" / "plan.json"
+    saved.parent.mkdir()
+    main(["plan", str(csv), "-o", str(saved)])
+    before = saved.read_text()
+    main(["plan", str(csv), "-o", str(saved)])
+    assert saved.read_text() == before
+    assert [p.name for p in saved.parent.iterdir()] == ["plan.json"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert saved.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_the_plan_can_go_to_stdout(csv):
+    done = _process("plan", csv, "-o", "/dev/stdout", "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"placements"' in done.stdout
+
+
+# ---- as processes ----------------------------------------------------------------------------
+
+
+def test_results_are_on_stdout_and_progress_on_stderr(csv):
+    done = _process("plan", csv, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["ok"] is True
+    assert "planning" in done.stderr
+
+
+def test_the_command_does_not_import_torch_for_a_plan(csv):
+    code = (
+        "import sys; from symmplan.cli import main; code = main(['plan', sys.argv[1]]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, csv], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_the_console_script_is_installed():
+    script = Path(sys.executable).parent / "symmplan"
+    assert script.exists(), "install the package: python -m pip install -e ."
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"symmplan {__version__}\n"
+
+
+# ---- doctor ----------------------------------------------------------------------------------
+
+
+def test_doctor_looks_at_everything(capsys):
+    code = main(["doctor", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    names = {check["name"] for check in result["checks"]}
+    assert {"/dev/shm", "O_TMPFILE", "C++ compiler", "torch", "gloo", "NCCL", "cores"} <= names
+    assert {check["status"] for check in result["checks"]} <= {"ok", "missing", "fix"}
+    assert code == (0 if result["ok"] else 1)
+    assert result["ok"] == all(check["status"] != "fix" for check in result["checks"])
+    assert main(["doctor"]) == code
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+
+
+def test_doctor_says_what_to_fix(monkeypatch, capsys, tmp_path):
+    from symmplan.cli import machine
+
+    monkeypatch.setattr(machine, "_SHM", tmp_path / "none")
+    monkeypatch.setattr(machine, "cxx_compiler", lambda: None)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "does not exist" in shown
+    assert "fix: install g++" in shown
+
+
+def test_doctor_finds_too_little_shared_memory(monkeypatch):
+    from symmplan.cli import machine
+
+    stat = types.SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384)  # Docker's 64 MiB
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: stat)
+    check = machine._shared_memory()[0]
+    assert (check.status, check.detail) == (
+        "fix",
+        "64 MiB free of 64 MiB: too little for a model's segments",
+    )
+
+
+def test_sigint_reaches_a_running_command(csv):
+    """A real Ctrl-C while a command works: 130 and one line, no traceback."""
+    code = (
+        "import sys, time, types; from symmplan.cli import main, shell; "
+        "m = types.ModuleType('m'); m.add_arguments = lambda p: None; "
+        "m.run = lambda a: (print('up', flush=True), time.sleep(60)); "
+        "shell._load = lambda c: m; sys.exit(main(['plan']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "symmplan: interrupted\n"

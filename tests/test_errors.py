@@ -1,0 +1,92 @@
+"""Messages of errors: their shape, their values as attributes, their place in Python's tree."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symmplan import errors
+from symmplan.errors import SymmplanError
+
+ALL = [getattr(errors, name) for name in errors.__all__]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_the_first_line_stands_alone(kind):
+    error = kind("buffer 'a' has 0 bytes", expected="1 or more", got=0, fix="drop it", buffer="a")
+    first, second, third = str(error).splitlines()
+    assert first == f"{kind.rule}: buffer 'a' has 0 bytes"
+    assert second == "  expected 1 or more; got 0"
+    assert third == "  fix: drop it"
+    assert error.buffer == "a"
+    assert (error.what, error.expected, error.got) == ("buffer 'a' has 0 bytes", "1 or more", 0)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_each_error_has_a_rule_of_its_own_and_a_docstring(kind):
+    assert kind.__dict__["rule"]
+    assert kind.__doc__
+    assert issubclass(kind, SymmplanError)
+
+
+def test_rules_tell_the_errors_apart():
+    rules = [kind.rule for kind in ALL]
+    assert len(set(rules)) == len(rules)
+
+
+def test_every_error_of_the_module_is_exported():
+    here = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert here == set(errors.__all__)
+
+
+def test_errors_of_distributed_calls_say_where():
+    error = errors.PeerTimeoutError("rank 1 did not come", group="tp", rank=0)
+    assert str(error) == "[group tp, rank 0] peers did not arrive in time: rank 1 did not come"
+    assert (error.group, error.rank) == ("tp", 0)
+
+
+def test_parts_that_are_not_known_are_left_out():
+    assert str(errors.RunError("x")) == "program departs from its plan: x"
+    assert str(errors.RunError("x", got=3)).splitlines()[1:] == ["  got 3"]
+    assert str(errors.RunError("x", expected=0)).splitlines()[1:] == ["  expected 0"]
+    assert str(errors.RunError("x", fix="y")).splitlines()[1:] == ["  fix: y"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.DeclarationError, ValueError),
+        (errors.ProblemError, ValueError),
+        (errors.PlanFormatError, ValueError),
+        (errors.PeerTimeoutError, TimeoutError),
+        (errors.PeerLostError, ConnectionError),
+        (errors.BackendError, RuntimeError),
+        (errors.OutOfSharedMemoryError, errors.BackendError),
+        (errors.CapacityError, errors.PlanningError),
+    ],
+)
+def test_code_that_knows_only_python_can_catch_them(kind, builtin):
+    with pytest.raises(builtin):
+        raise kind("x")
+
+
+@given(
+    what=st.text(min_size=1),
+    expected=st.none() | st.integers() | st.text(),
+    fields=st.dictionaries(st.sampled_from(["op", "segment", "nbytes"]), st.integers()),
+)
+def test_every_value_is_kept(what, expected, fields):
+    error = errors.RunError(what, expected=expected, **fields)
+    assert error.what == what
+    assert error.expected == expected
+    assert error.fields == fields
+    for name, value in fields.items():
+        assert getattr(error, name) == value
+    assert what in str(error)

@@ -1,0 +1,259 @@
+"""The package as a whole: cheap to import, layered, documented, with examples that run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import symmplan
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "symmplan"
+
+#: What each layer may import, besides itself. DESIGN: cli -> integrate -> capture, memory ->
+#: planner -> model, errors; registry and report stand on model. `_compat` is torch's private
+#: names, on which anything but the pure layers may stand.
+BASE = {"model", "errors", "_compat"}
+ALLOWED = {
+    "errors": set(),
+    "model": {"errors"},
+    "_compat": {"errors"},
+    "report": {"model", "errors"},
+    "planner": {"model", "errors"},
+    "registry": BASE,
+    "capture": BASE | {"registry", "planner"},
+    "memory": BASE | {"planner", "registry"},
+    "integrate": BASE | {"registry", "planner", "capture", "memory"},
+    "testing": BASE | {"planner"},
+    "api": BASE | {"registry", "planner", "capture", "integrate"},
+    "cli": BASE
+    | {"registry", "planner", "capture", "memory", "integrate", "report", "testing", "api", ""},
+}
+#: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
+#: functions, and nothing else may look ahead.
+LOOKS_AHEAD = {
+    ("model", "planner"): "model.py",
+    ("model", "report"): "model.py",
+}
+#: Pure Python: planning must work where torch is not installed, and must stay quick to import.
+WITHOUT_TORCH = {"errors", "model", "planner", "report"}
+
+
+def _imports(source: str, package: str) -> list[tuple[str, int, bool]]:
+    """``(module, line, inside a function)`` of every import, for types alone or not."""
+    found = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, child.lineno, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    parts = package.split(".")
+                    base = ".".join([*parts[: len(parts) - child.level + 1], base]).rstrip(".")
+                # `from symmplan import _compat` imports a module; `from symmplan.x import y` may.
+                names = [f"{base}.{alias.name}" for alias in child.names]
+                found.extend((name, child.lineno, inside) for name in names)
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            visit(child, inside or is_function)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def _layer(module: str) -> str | None:
+    """The layer of ``symmplan.<layer>...``; ``""`` for the package's own names, None for others."""
+    parts = module.split(".")
+    if parts[0] != "symmplan":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else ""
+
+
+def wrong_imports(files: dict[str, str]) -> list[str]:
+    """Imports against the direction, in ``{path inside the package: source}``."""
+    wrong = []
+    for path, source in sorted(files.items()):
+        parts = path.removesuffix(".py").split("/")
+        package = ".".join(["symmplan", *parts[:-1]])
+        layer = parts[0]
+        if layer == "__init__":
+            continue
+        if layer not in ALLOWED:
+            wrong.append(f"{path}: {layer} is no known layer; say in ALLOWED what it may import")
+            continue
+        for module, line, inside in _imports(source, package):
+            other = _layer(module)
+            if layer in WITHOUT_TORCH and module.split(".")[0] == "torch":
+                wrong.append(f"{path}:{line}: {layer} must not import torch")
+            if other is None or other == layer or other in ALLOWED[layer]:
+                continue
+            if inside and LOOKS_AHEAD.get((layer, other)) == path:
+                continue
+            wrong.append(f"{path}:{line}: {layer} must not import {module}")
+    return wrong
+
+
+def _sources() -> dict[str, str]:
+    return {
+        str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def test_layers_import_in_one_direction():
+    assert wrong_imports(_sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "says"),
+    [
+        ("planner/x.py", "from symmplan.memory import realize", "planner must not import"),
+        ("planner/x.py", "import symmplan.capture.fx", "planner must not import"),
+        ("planner/x.py", "from symmplan import memory", "planner must not import"),
+        ("planner/x.py", "from ..memory import arena", "planner must not import"),
+        ("planner/deep/x.py", "from ...capture import fx", "planner must not import"),
+        ("planner/x.py", "def f():\n    import torch.fx", "planner must not import torch"),
+        ("registry/x.py", "from symmplan.planner import plan", "registry must not import"),
+        ("report/x.py", "if True:\n    import symmplan.integrate", "report must not import"),
+        ("memory/x.py", "from symmplan.capture import fx", "memory must not import"),
+        ("errors.py", "from symmplan import model", "errors must not import"),
+        ("model.py", "from symmplan.planner import plan", "model must not import"),
+        ("model.py", "def f():\n    from symmplan.memory import x", "model must not import"),
+        ("integrate/x.py", "import symmplan.cli", "integrate must not import"),
+        ("capture/x.py", "import symmplan", "capture must not import"),
+        ("novel/x.py", "import os", "no known layer"),
+    ],
+)
+def test_the_check_of_the_direction_can_fail(path, source, says):
+    files = {**_sources(), path: source}
+    assert [line for line in wrong_imports(files) if line.startswith(path) and says in line]
+
+
+def _python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import symmplan",
+        "import symmplan; symmplan.Problem, symmplan.Plan, symmplan.errors, dir(symmplan)",
+        "import symmplan.planner, symmplan.report, symmplan.model",
+        "import symmplan.registry",
+        "from symmplan.cli import main; main(['bench'])",
+        "import symmplan as s; s.plan(s.Problem.from_intervals([('a', 0, 1, 8)])).verify()",
+    ],
+)
+def test_importing_does_not_import_torch(code):
+    assert _python(f"{code}\nimport sys; print('torch' in sys.modules)").endswith("False\n")
+
+
+def test_import_is_cheap():
+    code = "import sys; before = set(sys.modules); import symmplan; "
+    loaded = _python(code + "print(sorted(m for m in set(sys.modules) - before))")
+    assert "networkx" not in loaded
+    assert "numpy" not in loaded
+
+
+@pytest.mark.parametrize("name", sorted(set(symmplan.__all__) - {"__version__"}))
+def test_public_names_are_there_and_documented(name):
+    value = getattr(symmplan, name)
+    assert name in dir(symmplan)
+    assert inspect.getdoc(value)
+
+
+def test_all_public_names_are_typed():
+    """What `__getattr__` finds, a type checker must find, too."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(symmplan.__all__) - {"__version__"} <= typed
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = symmplan.nonsense
+
+
+def _modules() -> list[str]:
+    return sorted(
+        ".".join(["symmplan", *path.relative_to(PACKAGE).with_suffix("").parts])
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in {"__init__.py", "__main__.py"}
+    )
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_what_a_module_exports_is_there_and_documented(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    for public in getattr(module, "__all__", ()):
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"{name}.{public} has no docstring"
+
+
+def test_no_file_is_much_too_long():
+    """About 400 lines is the wish; this only stops the growth beyond it."""
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.js")]
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 600
+    }
+    assert not long
+
+
+def test_readme_has_its_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m pip install .*$", text, re.MULTILINE)
+    assert commands == [
+        "python -m pip install . && symmplan demo",
+        "python -m pip install '.[test]' && python -m pytest",
+    ]
+
+
+def test_the_readme_plan_example_runs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(plan = symmplan\.plan.*?)```", text, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {"symmplan": symmplan})
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "examples").glob("*.py")))
+@pytest.mark.ranks
+def test_examples_run(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_changelog_has_an_unreleased_section_with_a_plan_format():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased = text.partition("## [Unreleased]")[2].partition("\n## [")[0]
+    assert "### Plan format" in unreleased

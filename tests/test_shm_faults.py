@@ -1,0 +1,484 @@
+"""What goes wrong in shared memory: crashes at any moment, no room, foreign files, late use."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import time
+
+import pytest
+from memory_plans import hand_made
+from ranks import RankPool
+
+from symmplan.errors import BackendError, OutOfSharedMemoryError
+from symmplan.memory import shm_file
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = 5.0
+SHM = "/dev/shm"
+
+
+def named():
+    return sorted(n for n in os.listdir(SHM) if n.startswith("symmplan"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_named_left():
+    before = named()
+    yield
+    assert named() == before
+
+
+# Rank side.
+
+
+def churn(rank, world, by_name):
+    """Realize, communicate, release, again and again until something breaks."""
+    import torch
+
+    from symmplan.memory import realize
+
+    if by_name:
+        refuse_descriptors()
+    while True:
+        with realize(hand_made({"x": 1 << 20}), memory="shm", timeout=TIMEOUT) as arena:
+            out = arena.tensor("x", torch.float32)
+            for _ in range(20):
+                mine = torch.full((out.numel() // world,), float(rank))
+                torch.ops.symmplan.all_gather_out(mine, world, "default", out=out)
+                torch.ops.symmplan.all_reduce_out(out, "max", "default", out=out)
+
+
+def refuse_descriptors():
+    """Pretend that peers may not open each other's descriptors."""
+    from symmplan.memory import shm
+
+    def open_peer(file):
+        if not file.name:
+            raise PermissionError(13, "refused for the test")
+        return shm_file.open_peer(file)
+
+    shm.open_peer = open_peer
+
+
+def by_name(rank, world):
+    import torch
+
+    from symmplan.memory import realize, shm
+
+    refuse_descriptors()
+    try:
+        with realize(hand_made({"x": 4096}), memory="shm", timeout=TIMEOUT) as arena:
+            x = arena.tensor("x", torch.int64)
+            torch.ops.symmplan.all_gather_out(
+                torch.full((512 // world,), rank), world, "default", out=x[: 512 // world * world]
+            )
+            return int(x[0]), int(x[512 // world * world - 1]), named()
+    finally:
+        shm.open_peer = shm_file.open_peer
+
+
+def inside_a_collective(rank, world, victim):
+    """One rank is killed between handshake and release; the others wait in the release."""
+    import torch
+
+    from symmplan.memory import ops, realize
+
+    with realize(hand_made({"x": 4096}), memory="shm", timeout=TIMEOUT) as arena:
+        x = arena.tensor("x", torch.int64)
+        if rank == victim:
+            ops.copy_bytes = lambda *_: os.kill(os.getpid(), 9)
+        began = time.monotonic()
+        try:
+            torch.ops.symmplan.all_gather_out(
+                torch.ones(512 // world, dtype=torch.int64),
+                world,
+                "default",
+                out=x[: 512 // world * world],
+            )
+        except Exception as error:
+            first = time.monotonic() - began
+            try:
+                arena.segments["s0"].barrier()
+            except Exception as second:
+                return type(error).__name__, str(error), first, str(second)
+        return None
+
+
+def forever(rank, world):
+    """Never arrives."""
+    from symmplan.memory import realize
+
+    with realize(hand_made({"x": 64}), memory="shm", timeout=1.0) as arena:
+        if rank == 1:
+            time.sleep(2.5)
+        else:
+            arena.segments["s0"].barrier(timeout=1.0)
+
+
+def gives_up_first(rank, world):
+    """Rank 0 gives up after a second; rank 1, which would wait long, hears of it at once."""
+    from symmplan.memory import realize
+
+    with realize(hand_made({"x": 64}), memory="shm", timeout=20.0) as arena:
+        segment = arena.segments["s0"]
+        if rank == 2:
+            time.sleep(2.0)
+        segment.barrier(timeout=0.5 if rank == 0 else 20.0)
+
+
+def released_first(rank, world):
+    from symmplan.memory import realize
+
+    with realize(hand_made({"x": 64}), memory="shm", timeout=20.0) as arena:
+        if rank:
+            arena.segments["s0"].barrier()
+
+
+def after_release(rank, world):
+    import torch
+
+    from symmplan import handle
+    from symmplan.memory import realize
+
+    arena = realize(hand_made({"x": 64}), memory="shm", timeout=TIMEOUT)
+    x = arena.tensor("x", torch.int32)
+    placed = handle(x)
+    segment = arena.segments["s0"]
+    arena.release()
+    arena.release()
+    x.fill_(5)  # the view keeps the bytes
+    kinds = []
+    for use in (
+        lambda: arena.tensor("x"),
+        lambda: segment.tensor,
+        lambda: segment.peers(),
+        lambda: segment.barrier(),
+        lambda: placed.peer(0),
+        lambda: placed.barrier(),
+        lambda: torch.ops.symmplan.all_reduce_out(x, "sum", "default", out=x),
+    ):
+        try:
+            use()
+            kinds.append(None)
+        except Exception as error:
+            kinds.append(type(error).__name__)
+    return kinds, int(x.sum()), shared_mappings()
+
+
+def shared_mappings():
+    with open("/proc/self/maps") as maps:
+        return sum("/dev/shm" in line or "memfd:symmplan" in line for line in maps)
+
+
+def leaks(rank, world):
+    """Descriptors and mappings after many arenas, with and without failures."""
+    import torch
+
+    from symmplan.memory import realize
+
+    def once():
+        with realize(hand_made({"x": 4096}), memory="shm", timeout=TIMEOUT) as arena:
+            x = arena.tensor("x", torch.int64)
+            torch.ops.symmplan.all_reduce_out(x, "sum", "default", out=x)
+
+    once()
+    before = len(os.listdir("/proc/self/fd")), shared_mappings()
+    for _ in range(10):
+        once()
+        try:
+            realize(hand_made({"x": 64 + 64 * rank}), memory="shm", timeout=TIMEOUT)
+        except Exception:
+            pass
+    return before, (len(os.listdir("/proc/self/fd")), shared_mappings())
+
+
+def private(rank, world):
+    """Mode and links of the file behind a live segment."""
+    from symmplan.memory import realize
+
+    with realize(hand_made({"x": 64}), memory="shm", timeout=TIMEOUT):
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                path = os.readlink(f"/proc/self/fd/{fd}")
+                if path.startswith(SHM):
+                    info = os.fstat(int(fd))
+                    found.add((oct(info.st_mode & 0o7777), info.st_nlink))
+            except OSError:
+                continue
+        return sorted(found), named()
+
+
+def too_large(rank, world, who):
+    from symmplan.memory import realize
+
+    size = 1 << 20
+    if who == "all":
+        size = 1 << 46
+    elif rank == who:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        realize(hand_made({"x": size}), memory="shm", timeout=TIMEOUT).release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def elsewhere(rank, world, what):
+    """Rank 1 seems to run on another host, or in another pid namespace."""
+    import attrs
+
+    from symmplan.memory import agreement, process, realize, shm
+
+    real = process.this_process
+
+    def other():
+        return attrs.evolve(real(), **{what: "another"})
+
+    if rank == 1:
+        shm.this_process = agreement.this_process = other
+    try:
+        with realize(hand_made({"x": 64}), memory="shm", timeout=TIMEOUT) as arena:
+            arena.segments["s0"].barrier()
+        return "met"
+    finally:
+        shm.this_process = agreement.this_process = real
+
+
+# Parent side.
+
+
+@pytest.mark.parametrize("named_files", [False, True])
+def test_killed_at_random_moments(named_files):
+    moments = random.Random(7)
+    for round_ in range(6):
+        with RankPool(3, timeout=30) as pool:
+            pool.start(churn, named_files)
+            # The first rounds hit the first rendezvous, later ones anything.
+            time.sleep(moments.uniform(0, 0.05) if round_ < 3 else moments.uniform(0.05, 0.8))
+            victim = moments.randrange(3)
+            pool.kill(victim)
+            outcomes = pool.collect(timeout=TIMEOUT + 10)
+            assert outcomes[victim].exitcode == -9
+            for outcome in outcomes:
+                if outcome.rank != victim:
+                    assert outcome.error is not None, outcome.describe()
+                    assert {"PeerLostError", "PeerTimeoutError"} & set(outcome.error.kinds), (
+                        outcome.describe()
+                    )
+                    assert "rank" in outcome.error.text
+        assert named() == []
+
+
+def test_killed_inside_a_collective():
+    with RankPool(3) as pool:
+        outcomes = pool.outcomes(inside_a_collective, 1, timeout=20)
+        assert outcomes[1].exitcode == -9
+        for rank in (0, 2):
+            kind, text, seconds, again = outcomes[rank].value
+            assert kind == "PeerLostError"
+            assert "rank 1" in text or "gave up" in text
+            assert f"[group default, rank {rank}]" in text
+            assert seconds < 1.0, "a dead peer must be noticed, not waited for"
+            assert "unusable" in again
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def test_peers_that_may_not_open_descriptors_use_names_for_a_moment(pool):
+    assert pool.run(by_name) == [(0, 1, []), (0, 1, [])]
+
+
+def test_a_rank_that_does_not_arrive(pool):
+    outcomes = pool.outcomes(forever)
+    error = outcomes[0].error
+    assert error.kind == "PeerTimeoutError"
+    assert error.fields["missing"] == (1,)
+    assert error.fields["segment"] == "s0"
+    assert outcomes[0].seconds < 2.5
+
+
+def test_who_gives_up_tells_the_others():
+    with RankPool(3) as pool:
+        outcomes = pool.outcomes(gives_up_first)
+        assert outcomes[0].error.kind == "PeerTimeoutError"
+        assert outcomes[1].error.kind == "PeerLostError"
+        assert "gave up" in outcomes[1].error.text or "released" in outcomes[1].error.text
+        assert outcomes[1].seconds < 5
+
+
+def test_a_released_peer_is_not_waited_for(pool):
+    outcomes = pool.outcomes(released_first)
+    assert outcomes[0].ok
+    assert outcomes[1].error.kind == "PeerLostError"
+    assert "released" in outcomes[1].error.text
+    assert outcomes[1].seconds < 5
+
+
+def test_use_after_release(pool):
+    for kinds, total, mapped in pool.run(after_release):
+        assert kinds == ["ReleasedError"] * 6 + ["NotSymmetricError"]
+        assert total == 5 * 16
+        assert mapped == 1, "only the view's own mapping may be left"
+
+
+def test_nothing_leaks(pool):
+    for before, after in pool.run(leaks):
+        assert before == after
+
+
+def test_files_are_private_and_nameless(pool):
+    assert pool.run(private) == [([("0o600", 0)], [])] * 2
+
+
+def test_no_room(pool):
+    for outcome in pool.outcomes(too_large, "all"):
+        error = outcome.error
+        assert error.kind == "OutOfSharedMemoryError"
+        assert error.fields["nbytes"] > 1 << 46
+        assert 0 < error.fields["free_bytes"] < 1 << 46
+        assert "fix:" in error.text
+
+
+def test_no_room_on_one_rank(pool):
+    outcomes = pool.outcomes(too_large, 1)
+    assert [o.error.kind for o in outcomes] == ["OutOfSharedMemoryError"] * 2
+    assert "rank 1 failed" in outcomes[0].error.text
+    assert max(o.seconds for o in outcomes) < TIMEOUT
+
+
+def test_another_host_is_refused(pool):
+    outcomes = pool.outcomes(elsewhere, "host")
+    assert [o.error.kind for o in outcomes] == ["BackendError"] * 2
+    assert "different hosts" in outcomes[0].error.text
+
+
+def test_another_pid_namespace_uses_names(pool):
+    assert pool.run(elsewhere, "namespace") == ["met", "met"]
+
+
+# One process: the file itself.
+
+
+@pytest.fixture
+def file():
+    fd, made = shm_file.create(8192)
+    yield made
+    os.close(fd)
+
+
+def other(made, **changes):
+    import attrs
+
+    return attrs.evolve(made, **changes)
+
+
+def test_open_peer_takes_the_right_file(file):
+    fd = shm_file.open_peer(file)
+    os.pwrite(fd, b"x", 8191)
+    assert os.pread(file.fd, 1, 8191) == b"x"
+    os.close(fd)
+
+
+@pytest.mark.parametrize("key", ["inode", "device", "nbytes"])
+def test_open_peer_refuses_another_file(file, key):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BackendError, match="not the peer's shared memory"):
+        shm_file.open_peer(other(file, **{key: getattr(file, key) + 1}))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_open_peer_refuses_what_others_may_read(file):
+    os.fchmod(file.fd, 0o644)
+    with pytest.raises(BackendError, match="mode differs") as caught:
+        shm_file.open_peer(file)
+    assert caught.value.expected == "0o600"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_open_peer_refuses_another_users_file(file):
+    os.fchown(file.fd, 65534, -1)
+    with pytest.raises(BackendError, match="user differs"):
+        shm_file.open_peer(file)
+
+
+def test_open_peer_refuses_what_is_no_file(file):
+    left, right = socket.socketpair()
+    read, write = os.pipe()
+    for fd in (left.fileno(), read):
+        with pytest.raises((BackendError, OSError)):
+            shm_file.open_peer(other(file, fd=fd))
+    for fd in (read, write):
+        os.close(fd)
+    left.close()
+    right.close()
+
+
+def test_open_peer_does_not_follow_links(file):
+    name = shm_file.unguessable_name()
+    os.symlink(f"/proc/self/fd/{file.fd}", f"{SHM}/{name}")
+    try:
+        with pytest.raises(OSError, match="symbolic links"):
+            shm_file.open_peer(other(file, name=name))
+    finally:
+        os.unlink(f"{SHM}/{name}")
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "symmplan-", "symmplan-" + "g" * 32, "x"])
+def test_peers_cannot_make_up_names(file, name):
+    with pytest.raises(ValueError, match="name"):
+        other(file, name=name)
+
+
+def test_a_taken_name_is_an_error(file):
+    name = shm_file.unguessable_name()
+    shm_file.publish(file.fd, name)
+    try:
+        with pytest.raises(BackendError, match="cannot be named"):
+            shm_file.publish(file.fd, name)
+    finally:
+        shm_file.remove(name)
+
+
+def test_no_room_is_an_error_and_leaves_nothing(monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OutOfSharedMemoryError) as caught:
+        shm_file.create(1 << 46)
+    assert caught.value.nbytes == 1 << 46
+    assert caught.value.free_bytes > 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_file_systems_without_nameless_files(monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    fd, made = shm_file.create(4096)
+    monkeypatch.undo()
+    info = os.fstat(fd)
+    assert (info.st_size, info.st_nlink, info.st_mode & 0o777) == (4096, 0, 0o600)
+    peer = shm_file.open_peer(made)
+    os.close(peer)
+    os.close(fd)
+
+
+def test_a_machine_without_shared_memory(monkeypatch):
+    def refuse(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(shm_file, "DIRECTORY", "/proc")
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(BackendError, match="cannot create shared memory"):
+        shm_file.create(4096)
