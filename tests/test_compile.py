@@ -93,3 +93,173 @@ def test_random_programs_op_by_op(pool, program):
 @given(program=programs(max_steps=16))
 def test_random_programs_through_inductor(pool, program):
     _check(pool, program, "inductor", repeat=2)
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(
+            ops.reduce_scatter_tensor(grad.contiguous(), "sum", 2, ctx.group)
+        ), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", 2, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(
+            ops.all_gather_into_tensor(grad.contiguous(), 2, ctx.group)
+        ), None
+
+
+class _Blocks(torch.nn.Module):
+    """Sequence-parallel MLP blocks: gather, two products, scatter, a residual."""
+
+    def __init__(self, layers: int, width: int, group: str) -> None:
+        super().__init__()
+        self.group = group
+        self.up = torch.nn.ModuleList(torch.nn.Linear(width, 2 * width) for _ in range(layers))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(2 * width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            hidden = torch.nn.functional.gelu(up(_Gather.apply(x, self.group)))
+            x = x + _Scatter.apply(down(hidden), self.group)
+        return x.square().mean()
+
+
+def _train(model, x, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        if step == 1:  # two forwards before their backwards
+            first, second = model(x), model(x * 2)
+            loss = first + second
+        else:
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def _training(rank, world_size, inner):
+    import symmplan
+
+    torch._dynamo.reset()
+    results = []
+    backend = symmplan.backend(inner=inner, timeout=30.0)
+    for compiled in (False, True):
+        torch.manual_seed(rank)
+        model = _Blocks(3, 32, _GROUPS[0])
+        x = torch.randn(16, 32)
+        run_it = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+        results.append(_train(run_it, x, 4))
+    (plain, plain_params), (ours, our_params) = results
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)
+    for a, b in zip(our_params, plain_params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    (plan,) = backend.plans
+    plan.verify()
+    stats = backend.stats
+    backend.release()
+    return plan.fingerprint, stats, plan.peak_bytes, plan.lower_bound_bytes
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_forward_and_backward_share_one_segment(pool, inner):
+    first, second = pool.run(_training, inner)
+    assert first == second
+    _, stats, peak, bound = first
+    assert stats.rendezvous == 1
+    assert peak == bound
+    assert stats.segment_bytes < stats.unshared_bytes
+    assert stats.placed == 2 * 3 * 2 - 1  # the first gather needs no gradient
+
+
+def _after_release(rank, world_size):
+    import symmplan
+
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    program = Program((4,), (("gather", 0, 0), ("sin", 1)), (2,))
+    compiled = torch.compile(lambda *t: run(program, _GROUPS, *t), backend=backend)
+    inputs = make_inputs(program, rank)
+    compiled(*inputs)
+    backend.release()
+    backend.release()  # once more does no harm
+    try:
+        compiled(*inputs)
+    except symmplan.errors.ReleasedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_use_after_release_raises(pool):
+    for text in pool.run(_after_release):
+        assert "released" in text
+
+
+def _mismatch(rank, world_size):
+    import symmplan
+
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    rows = 4 if rank == 0 else 8
+    program = Program((rows,), (("gather", 0, 0), ("sin", 1)), (2,))
+    compiled = torch.compile(lambda *t: run(program, _GROUPS, *t), backend=backend)
+    try:
+        compiled(*make_inputs(program, rank))
+    finally:
+        backend.release()
+
+
+def test_ranks_that_compile_other_programs_all_get_an_error(pool):
+    for outcome in pool.outcomes(_mismatch):
+        assert outcome.error is not None
+        assert outcome.error.kind == "AgreementError", outcome.error.text
+        assert "all_gather_into_tensor" in outcome.error.text
+
+
+def test_the_backend_is_installed_under_its_name():
+    from torch._dynamo.backends.registry import lookup_backend
+
+    from symmplan.integrate.compile import symmplan as installed
+
+    assert lookup_backend("symmplan") is installed
+
+
+def test_a_model_without_declared_ops_compiles_as_usual():
+    import symmplan
+
+    backend = symmplan.backend(inner="eager")
+    compiled = torch.compile(torch.nn.Linear(4, 4), backend=backend)
+    assert compiled(torch.ones(2, 4)).shape == (2, 4)
+    assert backend.stats.placed == 0
+    assert backend.plans == ()
+
+
+@pytest.mark.parametrize("bad", [{"inner": "xla"}, {"memory": "disk"}])
+def test_unknown_names_are_refused_at_once(bad):
+    import symmplan
+
+    with pytest.raises(symmplan.errors.BackendError, match="unknown") as caught:
+        symmplan.backend(**bad)
+    assert caught.value.fix

@@ -285,7 +285,8 @@ class Meeting:
         missing = self._absent()
         if not missing:
             return
-        error = PeerTimeoutError(
+        # Raised without a name: a frame that holds its own error would hold the memory, too.
+        raise PeerTimeoutError(
             f"waited {timeout:g} s on segment {self._segment!r} for rank "
             f"{', '.join(map(str, missing))}",
             expected=f"all {self._group.size} ranks of the group",
@@ -297,7 +298,6 @@ class Meeting:
             segment=self._segment,
             timeout=timeout,
         )
-        raise error
 
     def _mismatch(self, other: int, mine: bytes, theirs: bytes) -> RunError:
         from symmplan.memory.calls import describe

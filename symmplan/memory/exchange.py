@@ -261,7 +261,11 @@ def _error_from_data(text: bytes, group: Group) -> SymmplanError:
         failed = int(data["rank"])
         kind, what = str(data["kind"]), str(data["what"])
         fields = data.get("fields") or {}
-        plain = {str(k): v for k, v in fields.items() if _is_plain(v) and str(k).isidentifier()}
+        plain = {
+            str(k): _tupled(v)
+            for k, v in fields.items()
+            if _is_plain(v) and str(k).isidentifier() and not str(k).startswith("_")
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         return RunError("a peer failed and its message cannot be read", group=group.name)
     for taken in ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields"):
@@ -284,3 +288,8 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_plain(v) for v in value)
     return value is None or isinstance(value, (str, int, float, bool))
+
+
+def _tupled(value: Any) -> Any:
+    """JSON has lists where errors have tuples."""
+    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value

@@ -78,7 +78,7 @@ def _functional(
     )
 
 
-def _autograd(name: str, where: str, *) -> Row:
+def _autograd(name: str, where: str) -> Row:
     return Row(
         f"_c10d_functional_autograd::{name}",
         where,
@@ -112,9 +112,7 @@ _FUNCTIONAL = (
     _functional("reduce_scatter_tensor", "input return", out="reduce_scatter_tensor_out"),
     _functional("reduce_scatter_tensor_out", "input out"),
     _functional("reduce_scatter_tensor_coalesced", "inputs return", note=_NO_OUT),
-    _functional(
-        "all_to_all_single", "input return", note=f"{_PAIRWISE}; {_NO_OUT}"
-    ),
+    _functional("all_to_all_single", "input return", note=f"{_PAIRWISE}; {_NO_OUT}"),
     _functional(
         "broadcast",
         "input return",

@@ -58,7 +58,7 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, wait for them, put their results together."""
-    from symmplan.cli.demo.launch import Progress, run_ranks
+    from symmplan.cli.demo.launch import DemoError, Progress, run_ranks
 
     begin = time.monotonic()
     out = Path(tempfile.mkdtemp(prefix="symmplan-demo-")) if args.out is None else args.out
@@ -70,7 +70,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": max(1, (os.cpu_count() or 1) // WORLD),
     }
     progress = Progress(sys.stderr)
-    ranks = run_ranks(setup, world=WORLD, timeout=args.timeout, progress=progress)
+    try:
+        ranks = run_ranks(setup, world=WORLD, timeout=args.timeout, progress=progress)
+    except DemoError as error:
+        if args.debug and error.traceback:
+            print(error.traceback, file=sys.stderr)
+        raise
     result = _together(ranks, out)
     result["seconds"] = round(time.monotonic() - begin, 3)
     return result

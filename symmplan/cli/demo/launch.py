@@ -38,9 +38,19 @@ _CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
 
 
 class DemoError(SymmplanError, RuntimeError):
-    """A rank of the demo failed, or all together took too long."""
+    """A rank of the demo failed, or all together took too long.
+
+    Attributes:
+        others: What became of the other ranks, one line each.
+        traceback: Of the rank whose error is told, if it had one.
+    """
 
     rule = "demo failed"
+    others: tuple[str, ...] = ()
+    traceback: str = ""
+
+    def _text(self) -> str:
+        return "\n".join([super()._text(), *(f"  then: {other}" for other in self.others)])
 
 
 class Progress:
@@ -207,14 +217,16 @@ def _raise_if_failed(ranks: list[_Rank], timeout: float) -> None:
     told = [(_order(rank), rank, _what(rank)) for rank in ranks if _what(rank)]
     if told:
         (_, first, what), *others = sorted(told, key=lambda item: item[0])
+        error = first.error or {}
         raise DemoError(
             f"rank {first.rank} (pid {first.process.pid}) {what}",
-            expected=f"{len(ranks)} ranks that finish",
-            got="; ".join(f"rank {r.rank} {text}" for _, r, text in others) or None,
-            fix=_advice(first),
+            expected=error.get("expected"),
+            got=error.get("got"),
+            fix=error.get("fix") or _advice(first),
+            others=tuple(f"rank {rank.rank} {text}" for _, rank, text in others),
             failed_rank=first.rank,
             at=first.mark,
-            traceback=(first.error or {}).get("traceback") or _tail(first.log),
+            traceback=error.get("traceback", ""),
         )
     late = [rank for rank in ranks if rank.result is None]
     if late:
@@ -247,7 +259,7 @@ def _order(rank: _Rank) -> tuple[int, float]:
 
 def _advice(rank: _Rank) -> str:
     if rank.error is not None:
-        return "--debug shows the traceback of the rank"
+        return "run with --debug to see the traceback of the rank"
     tail = _tail(rank.log)
     return f"see what it said last: {tail}" if tail else "run it again; SIGKILL may mean no memory"
 

@@ -38,10 +38,15 @@ class Reporter:
     def error(self, error: BaseException) -> None:
         """Say what went wrong; the parent decides whose error is told first."""
         cause = _root(error)
-        name = type(cause).__name__
+        if isinstance(cause, SymmplanError):
+            text, expected, got, fix = str(cause), cause.expected, cause.got, cause.fix
+        else:  # a foreign message often needs its class to be understood
+            text, expected, got, fix = f"{type(cause).__name__}: {cause}", None, None, None
         self._send(
-            # Our own messages stand alone; others' often need their class to be understood.
-            error=str(cause) if isinstance(cause, SymmplanError) else f"{name}: {cause}",
+            error=text.partition("\n")[0],
+            expected=None if expected is None else str(expected),
+            got=None if got is None else str(got),
+            fix=fix,
             kinds=[kind.__name__ for kind in type(cause).__mro__],
             traceback="".join(traceback.format_exception(error)),
         )
