@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
 
-__all__ = ["group_by_name", "group_name", "group_store", "has_process_groups", "world_name"]
+__all__ = [
+    "group_by_name",
+    "group_name",
+    "group_store",
+    "has_nccl_backend",
+    "has_process_groups",
+    "set_symm_mem_backend",
+    "symm_mem_backend",
+    "symm_mem_empty",
+    "symm_mem_rendezvous",
+    "world_name",
+]
 
 
 def has_process_groups() -> bool:
@@ -30,7 +43,8 @@ def group_by_name(name: str) -> ProcessGroup:
     from torch.distributed import distributed_c10d as c10d
 
     try:
-        return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009 (not exported)
+        return resolve(name)
     except (LookupError, RuntimeError, ValueError) as error:
         raise LookupError(name) from error
 
@@ -54,4 +68,51 @@ def group_store(group: ProcessGroup) -> Store:
     if hasattr(c10d, "_get_process_group_store"):
         return c10d._get_process_group_store(group)
     default: Any = c10d._get_default_store()
-    return dist.PrefixStore(f"symmplan/{group_name(group)}", default)
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(f"symmplan/{group_name(group)}", default)
+
+
+def has_nccl_backend(group: ProcessGroup) -> bool:
+    """Whether CUDA collectives of ``group`` go through NCCL."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # the group has no backend for CUDA
+        return False
+    return type(backend).__name__ == "ProcessGroupNCCL"
+
+
+def symm_mem_backend(device: torch.device) -> str | None:
+    """Which allocator torch's symmetric memory uses for ``device``; None if it has none."""
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    return symm_mem.get_backend(device)
+
+
+def set_symm_mem_backend(name: str) -> None:
+    """Choose the allocator of torch's symmetric memory for the whole process.
+
+    Raises:
+        RuntimeError: This build has no such allocator, or another one is in use.
+    """
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    symm_mem.set_backend(name)  # type: ignore[arg-type]
+
+
+def symm_mem_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """An own allocation of ``nbytes`` bytes of symmetric memory.
+
+    ``_symmetric_memory.empty`` would take it from a caching pool, from which ranks may be served
+    different old blocks; this asks the allocator itself.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def symm_mem_rendezvous(tensor: torch.Tensor, group: str) -> Any:
+    """Torch's handle for ``tensor`` in ``group``. Collective."""
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    return symm_mem.rendezvous(tensor, group)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 ``peer_mean`` reads its peers' input and ends without a release; ``push_next`` writes its result
 into the next rank's memory, through an out variant and without a handshake: the plan must add the
-barriers. Both fall back to c10d when their tensors have no placement, so that the same program runs without symmplan.
+barriers. ``bump`` updates its argument in place. The first two fall back to c10d when their tensors have no placement, so that the same program runs without symmplan.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def _push_next_out(x: torch.Tensor, group_name: str, *, out: torch.Tensor) -> No
     placed.barrier()  # every push has landed
 
 
+def _bump(x: torch.Tensor, group_name: str) -> None:
+    x.mul_(0.5)
+
+
 @functools.cache
 def load() -> None:
     """Define and declare the ops, once per process."""
@@ -63,6 +67,9 @@ def load() -> None:
     lib.define("peer_mean(Tensor x, str group_name) -> Tensor")
     lib.define("push_next(Tensor x, str group_name) -> Tensor")
     lib.define("push_next_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()")
+    lib.define("bump(Tensor(a!) x, str group_name) -> ()")
+    lib.impl("bump", _bump, "CompositeExplicitAutograd")
+    torch.library.register_fake("symmplan_test::bump", lambda _x, _g: None, lib=lib)
     lib.impl("peer_mean", _peer_mean, "CompositeExplicitAutograd")
     lib.impl("push_next", _push_next, "CompositeExplicitAutograd")
     lib.impl("push_next_out", _push_next_out, "CompositeExplicitAutograd")
@@ -80,6 +87,7 @@ def load() -> None:
     symmplan.register_symm_mem_args(
         "symmplan_test::peer_mean", ["x"], group="group_name", handshake=True
     )
+    symmplan.register_symm_mem_args("symmplan_test::bump", ["x"], group="group_name")
     symmplan.register_symm_mem_args(
         "symmplan_test::push_next",
         ["return"],

@@ -43,11 +43,11 @@ def programs(draw, *, groups: int = 2, custom: bool = True, max_steps: int = 12)
     known = [_Known(rows) for rows in inputs]
     steps: list[tuple] = []
     kinds = [
-        "relu", "sin", "add", "mm", "view", "half", "clone", "add_", "cast",
+        "relu", "sin", "add", "mm", "view", "half", "clone", "add_", "cast", "strided",
         "gather", "scatter", "reduce", "start", "gathers", "gather", "scatter",
     ]  # fmt: skip
     if custom:
-        kinds += ["peers", "push"]
+        kinds += ["peers", "push", "bump"]
     for _ in range(draw(st.integers(1, max_steps))):
         kind = draw(st.sampled_from(kinds))
         ready = [i for i, k in enumerate(known) if not k.pending]
@@ -65,12 +65,17 @@ def programs(draw, *, groups: int = 2, custom: bool = True, max_steps: int = 12)
             dtype = "f64" if value.dtype == "f32" else "f32"
             steps.append((kind, i))
             known.append(_Known(value.rows, dtype, fresh=True))
+        elif kind == "strided":
+            steps.append((kind, i))
+            known.append(_Known(2, value.dtype, fresh=value.fresh))
         elif kind == "view":
             steps.append((kind, i))
             known.append(_Known(value.rows, value.dtype, fresh=value.fresh))
         elif kind == "half" and value.rows > 2:
             steps.append((kind, i, draw(st.booleans())))
             known.append(_Known(value.rows // 2, value.dtype, fresh=value.fresh))
+        elif kind == "bump" and value.fresh:
+            steps.append((kind, i, group))
         elif kind == "add_" and value.fresh:
             steps.append((kind, i))
         elif kind == "gather" and value.rows < 16:
@@ -140,6 +145,10 @@ def run(program: Program, groups: list[str], *tensors: torch.Tensor) -> tuple[to
             values.append(x.to(torch.float64 if x.dtype == torch.float32 else torch.float32))
         elif kind == "view":
             values.append(x.view(-1, 2 * COLUMNS).view(-1, COLUMNS))
+        elif kind == "strided":  # counts from the start of the storage
+            values.append(x.as_strided((2, COLUMNS), (COLUMNS, 1), 0))
+        elif kind == "bump":
+            torch.ops.symmplan_test.bump(x, group)
         elif kind == "half":
             half = x.shape[0] // 2
             values.append(x[:half] if operands[1] else x[half:])
@@ -165,4 +174,4 @@ def run(program: Program, groups: list[str], *tensors: torch.Tensor) -> tuple[to
     return tuple(values[i] for i in program.outputs)
 
 
-_GROUPED = frozenset({"gather", "start", "gathers", "scatter", "reduce", "peers", "push"})
+_GROUPED = frozenset({"gather", "start", "gathers", "scatter", "reduce", "peers", "push", "bump"})

@@ -36,7 +36,7 @@ from pathlib import Path
 import attrs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "symmplan.memory"])
 
 
 @attrs.frozen

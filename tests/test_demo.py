@@ -34,7 +34,7 @@ class Demo:
         )
         self.lines: list[str] = []
 
-    def __enter__(self) -> Demo:
+    def __enter__(self):
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -51,7 +51,10 @@ class Demo:
 
     @property
     def pids(self) -> list[int]:
-        return [int(pid) for pid in re.findall(r"^rank \d+ pid (\d+)$", "".join(self.lines), re.M)]
+        return [
+            int(pid)
+            for pid in re.findall(r"^rank \d+ pid (\d+)$", "".join(self.lines), re.MULTILINE)
+        ]
 
     def finish(self, timeout: float = PATIENCE) -> tuple[int, str]:
         """Exit code and the error; everything that belonged to it must be gone."""

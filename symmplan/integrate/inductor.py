@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
 
-from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
 
 __all__ = ["compile_inductor"]
 
@@ -103,3 +103,4 @@ def _run_passes(
     with torch.no_grad(), V.set_fake_mode(fake_mode):
         inductor.fake_tensor_prop(gm, inputs)
         inductor._recursive_post_grad_passes(gm, is_inference=is_inference)
+    refresh_values(gm, inputs, fake_mode)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
 
 __all__ = ["compile_eager"]
 
@@ -28,7 +28,10 @@ def compile_eager(
 
     def compiler(part: str) -> Callable[..., Any]:
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            rewritten = None if unit is None else unit.rewrite(gm, part, fake_mode_of(inputs))
+            mode = fake_mode_of(inputs)
+            if unit is not None and unit.declares(gm):
+                _unfold_mutations(gm, inputs, mode)
+            rewritten = None if unit is None else unit.rewrite(gm, part, mode)
             gm.recompile()
             run = make_boxed_func(gm)
             if rewritten is None:
@@ -46,3 +49,13 @@ def compile_eager(
             inference_compiler=compiler("inference"),
             partition_fn=min_cut_rematerialization_partition,
         )(module, example_inputs)
+
+
+def _unfold_mutations(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:
+    """Turn functionalized custom ops back into copies and the ops themselves, to be captured."""
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(fake_mode):
+        decompose_auto_functionalized(gm.graph)
+    refresh_values(gm, inputs, fake_mode)

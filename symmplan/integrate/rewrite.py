@@ -33,6 +33,14 @@ from symmplan.registry import bind_arguments, resolve_group_name
 __all__ = ["SegmentInput", "rewrite"]
 
 
+_ABSOLUTE = frozenset({
+    "aten::as_strided",
+    "aten::as_strided_",
+    "aten::as_strided_copy",
+    "aten::as_strided_scatter",
+})  # fmt: skip
+
+
 @frozen
 class SegmentInput:
     """One input that a rewritten graph takes after its own.
@@ -91,6 +99,7 @@ class _Rewriter:
         site = next(s for s in self.captured.sites if s.buffer is not None)
         assert site.source is not None
         self.device = self._fake(site.source, site.path).device
+        self._shift_absolute_views()
         for home in self.captured.homes:
             if home.write != "declared":
                 self._make_home(home)
@@ -145,6 +154,25 @@ class _Rewriter:
 
     def _fake(self, node: fx.Node, path: tuple[int, ...]) -> Any:
         return self.captured.values.tensors[(node, path)]
+
+    def _shift_absolute_views(self) -> None:
+        """``as_strided`` counts from the start of the storage, which is now the segment's."""
+        values = self.captured.values
+        roots = {values.find((h.node, h.path)): h for h in self.captured.homes}
+        for node in self.graph.nodes:
+            overload = overload_of(node.target) if node.op == "call_function" else None
+            if overload is None or overload._schema.name not in _ABSOLUTE:
+                continue
+            source = node.args[0]
+            home = roots.get(values.find((source, ()))) if (source, ()) in values.tensors else None
+            bound = bind_arguments(overload, node.args, node.kwargs)
+            if home is None or bound["storage_offset"] is None:
+                continue
+            itemsize = self._fake(source, ()).element_size()
+            shift = self.plan.placements[home.buffer].offset // itemsize
+            bound["storage_offset"] = bound["storage_offset"] + shift
+            node.args = tuple(bound[a.name] for a in overload._schema.arguments)
+            node.kwargs = {}
 
     # -- producers ---------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of
 from symmplan.registry import resolve_group_name, spec_for
 
-__all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "with_segments"]
+__all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "refresh_values", "with_segments"]
 
 
 @frozen
@@ -191,6 +191,19 @@ def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def refresh_values(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:
+    """Give every node the fake value it has now: passes leave some of them stale."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    calls = [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    for node in calls:
+        node.meta.pop("val", None)
+    with torch.no_grad():
+        FakeTensorProp(gm, mode=fake_mode).propagate_dont_convert_inputs(*inputs)
+    for node in calls:
+        node.meta.setdefault("val", None)
 
 
 def with_segments(

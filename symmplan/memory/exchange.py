@@ -104,16 +104,15 @@ class Exchange:
         pause = _SHORTEST_POLL
         next_look = time.monotonic() + _LIVENESS_PERIOD
         while waiting:
+            now = time.monotonic()
+            thorough = now >= next_look
             for name in tuple(waiting):
-                values = self._poll(name, phase)
-                if values is not None:
-                    answers[name] = values
+                if self._is_full(name, phase) or (thorough and self._is_complete(name, phase)):
+                    answers[name] = self._values(name, phase)
                     waiting.remove(name)
             if not waiting:
                 break
-            now = time.monotonic()
-            if now >= next_look:
-                self._look_for_the_dead(waiting, phase)
+            if thorough:
                 next_look = now + _LIVENESS_PERIOD
             if now >= deadline:
                 raise self._timed_out(waiting[0], phase)
@@ -160,16 +159,42 @@ class Exchange:
             if group.store.add(f"{prefix}/{phase}/count", 1) == group.size:
                 group.store.set(f"{prefix}/{phase}/full", b"1")
 
-    def _poll(self, name: str, phase: str) -> list[bytes] | None:
+    def _is_full(self, name: str, phase: str) -> bool:
+        """Whether the last rank has posted, by its own word. Raises what a peer failed with."""
         group, prefix = self.groups[name], self._prefix[name]
         with _StoreErrors(group):
             if group.store.check([f"{prefix}/{phase}/full"]):
-                keys = [f"{prefix}/{phase}/{rank}" for rank in range(group.size)]
-                return [bytes(group.store.get(key)) for key in keys]
+                return True
             if group.store.check([f"{prefix}/error"]):
                 failure = bytes(group.store.get(f"{prefix}/error"))
                 raise _error_from_data(failure, group)
-        return None
+        return False
+
+    def _is_complete(self, name: str, phase: str) -> bool:
+        """The same by looking for each rank's value: the last rank may have ended before its word.
+
+        Raises:
+            PeerLostError: A rank's value is missing and its process is, too.
+        """
+        missing = self._missing(name, phase)
+        group, processes = self.groups[name], self._processes.get(name, ())
+        for rank in missing if processes else ():
+            if is_gone(processes[rank]):
+                raise PeerLostError(
+                    f"rank {rank} (process {processes[rank].pid}) ended during {phase!r}",
+                    fix="see why that process ended; its own output says more",
+                    group=group.name,
+                    rank=group.rank,
+                    lost_rank=rank,
+                    phase=phase,
+                )
+        return not missing
+
+    def _values(self, name: str, phase: str) -> list[bytes]:
+        group, prefix = self.groups[name], self._prefix[name]
+        keys = [f"{prefix}/{phase}/{rank}" for rank in range(group.size)]
+        with _StoreErrors(group):
+            return [bytes(group.store.get(key)) for key in keys]
 
     def _missing(self, name: str, phase: str) -> list[int]:
         group, prefix = self.groups[name], self._prefix[name]
@@ -179,23 +204,6 @@ class Exchange:
                 for rank in range(group.size)
                 if not group.store.check([f"{prefix}/{phase}/{rank}"])
             ]
-
-    def _look_for_the_dead(self, waiting: Sequence[str], phase: str) -> None:
-        for name in waiting:
-            processes = self._processes.get(name)
-            if processes is None:
-                continue
-            for rank in self._missing(name, phase):
-                if is_gone(processes[rank]):
-                    group = self.groups[name]
-                    raise PeerLostError(
-                        f"rank {rank} (process {processes[rank].pid}) ended during {phase!r}",
-                        fix="see why that process ended; its own output says more",
-                        group=group.name,
-                        rank=group.rank,
-                        lost_rank=rank,
-                        phase=phase,
-                    )
 
     def _timed_out(self, name: str, phase: str) -> PeerTimeoutError:
         group = self.groups[name]

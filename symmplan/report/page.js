@@ -308,6 +308,7 @@ function addTable(title, note, rows, columns, filtered) {
       for (const column of columns) {
         const td = el("td", undefined, tr);
         if (column.number) td.className = "n";
+        if (column.wrap) td.className = "w"; else td.title = column.text(row);
         if (column.colour) el("i", undefined, td).style.background = fill(row.tint, 0.9);
         td.append(column.text(row));
       }
@@ -354,13 +355,13 @@ addTable("Placements", `${plan.buffers.length.toLocaleString("en")} buffers`, pl
 addTable("Barriers", plan.barriers.length ? `${plan.barriers.length} to run besides the program` : "none needed",
   plan.barriers, [
     number("position", (b) => b.at, (b) => b.at.toLocaleString("en")), text("before", (b) => b.before),
-    text("group", (b) => b.group), text("protects", (b) => b.buffers),
+    text("group", (b) => b.group), text("protects", (b) => b.buffers, { wrap: true }),
   ], false);
 addTable("Left out", plan.unplanned.length ? `${plan.unplanned.length} declared tensors` : "nothing: every declared tensor is placed",
   plan.unplanned, [
     text("tensor", (u) => u.name), text("op", (u) => u.op), text("where", (u) => u.where),
     number("size", (u) => u.nbytes === null ? -1 : u.nbytes, (u) => size(u.nbytes)),
-    text("reason", (u) => u.reason),
+    text("reason", (u) => u.reason, { wrap: true }),
   ], false);
 $("summary").open = false;
 $("filter").addEventListener("input", (e) => {

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["DemoError", "Progress", "run_ranks"]
 
 #: Seconds that the other ranks get to say what they saw when one of them has ended.
-_GRACE = 10.0
+_GRACE = 5.0
 #: Errors that are about a peer, and so are hardly the cause.
 _CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
 

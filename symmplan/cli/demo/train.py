@@ -65,6 +65,7 @@ def run_rank(setup: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
         difference.tensors(plain.gradients(), planned.gradients())
     difference.tensors(plain.parameters(), planned.parameters())
 
+    reporter.mark("verify the plan")
     plan = _only(backend.plans)
     plan.verify()
     stats = backend.stats

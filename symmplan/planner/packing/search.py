@@ -55,12 +55,25 @@ class Outcome:
 
 @frozen(eq=False)
 class _Part:
-    """Items still to be searched in a stretch of sections, and where choices are cut when it's done."""
+    """Items still to be searched in a stretch of sections.
+
+    Attributes:
+        depth: Choices made before the program fell into parts; those made since are final once
+            the part before this one is done.
+        low: First section.
+        high: First section after the last.
+        items: The items; nothing that happens in other parts touches them.
+        live: What `_State.live` holds for them.
+        lift: What `_State.lift` holds for them.
+        next: What is searched after this part.
+    """
 
     depth: int
     low: int
     high: int
     items: Ints
+    live: Ints
+    lift: Ints
     next: _Part | None
 
 
@@ -108,7 +121,8 @@ def search(
             if state.rest is None:
                 return Outcome(offset, nodes, impossible=False)
             del choices[state.rest.depth :]
-            state = _enter(state, state.rest)
+            state = state.copy()
+            _enter(state, state.rest)
             continue
         if lowest == FREE or not _hopeful(space, state, target, lowest, blame):
             if not choices:
@@ -198,18 +212,16 @@ def _split(space: Space, state: _State, depth: int) -> None:
     parts.sort(key=lambda p: (int(state.load[edges[p] : edges[p + 1]].max()), -p))
     rest = state.rest
     for p in parts:
-        rest = _Part(depth, edges[p], edges[p + 1], left[part_of == p], rest)
+        items = left[part_of == p]
+        rest = _Part(
+            depth, edges[p], edges[p + 1], items, state.live[items], state.lift[items], rest
+        )
     assert rest is not None
-    state.rest = rest
-    entered = _enter(state, rest)
-    state.live, state.lift = entered.live, entered.lift
-    state.low, state.high, state.rest = entered.low, entered.high, entered.rest
+    _enter(state, rest)
 
 
-def _enter(state: _State, part: _Part) -> _State:
-    new = state.copy()
-    new.live[:] = FREE
-    new.lift[:] = FREE
-    new.live[part.items] = new.lift[part.items] = state.floor[part.items]
-    new.low, new.high, new.rest = part.low, part.high, part.next
-    return new
+def _enter(state: _State, part: _Part) -> None:
+    state.live[:] = FREE
+    state.lift[:] = FREE
+    state.live[part.items], state.lift[part.items] = part.live, part.lift
+    state.low, state.high, state.rest = part.low, part.high, part.next

@@ -78,7 +78,8 @@ class Space:
         self.low: Ints = kept[np.searchsorted(instants, start)]
         self.high: Ints = np.maximum(kept[after], self.low + 1)
         self.hull_low: Ints = self.low
-        self.hull_high: Ints = np.maximum(kept[np.searchsorted(instants, stop)], self.high)
+        # The section in which the hull's last instant lies; nothing need end right there.
+        self.hull_high: Ints = kept[np.searchsorted(instants, stop) - 1] + 1
         count = int(self.hull_high.max()) if len(start) else 0
         self.load: Ints = np.zeros(count, dtype=np.int64)
         self.crossing: Ints = np.zeros(count + 1, dtype=np.int64)

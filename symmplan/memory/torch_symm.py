@@ -1,0 +1,276 @@
+"""CUDA devices: torch's symmetric memory, through its NCCL, CUDA or NVSHMEM allocator.
+
+Sources: torch/distributed/_symmetric_memory/__init__.py and
+torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu}.
+
+[Note: torch's allocators]
+    - One allocator serves a process: it may be chosen until it was first used. CUDA is the default,
+      and in torch 2.11 cannot be chosen by name.
+    - NCCL registers windows with a communicator that must exist already, so each group runs a
+      small collective first. Its handle has no barrier; a one-element all-reduce, in the order
+      of the stream, serves as one.
+    - NVSHMEM allocates collectively: all ranks, in the same order.
+    - One rendezvous registers the whole allocation; views are found by address. Placements
+      therefore need none of their own.
+    - Everything runs in the order of the current stream; the host waits for nothing. A release
+      waits for the device, but not for the peers: let all ranks come to their end of the program
+      first, and release before the process group is destroyed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from symmplan import _compat
+from symmplan.errors import BackendError, OutOfSharedMemoryError
+from symmplan.memory.segment import Health, Rendezvous, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from symmplan.memory.exchange import Exchange
+    from symmplan.memory.groups import Group
+    from symmplan.model import SegmentSpec
+
+__all__ = ["TorchSymmBackend", "serves_nccl"]
+
+#: The channel of the signal pad that symmplan's barriers use.
+_CHANNEL = 0
+
+
+def serves_nccl(groups: Mapping[str, Group]) -> bool:
+    """Whether all groups have an NCCL communicator and torch can allocate through NCCL.
+
+    Where it can and may still choose, this makes NCCL torch's choice.
+    """
+    if not all(g.process_group is not None for g in groups.values()):
+        return False
+    if not all(_compat.has_nccl_backend(g.process_group) for g in groups.values()):
+        return False
+    try:
+        _compat.set_symm_mem_backend("NCCL")
+    except (RuntimeError, ImportError):
+        return False
+    return True
+
+
+class TorchRendezvous(Rendezvous):
+    """Torch's handle of a segment in a group."""
+
+    def __init__(self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float) -> None:
+        super().__init__(group, ())
+        #: What torch's own ops take.
+        self.handle = handle
+        self._own: torch.Tensor | None = own
+        self._timeout = timeout
+        self._views: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        """Each rank's bytes, as addressed from this device.
+
+        Raises:
+            BackendError: This device cannot address a peer's memory (another host, no peer
+                access, or an NCCL that is too old to hand out pointers).
+        """
+        if self._views is None:
+            own = self._own
+            if own is None:
+                return ()
+            try:
+                self._views = tuple(
+                    own
+                    if rank == self.group.rank
+                    else self.handle.get_buffer(rank, (own.numel(),), torch.uint8, 0)
+                    for rank in range(self.group.size)
+                )
+            except (RuntimeError, IndexError) as error:
+                raise BackendError(
+                    f"this device cannot address the peers' memory: {_first_line(error)}",
+                    fix="use collectives on the segment instead of peer views, or a newer NCCL",
+                    group=self.group.name,
+                    rank=self.group.rank,
+                ) from error
+        return self._views
+
+    @peers.setter
+    def peers(self, views: tuple[torch.Tensor, ...]) -> None:
+        self._views = views or None
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """A barrier in the order of the current stream; the host does not wait."""
+        seconds = self._timeout if timeout is None else timeout
+        self.handle.barrier(channel=_CHANNEL, timeout_ms=int(seconds * 1000))
+
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        """A barrier. Nothing is compared: that would need the host."""
+        del call
+        if free:
+            raise BackendError(
+                "this op exchanges sizes between hosts, which only memory='shm' can",
+                fix="use torch.distributed's collective on the placement",
+                group=self.group.name,
+                rank=self.group.rank,
+            )
+        self.barrier()
+
+    def release(self) -> None:
+        super().release()
+        self.handle = None
+        self._own = None
+
+
+class NcclRendezvous(TorchRendezvous):
+    """The same, for an allocator whose handles have no barrier."""
+
+    def __init__(self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float) -> None:
+        super().__init__(group, own, handle, timeout=timeout)
+        self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """A one-element all-reduce in the order of the current stream.
+
+        NCCL's own timeout (the process group's) applies, not ``timeout``.
+        """
+        del timeout
+        dist.all_reduce(self._token, group=self.group.process_group)
+
+
+class TorchSymmBackend:
+    """``torch.distributed._symmetric_memory``.
+
+    Args:
+        memory: ``"nccl"``, ``"cuda"`` or ``"nvshmem"``.
+        device: A CUDA device; the current one if it has no index.
+        groups: Every group that will meet in it.
+
+    Raises:
+        BackendError: Torch has no such allocator, uses another one already, or a group has no
+            NCCL communicator.
+    """
+
+    def __init__(self, memory: str, device: torch.device, groups: Mapping[str, Group]) -> None:
+        self.name = memory
+        self._warm: set[str] = set()
+        for group in groups.values():
+            if group.process_group is None:
+                raise BackendError(
+                    f"memory={memory!r} needs torch.distributed, which is not initialized",
+                    fix="call torch.distributed.init_process_group first, or use memory='local'",
+                    group=group.name,
+                    memory=memory,
+                )
+            if memory == "nccl" and not _compat.has_nccl_backend(group.process_group):
+                raise BackendError(
+                    f"memory='nccl': group {group.name!r} has no NCCL communicator",
+                    expected="a process group with the backend nccl for CUDA",
+                    fix="create the group with nccl, or use memory='cuda'",
+                    group=group.name,
+                    memory=memory,
+                )
+        _select(memory, device)
+
+    def allocate(
+        self,
+        spec: SegmentSpec,
+        device: torch.device,
+        *,
+        groups: Sequence[Group],
+        timeout: float,
+        health: Health,
+    ) -> Segment:
+        """An allocation of its own.
+
+        Collective: with NVSHMEM yes, else no.
+        """
+        del groups
+        device = _with_index(device)
+        try:
+            with torch.cuda.device(device):
+                tensor = _compat.symm_mem_empty(spec.nbytes, device)
+        except RuntimeError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise OutOfSharedMemoryError(
+                f"no symmetric memory for segment {spec.name!r} on {device}: {_first_line(error)}",
+                expected=f"{spec.nbytes} bytes",
+                got=f"{free} of {total} bytes free",
+                fix="make the plan smaller, or free device memory first "
+                "(torch's caching allocator gives back with torch.cuda.empty_cache())",
+                segment=spec.name,
+                nbytes=spec.nbytes,
+                free_bytes=free,
+            ) from error
+        return Segment(
+            spec,
+            self.name,
+            tensor,
+            timeout=timeout,
+            health=health,
+            on_release=lambda: torch.cuda.synchronize(device),
+        )
+
+    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
+        """Register the segment with the group.
+
+        Collective: yes.
+        """
+        del exchange
+        tensor = segment.tensor
+        try:
+            with torch.cuda.device(tensor.device):
+                self._warm_up(group, tensor.device)
+                handle = _compat.symm_mem_rendezvous(tensor, group.torch_name)
+        except RuntimeError as error:
+            raise BackendError(
+                f"memory={self.name!r}: segment {segment.spec.name!r} of {segment.nbytes} bytes "
+                f"cannot be registered with group {group.name!r}: {_first_line(error)}",
+                fix="check that the devices of the group reach each other (NVLink or PCIe peer "
+                "access on one host), or use another memory=",
+                group=group.name,
+                rank=group.rank,
+                segment=segment.spec.name,
+            ) from error
+        kind = NcclRendezvous if self.name == "nccl" else TorchRendezvous
+        segment.add_rendezvous(kind(group, tensor, handle, timeout=segment.timeout))
+
+    def settle(self) -> None:
+        """Nothing was needed."""
+
+    def _warm_up(self, group: Group, device: torch.device) -> None:
+        """Make sure that a communicator exists. See [Note: torch's allocators]."""
+        if group.name in self._warm or not _compat.has_nccl_backend(group.process_group):
+            return
+        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+        torch.cuda.synchronize(device)
+        self._warm.add(group.name)
+
+
+def _select(memory: str, device: torch.device) -> None:
+    """Make ``memory`` torch's allocator, if it is not already."""
+    wanted = memory.upper()
+    try:
+        current = _compat.symm_mem_backend(device)
+        if current == wanted:
+            return
+        _compat.set_symm_mem_backend(wanted)
+    except (RuntimeError, ImportError) as error:
+        raise BackendError(
+            f"memory={memory!r}: torch cannot use its {wanted} allocator: {_first_line(error)}",
+            expected=f"{wanted}, chosen before any other symmetric memory was used",
+            got=f"{current} in use" if "current" in locals() else "no symmetric memory",
+            fix="use one kind of symmetric memory in a process, or a torch built with this one",
+            memory=memory,
+        ) from error
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or repr(error)).splitlines()[0]

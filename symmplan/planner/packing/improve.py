@@ -1,0 +1,234 @@
+"""Close in on the lowest peak by searching for packings below one target after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import evolve
+
+from symmplan.planner.interference import conflicts_of
+from symmplan.planner.packing.blocks import Style, glue
+from symmplan.planner.packing.search import search
+from symmplan.planner.packing.space import Space
+from symmplan.planner.packing.squeaky import squeak
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from symmplan.planner.packing.blocks import Blocks
+    from symmplan.planner.packing.task import Task
+
+    Ints = NDArray[np.int64]
+
+__all__ = ["Improver"]
+
+#: What one step of gluing costs, in search nodes.
+_GLUE_COST = 2
+#: Nodes of the first round of searches; each further round at the same target doubles them.
+_FIRST_LIMIT = 300
+#: Rounds of squeaky wheel on every set of blocks.
+_ROUNDS = 10
+
+
+class Improver:
+    """Lowers the peak of one component until it meets the bound or its work is used up.
+
+    Attributes:
+        offset: Best offsets found, in units.
+        peak: Their peak.
+        bound: Proven minimum of the peak; rises when a search is exhausted.
+        work: Nodes left.
+    """
+
+    def __init__(self, space: Space, offset: Ints, peak: int, bound: int, work: int) -> None:
+        self.space = space
+        self.task = space.task
+        self.offset, self.peak, self.bound, self.work = offset, peak, bound, work
+        self._hull = space.align is None and not space.blocked and len(space) > 2
+        if self._hull:
+            self._hull = bool((space.high == space.hull_high).all())
+        self._orders = _orders(space)
+        self._blame = np.zeros(space.sections, dtype=np.int64)
+        self._round: dict[int, int] = {}
+
+    def run(self, goals: tuple[int, ...] = (), *, prove: bool = False) -> None:
+        """Search below ever lower targets.
+
+        Args:
+            goals: Peaks in units worth trying first, after the bound.
+            prove: Whether to go on until the bound is met or proven out of reach.
+        """
+        if self.peak <= self.bound:
+            return
+        self._squeak()
+        for goal in (self.bound, *sorted(goals)):
+            if self.bound <= goal < self.peak:
+                self._try(goal)
+        sweep = 0
+        while self.peak > self.bound and self.work > 0:
+            # Halve what lies between what was found and what was tried in vain; then start again
+            # from the bound with more work per target.
+            floor = self.bound
+            while self.peak - floor > max(1, self.peak // 512) and self.work > 0:
+                target = (floor + self.peak) // 2
+                if not self._try(target):
+                    floor = max(target, self.bound)
+            sweep += 1
+            if sweep > 8 and not prove:
+                return
+            if self.peak > self.bound and not self._try(self.bound):
+                self._try(self.peak - 1)
+
+    def _squeak(self) -> None:
+        count = len(self.space)
+        for order in self._orders[:2]:
+            rounds = max(4, min(60, self.work // (8 * count + 1)))
+            self.work -= rounds * count // 20
+            offset, _ = squeak(self.space, order, self.bound, rounds)
+            self._accept(offset)
+
+    def _try(self, target: int) -> bool:
+        """One more round of searches at a target, with more work than the last one there."""
+        turn = self._round.get(target, 0)
+        self._round[target] = turn + 1
+        limit = _FIRST_LIMIT << min((turn + 1) // 2, 12)
+        for candidate in self._searches(target, turn, limit):
+            if candidate is not None:
+                self._accept(candidate)
+                return True
+            if self.work <= 0 or target < self.bound:
+                return False
+        return False
+
+    def _accept(self, offset: Ints) -> None:
+        full = np.where(self.task.pin >= 0, self.task.pin, 0)
+        full[self.space.free] = offset
+        peak = int((full + self.task.size).max())
+        if peak < self.peak:
+            self.offset, self.peak = full, peak
+
+    def _searches(self, target: int, turn: int, limit: int) -> Iterator[Ints | None]:
+        yield self._plain(target, self._orders[turn % len(self._orders)], limit)
+        if self._hull:
+            for style in _styles(turn):
+                for found in self._glued(target, style, limit):
+                    yield found
+        yield self._plain(target, self._blamed(), limit)
+        if turn:
+            yield self._plain(target, self._orders[(turn + 1) % len(self._orders)], 4 * limit)
+
+    def _plain(self, target: int, rank: Ints, limit: int) -> Ints | None:
+        if self.work <= 0 or target < self.bound:
+            return None
+        outcome = search(
+            self.space, target, rank, min(limit + 2 * len(self.space), self.work), self._blame
+        )
+        self.work -= outcome.nodes
+        if outcome.impossible:
+            self.bound = max(self.bound, target + 1)
+        return outcome.offset
+
+    def _glued(self, target: int, style: Style, limit: int) -> Iterator[Ints | None]:
+        space = self.space
+        count = len(space)
+        if self.work <= 0 or target < self.bound:
+            return
+        stages = tuple(count * k // 12 for k in (9, 6, 4, 3, 2, 1))
+        self.work -= _GLUE_COST * count
+        glued = glue(space.low, space.high, space.size, space.load, target, style, stages)
+        for blocks in glued:
+            inner = Space(*_as_task(self.task, blocks))
+            orders = _orders(inner)
+            # Blocks made for a target out of reach may still pack better than anything before.
+            offset, _ = squeak(inner, orders[0], target, _ROUNDS)
+            self.work -= _ROUNDS * len(inner) // 20
+            self._accept(self._spread(inner, blocks, offset))
+            for rank in orders[:2]:
+                outcome = search(inner, target, rank, limit)
+                self.work -= outcome.nodes
+                if outcome.offset is not None:
+                    yield self._spread(inner, blocks, outcome.offset)
+                    return
+                if outcome.impossible:
+                    break
+            if self.work <= 0:
+                return
+        yield None
+
+    def _spread(self, inner: Space, blocks: Blocks, offset: Ints) -> Ints:
+        placed = np.empty(len(inner), dtype=np.int64)
+        placed[inner.task.items] = offset
+        return blocks.spread(placed, len(self.space))
+
+    def _blamed(self) -> Ints:
+        """Prefer items of the sections that ended most branches so far."""
+        space = self.space
+        total = np.append(0, np.cumsum(self._blame))
+        weight = total[space.high] - total[space.low]
+        self._blame //= 2
+        return _rank((-weight, -(space.high - space.low), -space.size))
+
+
+def _as_task(task: Task, blocks: Blocks) -> tuple[Task, object]:
+    sort = np.lexsort((blocks.size, blocks.high, blocks.low))
+    low, high = blocks.low[sort], blocks.high[sort]
+    none = np.zeros((len(sort), 0), dtype=np.int32)
+    made = evolve(
+        task,
+        items=sort,
+        size=blocks.size[sort],
+        align=np.ones(len(sort), dtype=np.int64),
+        pin=np.full(len(sort), -1, dtype=np.int64),
+        start=low,
+        stop=high,
+        end=high,
+        entry=none,
+        last=none,
+    )
+    return made, conflicts_of(low, high, none, none)
+
+
+def _styles(turn: int) -> list[Style]:
+    if turn == 0:
+        return [Style(), Style(power=0)]
+    if turn == 1:
+        return [Style(power=2), Style(early=2), Style(power=2, early=8)]
+    return [
+        Style(
+            power=(1, 2, 0, 1)[k % 4],
+            early=(4, 2, 8)[k % 3],
+            noise=(2, 8, 24)[k % 3 - turn % 2],
+            seed=64 * turn + k,
+        )
+        for k in range(4)
+    ]
+
+
+def _rank(keys: tuple[Ints, ...]) -> Ints:
+    order = np.lexsort(tuple(reversed(keys)))
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return rank
+
+
+def _orders(space: Space) -> list[Ints]:
+    """Preferences worth trying, best bets first."""
+    length = space.high - space.low
+    total = np.asarray(
+        [
+            int(space.load[a:b].max())
+            for a, b in zip(space.low.tolist(), space.high.tolist(), strict=True)
+        ],
+        dtype=np.int64,
+    )
+    return [
+        _rank((-length, -space.size)),
+        _rank((-space.size * length, -length)),
+        _rank((-total, -length, -space.size)),
+        _rank((-space.size, -length)),
+        _rank((-total, -space.size * length)),
+        _rank((space.low, -length, -space.size)),
+    ]
