@@ -44,9 +44,10 @@ def group_by_name(name: str) -> ProcessGroup:
 
     try:
         resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009 (not exported)
-        return resolve(name)
+        group: ProcessGroup = resolve(name)
     except (LookupError, RuntimeError, ValueError) as error:
         raise LookupError(name) from error
+    return group
 
 
 def group_name(group: ProcessGroup) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from symmplan.model import Buffer, Access, Operation, Placement, Plan, Problem, SegmentSpec
+from symmplan.model import Access, Buffer, Operation, Placement, Plan, Problem, SegmentSpec
 
 
 def hand_made(buffers, *, groups=("default",), segment="s0", op="test::op") -> Plan:

@@ -55,7 +55,9 @@ def programs(draw, *, groups: int = 2, custom: bool = True, max_steps: int = 12)
         value = known[i]
         group = draw(st.integers(0, groups - 1))
         if kind == "add":
-            same = [j for j in ready if (known[j].rows, known[j].dtype) == (value.rows, value.dtype)]
+            same = [
+                j for j in ready if (known[j].rows, known[j].dtype) == (value.rows, value.dtype)
+            ]
             steps.append((kind, i, draw(st.sampled_from(same))))
             known.append(_Known(value.rows, value.dtype, fresh=True))
         elif kind in ("relu", "sin", "mm", "clone"):

@@ -17,10 +17,13 @@ Every rank has a gloo process group (``init="gloo"``, ``None`` for none, or ``"n
 lives in the parent, so that any rank may be killed. Nothing survives the parent: ranks die with it.
 """
 
+# Test code: plainness first.
+# ruff: noqa: PTH118, BLE001, SIM105, PLW2901, N818
+
 from __future__ import annotations
 
 import ctypes
-import datetime
+import datetime as dt
 import faulthandler
 import multiprocessing
 import os
@@ -263,7 +266,7 @@ def _serve(connection: Connection, setup: dict) -> None:
     try:
         _init(setup)
         answer = ("value", None)
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         answer = ("error", _as_data(error))
     while True:
         try:
@@ -274,7 +277,7 @@ def _serve(connection: Connection, setup: dict) -> None:
         try:
             fn, args = pickle.loads(message)
             answer = ("value", fn(rank, world_size, *args))
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             answer = ("error", _as_data(error))
 
 
@@ -293,21 +296,21 @@ def _init(setup: dict) -> None:
         setup["port"],
         is_master=setup["host"],
         wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=dt.timedelta(seconds=60),
     )
     dist.init_process_group(
         setup["init"],
         store=store,
         rank=setup["rank"],
         world_size=setup["world_size"],
-        timeout=datetime.timedelta(seconds=60),
+        timeout=dt.timedelta(seconds=60),
     )
 
 
 def _pickled(answer: tuple) -> bytes:
     try:
         return pickle.dumps(answer)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return pickle.dumps(("error", _as_data(error)))
 
 
@@ -318,7 +321,7 @@ def _as_data(error: BaseException) -> RankError:
             continue
         try:
             pickle.dumps(value)
-        except Exception:  # noqa: BLE001
+        except Exception:
             value = str(value)
         fields[name] = value
     return RankError(

@@ -1,5 +1,8 @@
 """All ranks agree on the plan, or all of them raise; nobody hangs, nobody trusts what peers say."""
 
+# Test code: plainness first.
+# ruff: noqa: PTH114, PTH115, PTH208
+
 from __future__ import annotations
 
 import json

@@ -123,9 +123,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ops = torch.ops._c10d_functional
-        return ops.wait_tensor(
-            ops.all_gather_into_tensor(grad.contiguous(), 2, ctx.group)
-        ), None
+        return ops.wait_tensor(ops.all_gather_into_tensor(grad.contiguous(), 2, ctx.group)), None
 
 
 class _Blocks(torch.nn.Module):

@@ -136,7 +136,7 @@ def test_the_declared_op_is_placed(result):
 
 def test_collectives_are_timed(result):
     calls = {call["kind"]: call for call in result["collectives"]}
-    assert set(calls) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert {"all_gather", "reduce_scatter"} <= set(calls)
     assert calls["all_gather"]["difference"] == 0
     assert all(call["difference"] <= 1e-6 for call in calls.values())
     times = result["collectives_s"]
@@ -244,9 +244,10 @@ def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):
 
 
 def test_the_timeout_ends_the_demo(tmp_path):
-    with Demo(tmp_path, "--inner", "eager", "--timeout", "0.5") as demo:
+    words = ["--inner", "eager", "--steps", "9999", "--timeout", "0.5"]
+    with Demo(tmp_path, *words) as demo:
         demo.wait_for("rank 1 pid")
-        code, told = demo.finish()
+        code, told = demo.finish(timeout=30)
     assert code == 1
     assert "demo failed: not finished after 0.5 s" in told
     assert "rank 0 at: " in told
@@ -265,7 +266,7 @@ def test_a_rank_that_stops_does_not_hang_the_demo(tmp_path):
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )
 def test_signals_to_the_demo_end_its_ranks(number, code, tmp_path):
-    with Demo(tmp_path, "--inner", "eager") as demo:
+    with Demo(tmp_path, "--inner", "eager", "--steps", "9999") as demo:
         demo.wait_for("meet the other ranks")
         demo.process.send_signal(number)
         found, told = demo.finish()
@@ -274,8 +275,9 @@ def test_signals_to_the_demo_end_its_ranks(number, code, tmp_path):
 
 
 def test_ranks_die_with_the_demo(tmp_path):
-    with Demo(tmp_path, "--inner", "eager") as demo:
+    with Demo(tmp_path, "--inner", "eager", "--steps", "9999") as demo:
         demo.wait_for("step 1 of")
+        os.kill(demo.pids[1], signal.SIGSTOP)  # it cannot find out by itself
         demo.process.kill()
         demo.process.wait()
         wait_until_gone(demo.pids)

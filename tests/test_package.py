@@ -257,3 +257,14 @@ def test_the_changelog_has_an_unreleased_section_with_a_plan_format():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     unreleased = text.partition("## [Unreleased]")[2].partition("\n## [")[0]
     assert "### Plan format" in unreleased
+
+
+def test_the_map_of_the_tests_names_every_file():
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    patterns = re.findall(r"`([\w*]+\.py)`", text)
+    unnamed = [
+        path.name
+        for path in sorted((ROOT / "tests").glob("*.py"))
+        if not any(path.match(pattern) for pattern in patterns)
+    ]
+    assert not unnamed

@@ -198,6 +198,19 @@ def test_rectangles_never_overlap(plan):
             assert not (bytes_meet and time_meets), (one, two)
 
 
+def test_the_axis_takes_the_earliest_listed_operation_that_can_run():
+    names = ["late", "a", "b", "c"]
+    problem = Problem(
+        [],
+        [Operation(name, stream=name) for name in names],
+        [],
+        [("c", "late")],
+    )
+    assert [names[i] for i in topological(problem)] == ["a", "b", "c", "late"]
+    problem = Problem([], [Operation(name, stream=name) for name in names], [], [("a", "late")])
+    assert [names[i] for i in topological(problem)] == ["a", "late", "b", "c"]
+
+
 def test_live_ranges_are_half_open_positions():
     problem = Problem(
         [Buffer("a", 8), Buffer("b", 8, persistent=True)],

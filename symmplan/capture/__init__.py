@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from symmplan.capture.fx import Captured, Site, capture_fx
+from symmplan.capture.fx import capture_fx
 from symmplan.capture.joint import join
+from symmplan.capture.sites import Captured, Site
 
 __all__ = ["Captured", "Site", "capture_fx", "join"]

@@ -10,7 +10,7 @@ from torch import fx
 from symmplan.model import Access, Operation, OpSpec
 
 if TYPE_CHECKING:
-    from symmplan.capture.fx import Site
+    from symmplan.capture.sites import Site
 
 __all__ = ["Steps", "copy_back_name", "copy_in_name", "copy_out_name"]
 

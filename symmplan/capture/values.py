@@ -110,7 +110,14 @@ def example_values(
         else:
             if node.op == "get_attr" and module is not None:
                 found[node] = _attribute(module, node)
+            elif _returns_nothing(node):
+                found[node] = None
     return found
+
+
+def _returns_nothing(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
 
 
 def _attribute(module: torch.nn.Module, node: fx.Node) -> Any:

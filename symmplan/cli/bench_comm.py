@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
+import datetime as dt
 import json
 import multiprocessing
 import os
@@ -18,6 +18,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
-    times = _gather(_start(options, args.timeout), options)
+    times = _start(options, args.timeout)
     rows = []
     for op in _OPS:
         for size in args.sizes:
@@ -94,9 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
     return {
         "ok": all(row["equal"] for row in rows),
-        "command": "symmplan bench comm "
-        f"--ranks {args.ranks} --repetitions {args.repetitions} --dtype {args.dtype} "
-        f"--sizes {','.join(map(str, args.sizes))}",
+        "command": _command(args),
         "ranks": args.ranks,
         "threads_per_rank": options["threads"],
         "dtype": args.dtype,
@@ -106,12 +105,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _command(args: argparse.Namespace) -> str:
+    return (
+        f"symmplan bench comm --ranks {args.ranks} --repetitions {args.repetitions} "
+        f"--dtype {args.dtype} --sizes {','.join(map(str, args.sizes))}"
+    )
+
+
 def render(result: dict[str, Any]) -> str:
     """A table for people."""
     machine = result["machine"]
     lines = [
-        f"{result['ranks']} ranks, {result['threads_per_rank']} threads each, {result['dtype']}; "
-        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}",
+        (
+            f"{result['ranks']} ranks, {result['threads_per_rank']} threads each, "
+            f"{result['dtype']}; {machine['cpu']}, {machine['cores']} cores, "
+            f"torch {machine['torch']}"
+        ),
         f"{'op':15} {'bytes':>10} {'gloo us':>10} {'shm us':>10} {'speedup':>8}  equal",
     ]
     lines += [
@@ -136,7 +145,7 @@ def _sizes(text: str) -> list[int]:
 
 def _start(options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
     """Run the ranks; what each measured."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
@@ -172,11 +181,6 @@ def _start(options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
         ]
 
 
-def _gather(times: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
-    assert len(times) == options["ranks"]
-    return times
-
-
 @contextlib.contextmanager
 def _ended(processes: list[BaseProcess]) -> Iterator[None]:
     try:
@@ -193,16 +197,18 @@ def _rank(rank: int, port: int, options: dict[str, Any]) -> None:
     """One rank's life."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames collectives
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(options["threads"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("bench/group", store),
+        store=PrefixStore("bench/group", store),
         rank=rank,
         world_size=options["ranks"],
-        timeout=datetime.timedelta(seconds=120),
+        timeout=dt.timedelta(seconds=120),
     )
     result: dict[str, Any] = {}
     for op in _OPS:

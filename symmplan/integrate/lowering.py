@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
-from symmplan.capture.fx import overload_of
+from symmplan.capture.graphs import overload_of
 from symmplan.capture.producers import Write
 from symmplan.model import OpSpec, Requirement
 from symmplan.registry import spec_for

@@ -22,7 +22,8 @@ import torch
 from attrs import define, field, frozen
 from torch import fx
 
-from symmplan.capture.fx import Captured, Home, Site, is_wait, overload_of
+from symmplan.capture.graphs import is_wait, overload_of
+from symmplan.capture.sites import Captured, Home, Site
 from symmplan.capture.producers import OUT_VARIANTS, out_overload
 from symmplan.capture.steps import copy_back_name, copy_in_name, copy_out_name
 from symmplan.errors import CaptureError
@@ -143,7 +144,9 @@ class _Rewriter:
         args = (base, list(like.shape), list(stride), offset)
         return self._call(torch.ops.aten.as_strided.default, args)
 
-    def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def _call(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """A call node with its fake value."""
         kwargs = kwargs or {}
         node = self.graph.call_function(op, args, kwargs)
@@ -235,7 +238,9 @@ class _Rewriter:
         synchronous = not spec.asynchronous
         self._finish(node, sites, results, staged, synchronous=synchronous)
 
-    def _copy_in(self, bound: dict[str, Any], sites: list[Site]) -> dict[Site, tuple[fx.Node, fx.Node]]:
+    def _copy_in(
+        self, bound: dict[str, Any], sites: list[Site]
+    ) -> dict[Site, tuple[fx.Node, fx.Node]]:
         """Copy staged arguments into their placements, and put those into ``bound``."""
         staged: dict[Site, tuple[fx.Node, fx.Node]] = {}
         for site in sites:
@@ -330,9 +335,7 @@ class _Rewriter:
                 v for v, a in zip(values, op._schema.arguments, strict=True) if not a.kwarg_only
             )
             kwargs = {
-                a.name: v
-                for v, a in zip(values, op._schema.arguments, strict=True)
-                if a.kwarg_only
+                a.name: v for v, a in zip(values, op._schema.arguments, strict=True) if a.kwarg_only
             }
             self._call(op, args, kwargs)
             return results

@@ -11,7 +11,7 @@ from attrs import define, evolve, field, frozen
 from torch import fx
 
 from symmplan.capture import Captured, capture_fx, join
-from symmplan.capture.fx import overload_of
+from symmplan.capture.graphs import overload_of
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
 from symmplan.integrate.lowering import Lowerings
@@ -21,6 +21,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.model import Barrier, Plan
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of
+from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
 
 __all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "refresh_values", "with_segments"]
@@ -110,11 +111,9 @@ class Unit:
             return None
         # Parts may run in another order than planned (two forwards, then two backwards), so each
         # part also gets the barriers that it needs when it follows itself.
-        alone = barriers_of(captured.problem, plan.placements)
+        alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone])))
-        inputs = rewrite(
-            module, captured, plan, self.barriers[part], self.lowerings, fake_mode
-        )
+        inputs = rewrite(module, captured, plan, self.barriers[part], self.lowerings, fake_mode)
         return Rewritten(part, inputs)
 
     def _plan(self, captured: Captured, part: str) -> Plan:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+    from typing_extensions import Self
 
     from symmplan.model import Plan
 
@@ -45,7 +46,7 @@ class Arena:
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
         self._released = False
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -172,8 +173,8 @@ def realize(
     import torch
 
     device = torch.device(device)
-    names = [group for spec in plan.segments for group in spec.groups]
-    members = resolve_groups([*names, *(groups or ())], groups)
+    used = [group for spec in plan.segments for group in spec.groups]
+    members = resolve_groups([*used, *(groups or ())], groups)
     exchange = Exchange(members, timeout)
     health = Health()
     segments: dict[str, Segment] = {}
@@ -189,8 +190,8 @@ def realize(
                 health=health,
             )
         exchange.round("allocated", b"")
-        for segment, group in _pairs(plan):
-            backend.rendezvous(segments[segment], members[group], exchange)
+        for name, group in _pairs(plan):
+            backend.rendezvous(segments[name], members[group], exchange)
         exchange.round("ready", b"")
         backend.settle()
         exchange.finish()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from symmplan.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import torch
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group

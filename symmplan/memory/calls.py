@@ -1,14 +1,27 @@
-"""What ranks tell each other of a one-sided call, so that none touches the wrong bytes.
+"""One call of a one-sided op: its checks, and what ranks tell each other of it.
 
-A note is seven words of 8 bytes; all ranks of a call must write the same.
+A call is described by a *note*, seven words of 8 bytes. On entry the ranks compare their notes, so
+that none touches the wrong bytes of another.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from typing import TYPE_CHECKING, NoReturn
 
-__all__ = ["OPS", "REFUSED", "describe", "note"]
+from symmplan.errors import RunError
+from symmplan.memory.kernels import REDUCTIONS
+from symmplan.memory.segment import NotSymmetricError, locate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from symmplan.memory.segment import Rendezvous, Segment
+
+__all__ = ["OPS", "REFUSED", "Call", "describe", "note"]
 
 #: The ops, in an order that never changes.
 OPS = (
@@ -62,3 +75,169 @@ def describe(text: bytes) -> str:
     parts += [f"input at {in_offset}"] if in_offset >= 0 else []
     parts += [f"extra {extra}"] if extra else []
     return f"symmplan::{OPS[code]}({', '.join(parts)})"
+
+
+class Call:
+    """One call of an op: which rendezvous it runs on, and how it fails.
+
+    Args:
+        op: Its name.
+        tensor: The tensor whose segment the ranks meet on.
+        where: The argument that ``tensor`` is.
+        group_name: Torch's or the plan's name of the group.
+    """
+
+    def __init__(self, op: str, tensor: torch.Tensor, where: str, group_name: str) -> None:
+        self.op = op
+        self.group_name = group_name
+        found = locate(tensor)
+        if found is None:
+            raise NotSymmetricError(
+                f"symmplan::{op}: {where!r} of shape {tuple(tensor.shape)} lies in no live segment",
+                expected=f"{where!r} in symmetric memory",
+                got=f"ordinary memory at {tensor.data_ptr():#x}",
+                fix="let the plan place it, or keep its arena until nothing uses it any more",
+                group=group_name,
+                op=f"symmplan::{op}",
+                buffer=where,
+            )
+        self.segment: Segment = found[0]
+        self.offset: int = found[1]
+        self.rendezvous: Rendezvous = self.segment.meeting(group_name)
+        self.rank = self.rendezvous.group.rank
+        self.size = self.rendezvous.group.size
+        self.peers = self.rendezvous.peers
+        self.check_inside(tensor, where, self.offset)
+
+    def running(self, kind: str, free: Sequence[int] = (), **words: int) -> _Running:
+        """Handshake, run the body, release. If the body fails, nobody may use the arena again."""
+        return _Running(self, note(self.op, kind, **words), free)
+
+    def fail(self, what: str, *, expected: object = None, got: object = None, fix: str) -> NoReturn:
+        """Raise, and let the peers' matching call raise too instead of waiting."""
+        self.rendezvous.refuse(REFUSED)
+        raise RunError(
+            f"symmplan::{self.op}: {what}",
+            expected=expected,
+            got=got,
+            fix=fix,
+            group=self.group_name,
+            rank=self.rank,
+            op=f"symmplan::{self.op}",
+            segment=self.segment.spec.name,
+        )
+
+    def parts(self, offset: int, low: int, high: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """Bytes ``[low, high)`` of the tensor at ``offset`` on every rank, typed as ``like``."""
+        return [peer[offset + low : offset + high].view(like.dtype) for peer in self.peers]
+
+    def check_inside(self, tensor: torch.Tensor, where: str, offset: int) -> None:
+        """A symmetric tensor is contiguous and ends inside its segment."""
+        if not tensor.is_contiguous():
+            self.fail(
+                f"{where!r} of shape {tuple(tensor.shape)} is not contiguous",
+                expected="a contiguous tensor",
+                got=f"strides {tuple(tensor.stride())}",
+                fix="give symmetric tensors contiguous",
+            )
+        end = offset + tensor.numel() * tensor.element_size()
+        if end > self.segment.nbytes:
+            self.fail(
+                f"{where!r} leaves segment {self.segment.spec.name!r}",
+                expected=f"bytes up to {self.segment.nbytes}",
+                got=f"[{offset}, {end})",
+                fix="give a tensor that lies in one segment",
+            )
+
+    def check_group_size(self, group_size: int) -> None:
+        """The op was told the right number of ranks."""
+        if group_size != self.size:
+            self.fail(
+                "group_size is wrong",
+                expected=f"{self.size} ranks in group {self.group_name!r}",
+                got=group_size,
+                fix="pass the size of the group",
+            )
+
+    def check_types(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Both tensors are of one type, on one device."""
+        if left.device != right.device:
+            self.fail(
+                "'input' and 'out' lie on different devices",
+                expected=left.device,
+                got=right.device,
+                fix="move one to the device of the other",
+            )
+        if left.dtype != right.dtype:
+            self.fail(
+                "'input' and 'out' differ in type",
+                expected=left.dtype,
+                got=right.dtype,
+                fix="give both the same type",
+            )
+
+    def check_numel(self, out: torch.Tensor, wanted: int, because: str) -> None:
+        """The output holds as many elements as the call makes."""
+        if out.numel() != wanted:
+            self.fail(
+                f"'out' has the wrong size ({because})",
+                expected=f"{wanted} elements",
+                got=f"{out.numel()} elements, shape {tuple(out.shape)}",
+                fix="give an 'out' of the right size",
+            )
+
+    def check_reduction(self, reduce_op: str, dtype: torch.dtype) -> str:
+        """The reduction's name in lower case, if it is defined for ``dtype``."""
+        name = reduce_op.lower()
+        if name not in REDUCTIONS:
+            self.fail(
+                f"unknown reduction {reduce_op!r}",
+                expected=f"one of {', '.join(REDUCTIONS)}",
+                got=repr(reduce_op),
+                fix="choose one of these",
+            )
+        inexact = dtype.is_floating_point or dtype.is_complex
+        if (name in {"band", "bor", "bxor"} and inexact) or (
+            dtype.is_complex and name in {"max", "min"}
+        ):
+            self.fail(
+                f"reduction {name!r} is not defined for {dtype}",
+                fix="choose another reduction or convert the tensor",
+            )
+        return name
+
+    def apart(self, tensor: torch.Tensor, start: int, other: torch.Tensor, allowed: int) -> None:
+        """``tensor`` begins ``allowed`` bytes after ``start``, or shares no byte with ``other``.
+
+        One rank's exact part of the other tensor is harmless; anything else that overlaps is not.
+        """
+        begin, low = tensor.data_ptr(), other.data_ptr()
+        if not begin or not low:  # empty
+            return
+        end = begin + tensor.numel() * tensor.element_size()
+        high = low + other.numel() * other.element_size()
+        if begin < high and low < end and begin != start + allowed:
+            self.fail(
+                "'input' and 'out' overlap",
+                expected="none in common, or one exactly this rank's part of the other",
+                got=f"bytes [{begin - low}, {end - low}) of [0, {high - low})",
+                fix="give tensors that do not overlap",
+            )
+
+
+class _Running:
+    """What `Call.running` gives; a class because a generator would cost more than a barrier."""
+
+    def __init__(self, call: Call, text: bytes, free: Sequence[int]) -> None:
+        self._call = call
+        self._text = text
+        self._free = free
+
+    def __enter__(self) -> None:
+        self._call.rendezvous.enter(self._text, self._free)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._call.segment.health.break_(error)
+        else:
+            self._call.rendezvous.leave()

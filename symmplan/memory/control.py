@@ -95,6 +95,7 @@ class ControlArea:
 
     @property
     def status(self) -> int:
+        """Whether the owner is well, gave up, or released."""
         return int(self._words[_STATUS])
 
     def mark_broken(self) -> None:
@@ -157,7 +158,7 @@ class Meeting:
         self._mine = parts[group.rank]
         self._others = [(rank, part[:1]) for rank, part in enumerate(parts) if rank != group.rank]
         slots = [[part[_LINE + i * _slot_words(group.size) :] for part in parts] for i in range(2)]
-        self._notes = [[memoryview(p[: _NOTE // 8]).cast("B") for p in slot] for slot in slots]
+        self._notes = [[memoryview(p[: _NOTE // 8].data).cast("B") for p in slot] for slot in slots]
         self._free = [[p[_NOTE // 8 : _NOTE // 8 + 2 * group.size] for p in slot] for slot in slots]
         self._count = int(self._mine[0])
         self._fence = _Fence()

@@ -20,10 +20,13 @@ __all__ = ["LocalBackend"]
 
 
 class _Alone(Rendezvous):
+    """Nobody to wait for."""
+
     def barrier(self, timeout: float | None = None) -> None:
         pass
 
-    def enter(self, call: bytes, free: tuple[int, ...] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        del call
         self._free_words = [list(free)]
 
     def free_words(self) -> list[list[int]]:
@@ -46,8 +49,9 @@ class LocalBackend:
         groups: Sequence[Group],
         timeout: float,
         health: Health,
-    ) -> Segment:  # noqa: ARG002
+    ) -> Segment:
         """A plain tensor."""
+        del groups
         try:
             tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         except (MemoryError, RuntimeError) as error:

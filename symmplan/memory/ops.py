@@ -18,186 +18,28 @@ Reductions: sum, avg, max, min, product, band, bor, bxor. Every rank gets the sa
 [Note: summing] in `symmplan.memory.kernels`.
 """
 
+# ruff: noqa: A002 (`input` is what torch calls it)
+
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmplan.errors import RunError
-from symmplan.memory.calls import REFUSED, note
-from symmplan.memory.kernels import REDUCTIONS, as_bytes, copy_bytes, reduce_into
-from symmplan.memory.segment import NotSymmetricError, locate
+from symmplan.memory.calls import Call
+from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
+from symmplan.memory.segment import locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from symmplan.memory.segment import Rendezvous, Segment
 
 __all__ = ["ONE_SHOT_BYTES"]
 
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
 
-_LIBRARY = torch.library.Library("symmplan", "FRAGMENT")
-
-
-class _Call:
-    """One call of an op: which rendezvous it runs on, and how it fails.
-
-    Args:
-        op: Its name.
-        tensor: The tensor whose segment the ranks meet on.
-        where: The argument that ``tensor`` is.
-        group_name: Torch's or the plan's name of the group.
-    """
-
-    def __init__(self, op: str, tensor: torch.Tensor, where: str, group_name: str) -> None:
-        self.op = op
-        self.group_name = group_name
-        found = locate(tensor)
-        if found is None:
-            raise NotSymmetricError(
-                f"symmplan::{op}: {where!r} of shape {tuple(tensor.shape)} lies in no live segment",
-                expected=f"{where!r} in symmetric memory",
-                got=f"ordinary memory at {tensor.data_ptr():#x}",
-                fix="let the plan place it, or keep its arena until nothing uses it any more",
-                group=group_name,
-                op=f"symmplan::{op}",
-                buffer=where,
-            )
-        self.segment: Segment = found[0]
-        self.offset: int = found[1]
-        self.rendezvous: Rendezvous = self.segment.meeting(group_name)
-        self.rank = self.rendezvous.group.rank
-        self.size = self.rendezvous.group.size
-        self.peers = self.rendezvous.peers
-        self.check_inside(tensor, where, self.offset)
-
-    def running(self, kind: str, free: Sequence[int] = (), **words: int) -> _Running:
-        """Handshake, run the body, release. If the body fails, nobody may use the arena again."""
-        return _Running(self, note(self.op, kind, **words), free)
-
-    def fail(self, what: str, *, expected: object = None, got: object = None, fix: str) -> NoReturn:
-        """Raise, and let the peers' matching call raise too instead of waiting."""
-        self.rendezvous.refuse(REFUSED)
-        raise RunError(
-            f"symmplan::{self.op}: {what}",
-            expected=expected,
-            got=got,
-            fix=fix,
-            group=self.group_name,
-            rank=self.rank,
-            op=f"symmplan::{self.op}",
-            segment=self.segment.spec.name,
-        )
-
-    def parts(self, offset: int, low: int, high: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Bytes ``[low, high)`` of the tensor at ``offset`` on every rank, typed as ``like``."""
-        return [peer[offset + low : offset + high].view(like.dtype) for peer in self.peers]
-
-    def check_inside(self, tensor: torch.Tensor, where: str, offset: int) -> None:
-        if not tensor.is_contiguous():
-            self.fail(
-                f"{where!r} of shape {tuple(tensor.shape)} is not contiguous",
-                expected="a contiguous tensor",
-                got=f"strides {tuple(tensor.stride())}",
-                fix="give symmetric tensors contiguous",
-            )
-        end = offset + tensor.numel() * tensor.element_size()
-        if end > self.segment.nbytes:
-            self.fail(
-                f"{where!r} leaves segment {self.segment.spec.name!r}",
-                expected=f"bytes up to {self.segment.nbytes}",
-                got=f"[{offset}, {end})",
-                fix="give a tensor that lies in one segment",
-            )
-
-    def check_group_size(self, group_size: int) -> None:
-        if group_size != self.size:
-            self.fail(
-                "group_size is wrong",
-                expected=f"{self.size} ranks in group {self.group_name!r}",
-                got=group_size,
-                fix="pass the size of the group",
-            )
-
-    def check_types(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        if left.device != right.device:
-            self.fail(
-                "'input' and 'out' lie on different devices",
-                expected=left.device,
-                got=right.device,
-                fix="move one to the device of the other",
-            )
-        if left.dtype != right.dtype:
-            self.fail(
-                "'input' and 'out' differ in type",
-                expected=left.dtype,
-                got=right.dtype,
-                fix="give both the same type",
-            )
-
-    def check_numel(self, out: torch.Tensor, wanted: int, because: str) -> None:
-        if out.numel() != wanted:
-            self.fail(
-                f"'out' has the wrong size ({because})",
-                expected=f"{wanted} elements",
-                got=f"{out.numel()} elements, shape {tuple(out.shape)}",
-                fix="give an 'out' of the right size",
-            )
-
-    def check_reduction(self, reduce_op: str, dtype: torch.dtype) -> str:
-        name = reduce_op.lower()
-        if name not in REDUCTIONS:
-            self.fail(
-                f"unknown reduction {reduce_op!r}",
-                expected=f"one of {', '.join(REDUCTIONS)}",
-                got=repr(reduce_op),
-                fix="choose one of these",
-            )
-        inexact = dtype.is_floating_point or dtype.is_complex
-        if (name in {"band", "bor", "bxor"} and inexact) or (
-            dtype.is_complex and name in {"max", "min"}
-        ):
-            self.fail(
-                f"reduction {name!r} is not defined for {dtype}",
-                fix="choose another reduction or convert the tensor",
-            )
-        return name
-
-    def apart(self, input: torch.Tensor, start: int, out: torch.Tensor, allowed: int) -> None:
-        """Check that ``input`` is the bytes ``allowed`` after ``start``, or does not touch them."""
-        begin = input.data_ptr()
-        if not begin or not out.data_ptr():  # empty
-            return
-        end = begin + input.numel() * input.element_size()
-        low, high = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
-        if begin < high and low < end and begin != start + allowed:
-            self.fail(
-                "'input' and 'out' overlap",
-                expected="none in common, or one exactly this rank's part of the other",
-                got=f"input [{begin - low:+d}, {end - low:+d}) against out [0, {high - low})",
-                fix="give tensors that do not overlap",
-            )
-
-
-class _Running:
-    """What `_Call.running` gives; a class because a generator would cost more than a barrier."""
-
-    def __init__(self, call: _Call, text: bytes, free: Sequence[int]) -> None:
-        self._call = call
-        self._text = text
-        self._free = free
-
-    def __enter__(self) -> None:
-        self._call.rendezvous.enter(self._text, self._free)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._call.segment.health.break_(error)
-        else:
-            self._call.rendezvous.leave()
+_LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
 
 
 def all_gather_out(
@@ -217,7 +59,7 @@ def all_gather_out(
 
     Collective: yes.
     """
-    call = _Call("all_gather_out", out, "out", group_name)
+    call = Call("all_gather_out", out, "out", group_name)
     call.check_group_size(group_size)
     call.check_types(input, out)
     call.check_numel(out, input.numel() * call.size, f"{call.size} ranks x {input.numel()}")
@@ -251,7 +93,7 @@ def reduce_scatter_out(
 
     Collective: yes.
     """
-    call = _Call("reduce_scatter_out", input, "input", group_name)
+    call = Call("reduce_scatter_out", input, "input", group_name)
     call.check_group_size(group_size)
     call.check_types(input, out)
     if input.numel() % call.size:
@@ -292,7 +134,7 @@ def all_reduce_out(
 
     Collective: yes.
     """
-    call = _Call("all_reduce_out", input, "input", group_name)
+    call = Call("all_reduce_out", input, "input", group_name)
     call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     reduction = call.check_reduction(reduce_op, input.dtype)
@@ -353,7 +195,7 @@ def all_to_all_single_out(
 
     Collective: yes.
     """
-    call = _Call("all_to_all_single_out", out, "out", group_name)
+    call = Call("all_to_all_single_out", out, "out", group_name)
     call.check_types(input, out)
     sends = _splits(call, input, input_split_sizes, "input")
     receives = _splits(call, out, output_split_sizes, "out")
@@ -412,7 +254,7 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
 
     Collective: yes.
     """
-    call = _Call("broadcast_out", out, "out", group_name)
+    call = Call("broadcast_out", out, "out", group_name)
     call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     if not 0 <= src < call.size:
@@ -450,7 +292,7 @@ def barrier_(segment: torch.Tensor, group_name: str) -> None:
     """
     found = locate(segment)
     if found is None:
-        _Call("barrier_", segment, "segment", group_name)
+        Call("barrier_", segment, "segment", group_name)
         return
     found[0].barrier(group_name)
 
@@ -476,7 +318,7 @@ def _row_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() // rows * tensor.element_size() if rows else 0
 
 
-def _splits(call: _Call, tensor: torch.Tensor, sizes: Sequence[int], where: str) -> list[int]:
+def _splits(call: Call, tensor: torch.Tensor, sizes: Sequence[int], where: str) -> list[int]:
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
         if rows % call.size:
@@ -514,29 +356,26 @@ def _fake(*args: object, **kwargs: object) -> None:
     """They change ``out`` in place and return nothing: no shape to compute."""
 
 
-for _schema, _implementation in (
-    (
-        "all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> ()",
-        all_gather_out,
-    ),
-    (
-        "reduce_scatter_out(Tensor input, str reduce_op, int group_size, str group_name, *, "
-        "Tensor(a!) out) -> ()",
-        reduce_scatter_out,
-    ),
-    (
-        "all_reduce_out(Tensor input, str reduce_op, str group_name, *, Tensor(a!) out) -> ()",
-        all_reduce_out,
-    ),
-    (
-        "all_to_all_single_out(Tensor input, SymInt[] output_split_sizes, "
-        "SymInt[] input_split_sizes, str group_name, *, Tensor(a!) out) -> ()",
-        all_to_all_single_out,
-    ),
-    (
-        "broadcast_out(Tensor input, int src, str group_name, *, Tensor(a!) out) -> ()",
-        broadcast_out,
-    ),
-    ("barrier_(Tensor(a!) segment, str group_name) -> ()", barrier_),
-):
-    _register(_schema, _implementation)
+_register(
+    "all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> ()",
+    all_gather_out,
+)
+_register(
+    "reduce_scatter_out(Tensor input, str reduce_op, int group_size, str group_name, *, "
+    "Tensor(a!) out) -> ()",
+    reduce_scatter_out,
+)
+_register(
+    "all_reduce_out(Tensor input, str reduce_op, str group_name, *, Tensor(a!) out) -> ()",
+    all_reduce_out,
+)
+_register(
+    "all_to_all_single_out(Tensor input, SymInt[] output_split_sizes, "
+    "SymInt[] input_split_sizes, str group_name, *, Tensor(a!) out) -> ()",
+    all_to_all_single_out,
+)
+_register(
+    "broadcast_out(Tensor input, int src, str group_name, *, Tensor(a!) out) -> ()",
+    broadcast_out,
+)
+_register("barrier_(Tensor(a!) segment, str group_name) -> ()", barrier_)

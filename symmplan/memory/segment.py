@@ -19,7 +19,7 @@ from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.memory.groups import Group, group_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -54,13 +54,19 @@ class Rendezvous:
 
     Attributes:
         group: The group.
-        peers: Each rank's bytes of the segment, one-dimensional uint8, in the order of ranks; this
-            rank's own among them.
     """
 
     def __init__(self, group: Group, peers: tuple[torch.Tensor, ...]) -> None:
         self.group = group
-        self.peers = peers
+        self._peers = peers
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        """Each rank's bytes of the segment, one-dimensional uint8, in the order of ranks.
+
+        This rank's own are among them.
+        """
+        return self._peers
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank of the group is here.
@@ -73,7 +79,7 @@ class Rendezvous:
         """
         raise NotImplementedError
 
-    def enter(self, call: bytes, free: tuple[int, ...] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
         """Like `barrier`, and compare ``call`` with what the peers say that they run."""
         raise NotImplementedError
 
@@ -90,7 +96,7 @@ class Rendezvous:
 
     def release(self) -> None:
         """Let go of the peers' memory."""
-        self.peers = ()
+        self._peers = ()
 
 
 class Segment:
@@ -222,13 +228,13 @@ class Segment:
         if self._tensor is None:
             return
         _LIVE.remove(self)
+        if self._on_release is not None:  # first: it may have to wait for work on the memory
+            self._on_release()
+            self._on_release = None
         self._tensor = None
         for rendezvous in {id(r): r for r in self.rendezvous.values()}.values():
             rendezvous.release()
         self.rendezvous.clear()
-        if self._on_release is not None:
-            self._on_release()
-            self._on_release = None
 
 
 class _Live:
@@ -268,7 +274,7 @@ def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     address = tensor.data_ptr()
     if not address:  # an empty tensor has no address of its own
         address = tensor.untyped_storage().data_ptr()
-        address += tensor.storage_offset() * tensor.element_size()
+        address += int(tensor.storage_offset()) * tensor.element_size()
     return _LIVE.find(address)
 
 

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from symmplan.errors import BackendError, PeerLostError
 from symmplan.memory.control import ControlArea, Meeting, control_nbytes, part_starts
@@ -86,12 +86,7 @@ class _Offer:
                 start=int(data["start"]),
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise BackendError(
-                f"rank {rank} sent something that is no offer of shared memory",
-                fix="run the same version of symmplan on every rank",
-                group=group.name,
-                rank=group.rank,
-            ) from error
+            raise _not_ours(group, f"rank {rank}") from error
 
 
 class ShmRendezvous(Rendezvous):
@@ -102,18 +97,23 @@ class ShmRendezvous(Rendezvous):
         self._meeting = meeting
 
     def barrier(self, timeout: float | None = None) -> None:
+        """See `Meeting.barrier`."""
         self._meeting.barrier(timeout)
 
     def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        """See `Meeting.enter`."""
         self._meeting.enter(call, free)
 
     def refuse(self, call: bytes) -> None:
+        """See `Meeting.refuse`."""
         self._meeting.refuse(call)
 
     def free_words(self) -> list[list[int]]:
+        """See `Meeting.free_words`."""
         return self._meeting.free_words()
 
     def release(self) -> None:
+        """Let go of the peers' memory."""
         super().release()
         self._meeting.close()
 
@@ -223,31 +223,34 @@ class ShmBackend:
         """Peers may not open descriptors: use names for a moment. See [Note: nameless files]."""
         name = unguessable_name()
         texts = exchange.round(f"{phase} names", name.encode(), groups=[group.name])[group.name]
-        named = [
-            SharedFile(**{**asdict(offer.file), "name": text.decode("ascii", "replace")})
-            for offer, text in zip(offers, texts, strict=True)
-        ]
+        try:
+            names = [text.decode("ascii") for text in texts]
+            named = [evolve(o.file, name=n) for o, n in zip(offers, names, strict=True)]
+        except ValueError as error:
+            raise _not_ours(group, "a peer") from error
         try:
             assert own.fd is not None
             publish(own.fd, name)
             exchange.round(f"{phase} published", b"", groups=[group.name])
             for rank, (offer, file) in enumerate(zip(offers, named, strict=True)):
-                try:
-                    self._map(own, _Offer(file, offer.process, 0, 0), group, rank)
-                except OSError as error:
-                    raise BackendError(
-                        f"cannot open the shared memory of rank {rank}: {error.strerror}",
-                        expected="one /dev/shm, or one pid namespace, for all ranks",
-                        fix="run the ranks in one container, as one user",
-                        group=group.name,
-                        rank=group.rank,
-                    ) from error
+                self._map_named(own, evolve(offer, file=file), group, rank)
             exchange.round(f"{phase} mapped by name", b"", groups=[group.name])
-        except BaseException:
-            for file in named:  # the owner may be what failed
+        finally:
+            # All names, not only this rank's: the owner may be what ended.
+            for file in named:
                 remove(file.name)
-            raise
-        remove(name)
+
+    def _map_named(self, own: _Own, offer: _Offer, group: Group, rank: int) -> None:
+        try:
+            self._map(own, offer, group, rank)
+        except OSError as error:
+            raise BackendError(
+                f"cannot open the shared memory of rank {rank}: {error.strerror}",
+                expected="one /dev/shm, or one pid namespace, for all ranks",
+                fix="run the ranks in one container, as one user",
+                group=group.name,
+                rank=group.rank,
+            ) from error
 
     def _meet(self, segment: Segment, own: _Own, offers: list[_Offer], group: Group) -> None:
         peers = []
@@ -271,6 +274,15 @@ class ShmBackend:
             on_failure=segment.health.break_,
         )
         segment.add_rendezvous(ShmRendezvous(group, tuple(peers), meeting))
+
+
+def _not_ours(group: Group, who: str) -> BackendError:
+    return BackendError(
+        f"{who} sent something that is no offer of shared memory",
+        fix="run the same version of symmplan on every rank",
+        group=group.name,
+        rank=group.rank,
+    )
 
 
 def _data_nbytes(nbytes: int) -> int:

@@ -7,7 +7,8 @@
     and however that ends. Only where peers may not open each other's descriptors (another pid
     namespace, a hardened /proc) the file gets a name after all, for a moment: an unguessable one,
     announced to all ranks before it exists so that survivors of a crash can remove it, and removed
-    as soon as every rank has mapped the file.
+    as soon as every rank has mapped the file, by whoever gets there first. Only if all ranks end
+    within those milliseconds a name is left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import mmap
 import os
 import secrets
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -146,7 +148,7 @@ def publish(fd: int, name: str) -> None:
 def remove(name: str) -> None:
     """Remove a name if it is there."""
     with contextlib.suppress(OSError):
-        os.unlink(f"{DIRECTORY}/{name}")
+        Path(DIRECTORY, name).unlink()
 
 
 def open_peer(file: SharedFile) -> int:
@@ -167,37 +169,33 @@ def open_peer(file: SharedFile) -> int:
     # O_NONBLOCK: whatever else lies there (a pipe, a device) must not hold this process up.
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
-        info = os.fstat(fd)
-        found = {
-            "kind": "regular" if stat.S_ISREG(info.st_mode) else "not regular",
-            "device": info.st_dev,
-            "inode": info.st_ino,
-            "bytes": info.st_size,
-            "user": info.st_uid,
-            "mode": oct(stat.S_IMODE(info.st_mode)),
-        }
-        wanted = {
-            "kind": "regular",
-            "device": file.device,
-            "inode": file.inode,
-            "bytes": file.nbytes,
-            "user": os.geteuid(),
-            "mode": oct(_MODE),
-        }
-        for key, value in wanted.items():
-            if found[key] != value:
-                raise BackendError(
-                    f"{path} is not the peer's shared memory: its {key} differs",
-                    expected=value,
-                    got=found[key],
-                    fix="run the ranks as one user in one mount of /dev/shm",
-                    path=path,
-                    key=key,
-                )
+        _check_opened(fd, path, file)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _check_opened(fd: int, path: str, file: SharedFile) -> None:
+    info = os.fstat(fd)
+    checks = {
+        "kind": ("regular" if stat.S_ISREG(info.st_mode) else "not regular", "regular"),
+        "device": (info.st_dev, file.device),
+        "inode": (info.st_ino, file.inode),
+        "bytes": (info.st_size, file.nbytes),
+        "user": (info.st_uid, os.geteuid()),
+        "mode": (oct(stat.S_IMODE(info.st_mode)), oct(_MODE)),
+    }
+    for key, (found, wanted) in checks.items():
+        if found != wanted:
+            raise BackendError(
+                f"{path} is not the peer's shared memory: its {key} differs",
+                expected=wanted,
+                got=found,
+                fix="run the ranks as one user in one mount of /dev/shm",
+                path=path,
+                key=key,
+            )
 
 
 def map_file(fd: int, nbytes: int) -> mmap.mmap:

@@ -66,7 +66,6 @@ class TorchRendezvous(Rendezvous):
         self.handle = handle
         self._own: torch.Tensor | None = own
         self._timeout = timeout
-        self._views: tuple[torch.Tensor, ...] | None = None
 
     @property
     def peers(self) -> tuple[torch.Tensor, ...]:
@@ -76,12 +75,10 @@ class TorchRendezvous(Rendezvous):
             BackendError: This device cannot address a peer's memory (another host, no peer
                 access, or an NCCL that is too old to hand out pointers).
         """
-        if self._views is None:
-            own = self._own
-            if own is None:
-                return ()
+        own = self._own
+        if not self._peers and own is not None:
             try:
-                self._views = tuple(
+                self._peers = tuple(
                     own
                     if rank == self.group.rank
                     else self.handle.get_buffer(rank, (own.numel(),), torch.uint8, 0)
@@ -94,11 +91,7 @@ class TorchRendezvous(Rendezvous):
                     group=self.group.name,
                     rank=self.group.rank,
                 ) from error
-        return self._views
-
-    @peers.setter
-    def peers(self, views: tuple[torch.Tensor, ...]) -> None:
-        self._views = views or None
+        return self._peers
 
     def barrier(self, timeout: float | None = None) -> None:
         """A barrier in the order of the current stream; the host does not wait."""
@@ -118,6 +111,7 @@ class TorchRendezvous(Rendezvous):
         self.barrier()
 
     def release(self) -> None:
+        """Let go of the handle and of the peers' memory."""
         super().release()
         self.handle = None
         self._own = None
@@ -251,6 +245,7 @@ class TorchSymmBackend:
 def _select(memory: str, device: torch.device) -> None:
     """Make ``memory`` torch's allocator, if it is not already."""
     wanted = memory.upper()
+    current = None
     try:
         current = _compat.symm_mem_backend(device)
         if current == wanted:
@@ -260,16 +255,15 @@ def _select(memory: str, device: torch.device) -> None:
         raise BackendError(
             f"memory={memory!r}: torch cannot use its {wanted} allocator: {_first_line(error)}",
             expected=f"{wanted}, chosen before any other symmetric memory was used",
-            got=f"{current} in use" if "current" in locals() else "no symmetric memory",
+            got=f"{current}",
             fix="use one kind of symmetric memory in a process, or a torch built with this one",
             memory=memory,
         ) from error
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
+    index: int | None = device.index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _first_line(error: BaseException) -> str:

@@ -53,6 +53,7 @@ class Order:
         after: [runs, chains] place of the first operation of each chain that happens after the
             run's last; one more than the chain's length if there is none.
         members: Per chain, its operations in order.
+        links: Pairs (earlier, later) of runs that the edges and streams join, sorted by the later.
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,7 @@ class Order:
     before: NDArray[np.int32]
     after: NDArray[np.int32]
     members: tuple[Ints, ...]
+    links: Ints
 
     @property
     def chains(self) -> int:
@@ -163,6 +165,7 @@ def _build(problem: Problem) -> Order:
         before=before,
         after=after,
         members=tuple(np.flatnonzero(chain == c) for c in range(chains)),
+        links=links,
     )
 
 

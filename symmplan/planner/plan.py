@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from symmplan.errors import CapacityError, PlanningError
 from symmplan.model import Bound, Placement, Plan, SegmentSpec
 from symmplan.planner.barriers import barriers_of
+from symmplan.planner.interference import conflicts_of
 from symmplan.planner.items import items_of
 from symmplan.planner.packing.bound import heaviest_moment
 from symmplan.planner.packing.solve import pack
@@ -106,7 +107,29 @@ def _families(problem: Problem, items: Items, rules: Rules, effort: str) -> list
 def _solve(items: Items, rules: Rules, groups: tuple[int, ...], effort: str) -> _Family:
     which = np.flatnonzero(np.isin(items.group, groups))
     tasks = tuple(task_of(items, part) for part in rules.assign(which))
+    for task in tasks:
+        _check_pins(items, task)
     return _Family(groups, tasks, tuple(pack(t, effort=effort) for t in tasks))
+
+
+def _check_pins(items: Items, task: Task) -> None:
+    """Pinned items that conflict must not overlap; nothing could mend that."""
+    pinned = task.take(np.flatnonzero(task.pin >= 0))
+    if len(pinned) < 2:
+        return
+    a, b = conflicts_of(pinned.start, pinned.stop, pinned.entry, pinned.last).pairs()
+    low = np.maximum(pinned.pin[a], pinned.pin[b])
+    high = np.minimum(pinned.pin[a] + pinned.size[a], pinned.pin[b] + pinned.size[b])
+    for k in np.flatnonzero(low < high)[:1].tolist():
+        names = tuple(sorted(items.members[pinned.items[i]][0] for i in (a[k], b[k])))
+        raise PlanningError(
+            f"buffers {names[0]!r} and {names[1]!r} are pinned to common bytes "
+            f"[{low[k] * task.unit}, {high[k] * task.unit}) and may be live together",
+            expected="disjoint pins, or an order between their operations",
+            got=f"pins at {pinned.pin[a[k]] * task.unit} and {pinned.pin[b[k]] * task.unit}",
+            fix="move or remove one of the pins, or keep the two apart",
+            buffers=names,
+        )
 
 
 def _assemble(
@@ -142,7 +165,7 @@ def _assemble(
         problem=problem,
         segments=tuple(segments),
         placements=placements,
-        barriers=barriers_of(problem, placements),
+        barriers=barriers_of(problem, items, placements),
         effort=effort,
         bounds=tuple(bounds),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from symmplan.cli.demo.compare import relative
 from symmplan.memory import Arena, realize
-from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.model import Problem
 from symmplan.planner import plan as make_plan
 
 if TYPE_CHECKING:
@@ -98,13 +98,7 @@ def time_collectives(plan: Plan, group: str, *, timeout: float) -> dict[str, Any
 def _arena(counts: Counter[Call], timeout: float) -> Arena:
     """Memory for the largest call: its larger side, and its smaller one."""
     whole = max((call.nbytes for call in counts), default=256)
-    problem = Problem(
-        buffers=(Buffer("whole", whole), Buffer("part", whole)),
-        operations=(Operation("calls"),),
-        accesses=tuple(
-            Access("calls", name, write=True, remote=True) for name in ("whole", "part")
-        ),
-    )
+    problem = Problem.from_intervals([("whole", 0, 1, whole), ("part", 0, 1, whole)])
     return realize(make_plan(problem), memory="shm", timeout=timeout)
 
 

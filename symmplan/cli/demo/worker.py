@@ -43,7 +43,7 @@ class Reporter:
         else:  # a foreign message often needs its class to be understood
             text, expected, got, fix = f"{type(cause).__name__}: {cause}", None, None, None
         self._send(
-            error=text.partition("\n")[0],
+            error=text.strip().partition("\n")[0],
             expected=None if expected is None else str(expected),
             got=None if got is None else str(got),
             fix=fix,
@@ -56,7 +56,10 @@ class Reporter:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The error of ours behind ``error``, if there is one: torch.compile wraps what it meets."""
+    """The error behind ``error`` that says most: torch.compile wraps what it meets.
+
+    That is one of ours, or else the innermost that was wrapped.
+    """
     seen: list[BaseException] = []
     this: BaseException | None = error
     while this is not None and this not in seen:
@@ -64,6 +67,8 @@ def _root(error: BaseException) -> BaseException:
             return this
         seen.append(this)
         this = getattr(this, "inner_exception", None) or this.__cause__ or this.__context__
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
     return error
 
 

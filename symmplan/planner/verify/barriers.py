@@ -50,12 +50,20 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
             for op, remote in touches[a]:
                 for other, other_remote in touches[b]:
                     if remote:
-                        needs.setdefault(users[a].group, set()).add((op, other, a, b))
+                        _need(needs, users[a].group, (op, other, a, b), clocks)
                     if other_remote:
-                        needs.setdefault(users[b].group, set()).add((op, other, a, b))
+                        _need(needs, users[b].group, (op, other, a, b), clocks)
     for group in sorted(within.keys() | across.keys()):
         _check_within(group, sorted(within.get(group, ())), users, barred, clocks)
         _check_across(group, sorted(across.get(group, ())), users, barred, clocks)
+
+
+def _need(needs: dict[str, set[Need]], group: str, need: Need, clocks: Clocks) -> None:
+    """Note what is not settled by the two operations themselves."""
+    earlier, later = clocks.operations[need[0]], clocks.operations[need[1]]
+    if (earlier.group == group and earlier.release) or (later.group == group and later.handshake):
+        return
+    needs.setdefault(group, set()).add(need)
 
 
 def _barred(plan: Plan, clocks: Clocks) -> set[tuple[int, str]]:

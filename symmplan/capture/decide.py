@@ -1,0 +1,306 @@
+"""Decide of each declared tensor how it gets into symmetric memory: its *site*.
+
+argument, made in the graph by an op that can write     bind   produced in its placement
+argument, made by a declared op, or a view of a bound    bind   used where it lies
+argument from outside, or that leaves the graph, ...     stage  copied in before the op
+result                                                   bind   written there by the op
+result that leaves the graph                             stage  copied out after the op
+no size, empty, symbolic                                 none   `Unplanned`, with the reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from attrs import define, evolve, field
+from torch import fx
+
+from symmplan.capture.graphs import argument_nodes, is_wait, overload_of, target_name
+from symmplan.capture.producers import Write
+from symmplan.capture.sites import Home, Site
+from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
+from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
+from symmplan.registry import bind_arguments, resolve_group_name
+
+__all__ = ["Decider", "Request", "element_where", "requests_of"]
+
+
+def element_where(where: str, path: tuple[int, ...]) -> str:
+    return ".".join([where, *map(str, path)])
+
+
+def _static_nbytes(fake: Any) -> int | None:
+    """Bytes of the tensor's storage, or None while they are symbolic."""
+    nbytes = fake.untyped_storage().nbytes()
+    return nbytes if isinstance(nbytes, int) else None
+
+
+def _is_static(fake: Any) -> bool:
+    numbers = [*fake.shape, *fake.stride(), fake.storage_offset()]
+    return all(isinstance(n, int) for n in numbers) and _static_nbytes(fake) is not None
+
+
+@define(eq=False)
+class Request:
+    """A requirement, matched with the tensor it is about."""
+
+    node: fx.Node
+    spec: OpSpec
+    group: str
+    requirement: Requirement
+    where: str
+    kind: Literal["argument", "result"]
+    value: Value
+    writes: bool
+
+
+def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterable[Request]:
+    """The requirements of one op, each matched with the tensors it is about."""
+    overload = overload_of(node.target)
+    assert overload is not None
+    bound = bind_arguments(overload, node.args, node.kwargs)
+    group = resolve_group_name(spec, overload, node.args, node.kwargs)
+    mutated = {
+        a.name
+        for a in overload._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    }
+    for requirement in spec.requirements:
+        head, _, rest = requirement.where.partition(".")
+        common = (node, spec, group, requirement)
+        if head == "return":
+            index = (int(rest),) if rest else ()
+            several = len(overload._schema.returns) > 1
+            for path, _ in tensor_leaves(values.fakes.get(node)):
+                if index and (path[:1] if several else path[: len(index)]) != index:
+                    continue
+                where = element_where("return", path)
+                yield Request(*common, where, "result", (node, path), writes=True)
+            continue
+        for path, source in argument_nodes(bound.get(head)):
+            for value_path, _ in tensor_leaves(values.fakes.get(source)):
+                where = element_where(head, (*path, *value_path))
+                value = (source, value_path)
+                yield Request(*common, where, "argument", value, writes=head in mutated)
+
+
+@define(eq=False)
+class Decider:
+    """Decides request by request; all results before all arguments, in graph order.
+
+    Attributes:
+        prefix: What buffer names start with.
+        order: ``{node: its position}``.
+        values: The graph's tensors.
+        classes: ``{representative: all values of its storage}``.
+        escaping: Representatives of the storages that leave the graph.
+        waits: ``{asynchronous node: {path of a result: its wait}}``.
+        producer: Says how a node can write into memory it is given, or None.
+        skip: Gives the reason why a requirement is not to be met, or None.
+    """
+
+    prefix: str
+    order: dict[fx.Node, int]
+    values: Values
+    classes: dict[Value, list[Value]]
+    escaping: set[Value]
+    waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
+    producer: Callable[[fx.Node], Write | None]
+    skip: Callable[[OpSpec, Requirement], str | None]
+
+    homes: dict[Value, Home] = field(init=False, factory=dict)
+    buffers: dict[str, Buffer] = field(init=False, factory=dict)
+    sites: list[Site] = field(init=False, factory=list)
+    unplanned: list[Unplanned] = field(init=False, factory=list)
+
+    def _leave_out(self, request: Request, reason: str) -> None:
+        fake = self.values.tensors[request.value]
+        nbytes = _static_nbytes(fake) if _is_static(fake) else None
+        name = f"{self.prefix}{request.value[0].name}"
+        self.unplanned.append(Unplanned(name, request.spec.op, request.where, reason, nbytes))
+        self._site(request, None, None, reason)
+
+    def _site(
+        self,
+        request: Request,
+        how: Literal["bind", "stage"] | None,
+        buffer: str | None,
+        reason: str = "",
+    ) -> None:
+        self.sites.append(
+            Site(
+                node=request.node,
+                where=request.where,
+                kind=request.kind,
+                how=how,
+                buffer=buffer,
+                reason=reason,
+                source=request.value[0],
+                path=request.value[1],
+                writes=request.writes,
+            )
+        )
+
+    def _unplaceable(self, request: Request) -> str | None:
+        reason = self.skip(request.spec, request.requirement)
+        if reason is not None:
+            return reason
+        fake = self.values.tensors[request.value]
+        if type(fake).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
+            return f"is a {type(fake).__name__}, not a plain tensor"
+        if fake.layout is not torch.strided:
+            return f"has layout {fake.layout}"
+        if not _is_static(fake):
+            return f"its size {tuple(fake.shape)} is symbolic; mark it static to plan it"
+        if fake.numel() == 0:
+            return "it has no elements"
+        return None
+
+    def _buffer(self, request: Request, name: str, value: Value, *, whole: bool) -> Buffer:
+        fake = self.values.tensors[value]
+        nbytes = _static_nbytes(fake) if whole else fake.numel() * fake.element_size()
+        assert nbytes is not None
+        buffer = Buffer(
+            name=self.prefix + name,
+            nbytes=nbytes,
+            group=request.group,
+            align=request.requirement.align,
+            signal_pad=request.requirement.signal_pad,
+            op=request.spec.op,
+            where=request.where,
+            dtype=str(fake.dtype).removeprefix("torch."),
+            shape=tuple(fake.shape),
+        )
+        self.buffers[buffer.name] = buffer
+        return buffer
+
+    def result(self, request: Request) -> None:
+        """Decide a declared result."""
+        reason = self._unplaceable(request)
+        if reason is not None:
+            self._leave_out(request, reason)
+            return
+        value = request.value
+        root = self.values.find(value)
+        origin = self._origin(root)
+        if origin != value:
+            return  # an in-place op returns its argument, whose own site speaks for it
+        name = element_where(value[0].name, value[1])
+        ends = self.waits.get(value[0])
+        if root in self.escaping and ends is not None and value[1] not in ends:
+            self._leave_out(request, "it leaves the graph before anybody waits for it")
+            return
+        if root in self.escaping:
+            buffer = self._buffer(request, f"{name}:result", value, whole=True)
+            self._site(request, "stage", buffer.name, "it leaves the graph")
+            return
+        if self._untraceable(root):
+            buffer = self._buffer(request, f"{name}:result", value, whole=True)
+            self._site(request, "stage", buffer.name, "its aliases cannot be followed")
+            return
+        buffer = self._buffer(request, name, value, whole=True)
+        self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
+        self._site(request, "bind", buffer.name)
+
+    def argument(self, request: Request) -> None:
+        """Decide a declared argument."""
+        reason = self._unplaceable(request)
+        if reason is not None:
+            self._leave_out(request, reason)
+            return
+        root = self.values.find(request.value)
+        home = self.homes.get(root)
+        reason = self._why_stage(request, root, home)
+        if reason is None and home is None:
+            origin = self._origin(root)
+            write = self.producer(origin[0])
+            assert write is not None
+            name = element_where(origin[0].name, origin[1])
+            buffer = self._buffer(request, name, origin, whole=True)
+            home = self.homes[root] = Home(buffer.name, origin[0], origin[1], write)
+        if reason is None:
+            assert home is not None
+            self._widen(home.buffer, request.requirement)
+            self._site(request, "bind", home.buffer)
+            return
+        if request.writes and not self._is_last_alias(request, root):
+            self._leave_out(request, "the op writes it, and other views of it are used later")
+            return
+        name = f"{request.node.name}.{request.where}"
+        buffer = self._buffer(request, name, request.value, whole=False)
+        self._site(request, "stage", buffer.name, reason)
+
+    def _widen(self, name: str, requirement: Requirement) -> None:
+        """One storage, several requirements: the strictest holds."""
+        have = self.buffers[name]
+        self.buffers[name] = evolve(
+            have,
+            align=max(have.align, requirement.align),
+            signal_pad=have.signal_pad or requirement.signal_pad,
+        )
+
+    def _why_stage(self, request: Request, root: Value, home: Home | None) -> str | None:
+        """Why the argument cannot simply lie in its placement, or None if it can."""
+        fake = self.values.tensors[request.value]
+        if not fake.is_contiguous():
+            return "it is not contiguous"
+        itemsize = fake.element_size()
+        if (fake.storage_offset() * itemsize) % request.requirement.align:
+            return f"its view starts off the alignment of {request.requirement.align} bytes"
+        if home is not None:
+            if self.buffers[home.buffer].group != request.group:
+                return f"its storage is symmetric over group {self.buffers[home.buffer].group}"
+            return None
+        origin = self._origin(root)
+        if origin[0].op != "call_function":
+            return "it comes from outside the graph"
+        if root in self.escaping:
+            return "its storage leaves the graph"
+        if self._untraceable(root):
+            return "its aliases cannot be followed"
+        if self.producer(origin[0]) is None:
+            return f"its producer {target_name(origin[0])} cannot write into given memory"
+        made = self.values.tensors[origin]
+        dense = made.numel() * made.element_size() == _static_nbytes(made)
+        if not dense or made.storage_offset() != 0 or not _is_static(made):
+            return "its producer's result is not dense"
+        return None
+
+    def _is_last_alias(self, request: Request, root: Value) -> bool:
+        """Whether nobody looks at a written storage through another view after the op.
+
+        Such views of an input see the bytes that are copied back; those of a tensor that the graph
+        made would not, because its readers are given the copy instead.
+        """
+        if self._origin(root)[0].op != "call_function":
+            return True
+        after = self.order[request.node]
+        results = set(self.values.of_node(request.node))
+        return not any(
+            self.order[user] > after
+            for value in self.classes[root]
+            if value != request.value and value not in results and not is_wait(value[0])
+            for user in value[0].users
+        )
+
+    def _origin(self, root: Value) -> Value:
+        """The first value of a storage class, in graph order."""
+        return min(self.classes[root], key=lambda v: (self.order[v[0]], v[1]))
+
+    def _untraceable(self, root: Value) -> bool:
+        """Whether a class joins values of which more than one could be the storage's maker."""
+        origin = self._origin(root)
+        for value in self.classes[root]:
+            node = value[0]
+            if value == origin or is_pure_view(node):
+                continue
+            overload = overload_of(node.target) if node.op == "call_function" else None
+            if overload is None or not any(
+                r.alias_info is not None for r in overload._schema.returns
+            ):
+                return True
+            if overload.is_view and not overload._schema.is_mutable:
+                continue
+        return False

@@ -1,0 +1,85 @@
+"""What capture decides of each declared tensor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+from torch import fx
+
+from symmplan.capture.producers import Write
+from symmplan.capture.values import Values
+from symmplan.model import OpSpec, Problem
+
+__all__ = ["Captured", "Home", "Site"]
+
+
+@frozen(eq=False)
+class Site:
+    """One declared tensor of one declared op, and how it gets into symmetric memory.
+
+    Attributes:
+        node: The declared op's node.
+        where: ``"input"``, ``"inputs.0"``, ``"return"``, ``"return.1"``, ...
+        kind: Whether it is an argument or a result.
+        how: ``"bind"`` (no copy), ``"stage"`` (copied), or None (left out).
+        buffer: Name of its buffer, or None if it was left out.
+        reason: Why it is staged or left out.
+        source: The node that holds the value (of an argument), or the op's node (of a result).
+        path: Where the value sits in the result of ``source``.
+        writes: Whether the op writes it (arguments only).
+    """
+
+    node: fx.Node
+    where: str
+    kind: Literal["argument", "result"]
+    how: Literal["bind", "stage"] | None
+    buffer: str | None
+    reason: str = ""
+    source: fx.Node | None = None
+    path: tuple[int, ...] = ()
+    writes: bool = False
+
+
+@frozen(eq=False)
+class Home:
+    """A storage made in the graph that lives in a placement from its first byte.
+
+    Attributes:
+        buffer: Name of its buffer.
+        node: The node that makes it.
+        path: Where it sits in the node's result.
+        write: How the producer writes there; ``"declared"`` if it is a declared op.
+    """
+
+    buffer: str
+    node: fx.Node
+    path: tuple[int, ...]
+    write: Write
+
+
+@frozen(eq=False)
+class Captured:
+    """What capture found: the problem, and how the graph has to change to follow a plan of it.
+
+    Attributes:
+        problem: The input of the planner.
+        sites: Every declared tensor, in graph order.
+        homes: Every storage that is made in its placement.
+        specs: What is declared of the nodes that have sites.
+        waits: ``{asynchronous node: {path of a result: its wait node}}``.
+        values: The graph's tensors.
+        prefix: What operation and buffer names start with.
+    """
+
+    problem: Problem
+    sites: tuple[Site, ...]
+    homes: tuple[Home, ...]
+    specs: dict[fx.Node, OpSpec]
+    waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
+    values: Values
+    prefix: str = ""
+
+    def at(self, node: fx.Node) -> list[Site]:
+        """The sites of one node, in the order of its schema."""
+        return [s for s in self.sites if s.node is node]

@@ -1,0 +1,73 @@
+"""Compiled graphs on CUDA devices: results, and which kernels the collectives really run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def _model(x, w, group):
+    ops = torch.ops._c10d_functional
+    hidden = torch.relu(x @ w)
+    gathered = ops.wait_tensor(ops.all_gather_into_tensor(hidden, 2, group))
+    product = gathered @ w
+    part = ops.wait_tensor(ops.reduce_scatter_tensor(product, "sum", 2, group))
+    total = ops.wait_tensor(ops.all_reduce(torch.sin(part), "sum", group))
+    again = ops.wait_tensor(ops.all_gather_into_tensor(total.float(), 2, group))
+    return again.sum(), part + 1
+
+
+def _run(rank, world_size, memory, inner):
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    x = torch.randn(2048, 1024, device=device, dtype=torch.bfloat16) / 32
+    torch.manual_seed(7)
+    w = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16) / 32
+    expected = _model(x, w, group)
+    backend = symmplan.backend(inner=inner, memory=memory, timeout=60.0)
+    compiled = torch.compile(_model, backend=backend, fullgraph=True)
+    for _ in range(3):
+        got = compiled(x, w, group)
+    torch.testing.assert_close(got[1].float(), expected[1].float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=1.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        compiled(x, w, group)
+        torch.cuda.synchronize()
+    (plan,) = backend.plans
+    plan.verify()
+    kernels = sorted({e.name for e in profile.events() if "nccl" in e.name or "PtoP" in e.name})
+    stats = backend.stats
+    dist.barrier()
+    backend.release()
+    return {
+        "kernels": kernels,
+        "stats": stats,
+        "peak": plan.peak_bytes,
+        "bound": plan.lower_bound_bytes,
+        "fingerprint": plan.fingerprint,
+    }
+
+
+@needs_two
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_nccl_runs_its_symmetric_kernels_in_placements(inner):
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        first, second = pool.run(_run, "nccl", inner)
+    print(first)
+    assert first["fingerprint"] == second["fingerprint"]
+    assert first["peak"] == first["bound"]
+    assert first["stats"].rendezvous == 1
+    assert any("ncclSymk" in name for name in first["kernels"]), first["kernels"]
+    assert not any("AllGather_RING" in name for name in first["kernels"]), first["kernels"]

@@ -1,0 +1,263 @@
+"""Memory in one process: arenas, segments, finding tensors, choosing a backend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_plans import hand_made, two_segments
+
+import symmplan
+from symmplan.errors import BackendError, ReleasedError, RunError, SymmplanError
+from symmplan.memory import BACKENDS, NotSymmetricError, handle, locate, realize, resolve_backend
+from symmplan.memory.calls import OPS, describe, note
+from symmplan.memory.groups import Group
+from symmplan.memory.process import is_gone, this_process
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["local", "shm"])
+def arena(request):
+    with realize(hand_made({"a": 1000, "b": 64}), memory=request.param) as made:
+        yield made
+
+
+def test_an_arena_knows_what_it_is(arena):
+    assert arena.rendezvous == 1
+    assert arena.segment_bytes == 1024 + 256
+    assert list(arena.segments) == ["s0"]
+    assert arena.memory in repr(arena)
+
+
+def test_auto_is_local_for_one_process():
+    with realize(hand_made({"a": 64})) as arena:
+        assert arena.memory == "local"
+
+
+def test_tensors_are_views_of_their_placement(arena):
+    whole = arena.segments["s0"].tensor
+    assert whole.dtype == torch.uint8
+    assert whole.untyped_storage().nbytes() == whole.numel() == 1280
+    a = arena.tensor("a")
+    b = arena.tensor("b", torch.float32, (4, 4))
+    assert a.numel() == 1000
+    assert b.shape == (4, 4)
+    assert b.is_contiguous()
+    assert b.untyped_storage().data_ptr() == whole.data_ptr()
+    b.fill_(1.0)
+    assert whole[1024:1088].view(torch.float32).eq(1).all()
+    assert arena.tensor("a", torch.int64).numel() == 125
+    assert arena.tensor("b", torch.int64, ()).shape == ()
+    assert arena.tensor("b", torch.int64, (0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [("c", None, None), ("b", torch.float32, (17,)), ("b", torch.float64, (3, 3))],
+)
+def test_what_does_not_fit_is_refused(arena, name, dtype, shape):
+    with pytest.raises(RunError) as caught:
+        arena.tensor(name, dtype, shape)
+    assert caught.value.buffer == name
+    assert caught.value.expected is not None
+
+
+def test_release_ends_everything(arena):
+    x = arena.tensor("a")
+    arena.release()
+    arena.release()
+    assert arena.released
+    assert "released" in repr(arena)
+    for use in (lambda: arena.tensor("a"), lambda: arena.segments["s0"].tensor):
+        with pytest.raises(ReleasedError):
+            use()
+    assert locate(x) is None
+    x.fill_(3)
+
+
+def test_an_exception_releases():
+    with pytest.raises(ZeroDivisionError), realize(hand_made({"a": 64})) as arena:
+        1 / 0  # noqa: B018
+    assert arena.released
+
+
+def test_peers_of_one(arena):
+    segment = arena.segments["s0"]
+    (only,) = segment.peers("default")
+    assert only.data_ptr() == segment.tensor.data_ptr()
+    segment.barrier()
+    placed = symmplan.handle(arena.tensor("b", torch.int32))
+    assert (placed.rank, placed.world_size, placed.offset) == (0, 1, 1024)
+    placed.peer(0).fill_(4)
+    assert arena.tensor("b", torch.int32).eq(4).all()
+    for rank in (-1, 1):
+        with pytest.raises(BackendError, match="no rank"):
+            placed.peer(rank)
+    with pytest.raises(RunError, match="not rendezvoused"):
+        segment.barrier("someone")
+
+
+def test_collectives_of_one(arena):
+    ops = torch.ops.symmplan
+    x = torch.arange(4.0)
+    out = arena.tensor("b", torch.float32, (4,))
+    ops.all_gather_out(x, 1, "default", out=out)
+    assert torch.equal(out, x)
+    ops.all_reduce_out(out, "sum", "default", out=out)
+    assert torch.equal(out, x)
+    ops.all_to_all_single_out(x + 1, [], [], "default", out=out)
+    assert torch.equal(out, x + 1)
+    ops.broadcast_out(x + 2, 0, "default", out=out)
+    assert torch.equal(out, x + 2)
+    part = torch.empty(4)
+    ops.reduce_scatter_out(out, "avg", 1, "default", out=part)
+    assert torch.equal(part, x + 2)
+    ops.barrier_(out, "default")
+    with pytest.raises(NotSymmetricError):
+        ops.barrier_(part, "default")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=6),
+    probes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6000)), max_size=10),
+    drop=st.sets(st.integers(0, 5)),
+)
+def test_locate_finds_exactly_the_live_segments(sizes, probes, drop):
+    arenas = [realize(hand_made({"x": size})) for size in sizes]
+    try:
+        for index in drop:
+            if index < len(arenas):
+                arenas[index].release()
+        for index, offset in probes:
+            if index >= len(arenas) or arenas[index].released:
+                continue
+            segment = arenas[index].segments["s0"]
+            if offset < segment.nbytes:
+                assert locate(segment.tensor[offset:]) == (segment, offset)
+        assert locate(torch.empty(10)) is None
+    finally:
+        for arena in arenas:
+            arena.release()
+
+
+def test_locate_is_fast():
+    arenas = [realize(hand_made({"x": 64})) for _ in range(50)]
+    x = arenas[20].tensor("x")
+    import timeit
+
+    seconds = min(timeit.repeat(lambda: locate(x), number=1000, repeat=5)) / 1000
+    for arena in arenas:
+        arena.release()
+    assert seconds < 20e-6, "a microsecond is normal; this is twenty times that"
+
+
+def test_handle_names_the_fault():
+    with pytest.raises(SymmplanError, match="no live segment") as caught:
+        handle(torch.ones(3))
+    assert isinstance(caught.value, ValueError)
+
+
+def group(size):
+    return {"g": Group("g", "g", rank=0, size=size)}
+
+
+def test_unknown_backends_list_the_known_ones():
+    with pytest.raises(BackendError) as caught:
+        resolve_backend("smh", CPU, group(1))
+    for name in BACKENDS:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("memory", "device", "size"),
+    [
+        ("local", "cpu", 2),
+        ("shm", "cuda", 1),
+        ("nccl", "cpu", 1),
+        ("cuda", "cpu", 2),
+        ("nvshmem", "cpu", 2),
+        ("auto", "meta", 1),
+    ],
+)
+def test_backends_that_do_not_fit_say_what_would(memory, device, size):
+    with pytest.raises(BackendError) as caught:
+        resolve_backend(memory, torch.device(device), group(size))
+    assert caught.value.memory == memory
+    assert caught.value.fix
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "local"), (2, "shm")])
+def test_auto_on_the_cpu(size, name):
+    assert resolve_backend("auto", CPU, group(size)).name == name
+
+
+def test_torch_s_backends_need_torch_distributed():
+    with pytest.raises(BackendError, match="not initialized"):
+        resolve_backend("cuda", torch.device("cuda"), group(1))
+
+
+def test_segments_of_two_groups():
+    with realize(two_segments(("g", "h"))) as arena:
+        assert arena.rendezvous == 2
+        arena.segments["s1"].barrier("h")
+        with pytest.raises(RunError, match="not rendezvoused with group 'g'"):
+            arena.segments["s1"].peers("g")
+
+
+def test_notes_of_calls_can_be_read():
+    for op in OPS:
+        text = note(op, "float32", out_offset=256, nbytes=64)
+        assert f"symmplan::{op}" in describe(text)
+        assert "256" in describe(text)
+    assert note("barrier_", "a") != note("barrier_", "b")
+    assert "another" in describe(b"\x7f" * 64)
+
+
+def test_processes_are_recognised():
+    me = this_process()
+    assert not is_gone(me)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    import attrs
+
+    from symmplan.memory.process import _state
+
+    other = attrs.evolve(me, pid=child.pid, started=_state(child.pid)[1])
+    assert not is_gone(other)
+    assert is_gone(attrs.evolve(other, started=other.started + 1)), "a reused process id"
+    assert not is_gone(attrs.evolve(other, namespace="elsewhere", started=1)), "cannot tell"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_gone(other), "a zombie does nothing any more"
+    child.communicate()
+    assert is_gone(other)
+
+
+def test_segments_may_come_and_go_in_threads():
+    failures = []
+
+    def churn():
+        try:
+            for _ in range(50):
+                with realize(hand_made({"x": 64})) as arena:
+                    x = arena.tensor("x")
+                    found = locate(x)
+                    assert found is not None
+                    assert found[0] is arena.segments["s0"]
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

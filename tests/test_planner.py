@@ -1,0 +1,123 @@
+"""The planner as a whole, against oracles that are too slow to be wrong."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import interval_problems, problems
+
+from symmplan.errors import PlanningError
+from symmplan.model import Problem
+from symmplan.planner import plan
+from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
+
+MANY = settings(max_examples=600, deadline=None)
+SOME = settings(max_examples=200, deadline=None)
+
+
+@MANY
+@given(problems())
+def test_no_two_conflicting_buffers_share_a_byte(problem):
+    try:
+        made = plan(problem)
+    except PlanningError as e:
+        assert problem.apart or any(b.offset is not None for b in problem.buffers), e
+        return
+    made.verify()
+    for x, y in map(sorted, conflicts(problem)):
+        p, q = made.placements[x], made.placements[y]
+        assert p.segment != q.segment or p.end <= q.offset or q.end <= p.offset
+
+
+@MANY
+@given(problems(pins=False))
+def test_peers_are_synchronised_wherever_bytes_are_reused(problem):
+    try:
+        made = plan(problem)
+    except PlanningError:
+        assert problem.apart
+        return
+    made.verify()
+    assert not unsynchronised(made)
+
+
+@MANY
+@given(problems(groups=("g",), remote=False, constraints=False, pins=False, aligns=(1,)))
+def test_the_bound_is_the_heaviest_set_or_the_plan_meets_it(problem):
+    made = plan(problem, effort="optimal")
+    sizes = {b.name: b.nbytes for b in problem.buffers}
+    clashes = conflicts(problem)
+    heaviest = heaviest_set(sizes, clashes)
+    lowest = lowest_peak(sizes, clashes)
+    assert heaviest <= made.lower_bound_bytes <= lowest <= made.peak_bytes
+    assert made.peak_bytes == lowest
+    assert made.optimal
+
+
+@SOME
+@given(problems(groups=("g",), remote=False, constraints=False, pins=False, max_buffers=5))
+def test_optimal_is_optimal_with_alignments(problem):
+    made = plan(problem, effort="optimal")
+    made.verify()
+    sizes = {b.name: b.nbytes for b in problem.buffers}
+    aligns = {b.name: b.align for b in problem.buffers}
+    unit = min(aligns.values())
+    rounded = {n: -(-s // unit) * unit for n, s in sizes.items()}
+    lowest = lowest_peak(rounded, conflicts(problem), aligns)
+    assert made.lower_bound_bytes <= lowest == made.peak_bytes
+
+
+@SOME
+@given(interval_problems(max_buffers=7, max_time=6))
+def test_optimal_is_optimal_on_intervals(problem):
+    made = plan(problem, effort="optimal")
+    made.verify()
+    sizes = {b.name: b.nbytes for b in problem.buffers}
+    assert made.peak_bytes == lowest_peak(sizes, conflicts(problem))
+    assert plan(problem).peak_bytes >= made.peak_bytes
+    assert made.optimal
+
+
+def shuffled(problem, random):
+    streams = {}
+    for op in problem.operations:
+        streams.setdefault(op.stream, []).append(op)
+    operations = []
+    while streams:
+        name = random.choice(sorted(streams))
+        operations.append(streams[name].pop(0))
+        if not streams[name]:
+            del streams[name]
+
+    def mixed(entries):
+        entries = list(entries)
+        random.shuffle(entries)
+        return entries
+
+    return Problem(
+        buffers=mixed(problem.buffers),
+        operations=operations,
+        accesses=mixed(problem.accesses),
+        edges=mixed(problem.edges),
+        together=[tuple(mixed(p)) for p in mixed(problem.together)],
+        apart=[tuple(mixed(p)) for p in mixed(problem.apart)],
+        shared_groups=[tuple(mixed(g)) for g in problem.shared_groups],
+    )
+
+
+@MANY
+@given(problems(), st.randoms(use_true_random=False))
+def test_the_plan_does_not_depend_on_the_listing(problem, random):
+    other = shuffled(problem, random)
+    assert other.to_json() == problem.to_json()
+    try:
+        made = plan(problem)
+    except PlanningError as e:
+        with pytest.raises(PlanningError) as other_error:
+            plan(other)
+        assert str(other_error.value) == str(e)
+        return
+    again = plan(other)
+    assert again.to_json() == made.to_json()
+    assert again.fingerprint == made.fingerprint
