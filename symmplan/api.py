@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.model import Plan, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["plan"]
 

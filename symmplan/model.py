@@ -21,21 +21,21 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable, Mapping
 
 __all__ = [
     "Access",
     "Barrier",
     "Bound",
     "Buffer",
-    "Operation",
     "OpSpec",
+    "Operation",
     "Placement",
     "Plan",
     "Problem",
@@ -178,6 +178,33 @@ class Unplanned:
     nbytes: int | None = None
 
 
+# Typed converters: any iterable will do to construct a `Problem`, tuples are kept.
+
+
+def _buffers(values: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(values)
+
+
+def _operations(values: Iterable[Operation]) -> tuple[Operation, ...]:
+    return tuple(values)
+
+
+def _accesses(values: Iterable[Access]) -> tuple[Access, ...]:
+    return tuple(values)
+
+
+def _unplanned(values: Iterable[Unplanned]) -> tuple[Unplanned, ...]:
+    return tuple(values)
+
+
+def _pairs(values: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple(values)
+
+
+def _names(values: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(values)
+
+
 @frozen
 class Problem:
     """What a program does with the tensors that must be symmetric.
@@ -198,14 +225,14 @@ class Problem:
             buffer is never accessed, or the order has a cycle.
     """
 
-    buffers: tuple[Buffer, ...] = field(converter=tuple)
-    operations: tuple[Operation, ...] = field(converter=tuple)
-    accesses: tuple[Access, ...] = field(converter=tuple)
-    edges: tuple[tuple[str, str], ...] = field(default=(), converter=tuple)
-    together: tuple[tuple[str, str], ...] = field(default=(), converter=tuple)
-    apart: tuple[tuple[str, str], ...] = field(default=(), converter=tuple)
-    shared_groups: tuple[tuple[str, ...], ...] = field(default=(), converter=tuple)
-    unplanned: tuple[Unplanned, ...] = field(default=(), converter=tuple)
+    buffers: tuple[Buffer, ...] = field(converter=_buffers)
+    operations: tuple[Operation, ...] = field(converter=_operations)
+    accesses: tuple[Access, ...] = field(converter=_accesses)
+    edges: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
+    together: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
+    apart: tuple[tuple[str, str], ...] = field(default=(), converter=_pairs)
+    shared_groups: tuple[tuple[str, ...], ...] = field(default=(), converter=_names)
+    unplanned: tuple[Unplanned, ...] = field(default=(), converter=_unplanned)
     #: Derived from the rest on first use, so that checking and planning sort only once.
     _order: Any = field(default=None, init=False, eq=False, repr=False)
 
@@ -239,7 +266,7 @@ class Problem:
         return problem_from_csv(path)
 
     def to_json(self) -> str:
-        """Canonical JSON: equal problems give equal texts, whatever the order they were built in."""
+        """Canonical JSON: equal problems give equal texts, however they were listed."""
         from symmplan.planner.serialize import problem_to_json
 
         return problem_to_json(self)

@@ -86,16 +86,16 @@ def interval_problems(
     *, max_buffers: int = 12, max_time: int = 12, max_bytes: int = 16
 ) -> st.SearchStrategy[Problem]:
     """Totally ordered problems with alignment 1; arguments as for `interval_lists`."""
-    return interval_lists(
-        max_buffers=max_buffers, max_time=max_time, max_bytes=max_bytes
-    ).map(Problem.from_intervals)
+    return interval_lists(max_buffers=max_buffers, max_time=max_time, max_bytes=max_bytes).map(
+        Problem.from_intervals
+    )
 
 
 @st.composite
 def problems(
     draw: st.DrawFn,
     *,
-    max_operations: int = 7,
+    max_operations: int = 6,
     max_buffers: int = 6,
     max_streams: int = 3,
     max_bytes: int = 12,
@@ -121,7 +121,7 @@ def problems(
         constraints: Whether buffers are together, apart, persistent or use signal pads.
         pins: Whether some buffers have fixed offsets.
     """
-    flags = st.booleans() if remote else st.just(False)  # noqa: FBT003
+    flags = st.booleans() if remote else st.just(False)
     streams = draw(st.integers(1, max_streams))
     count = draw(st.integers(1, max_operations))
     operations = tuple(
@@ -136,15 +136,16 @@ def problems(
     )
     forward = list(combinations(range(count), 2))
     edges = draw(st.lists(st.sampled_from(forward), max_size=count)) if forward else []
-    buffers = []
-    accesses = []
+    buffers: list[Buffer] = []
+    accesses: list[Access] = []
     for i in range(draw(st.integers(1, max_buffers))):
         buffers.append(draw(_buffer(f"b{i}", max_bytes, aligns, groups, constraints, pins)))
         touched = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True))
         accesses.extend(
             Access(f"o{o}", f"b{i}", write=draw(st.booleans()), remote=draw(flags)) for o in touched
         )
-    together, apart = [], []
+    together: list[tuple[str, str]] = []
+    apart: list[tuple[str, str]] = []
     if constraints and len(buffers) > 1:
         pairs = [(a.name, b.name) for a, b in combinations(buffers, 2)]
         alike = [(a.name, b.name) for a, b in combinations(buffers, 2) if a.group == b.group]
@@ -165,7 +166,7 @@ def problems(
 
 
 @st.composite
-def _buffer(
+def _buffer(  # noqa: PLR0917 - one caller
     draw: st.DrawFn,
     name: str,
     max_bytes: int,
@@ -175,7 +176,7 @@ def _buffer(
     pins: bool,
 ) -> Buffer:
     align = draw(st.sampled_from(aligns))
-    rare = st.integers(0, 5).map(lambda k: k == 0) if constraints else st.just(False)  # noqa: FBT003
+    rare = st.integers(0, 5).map(lambda k: k == 0) if constraints else st.just(False)
     pinned = pins and draw(st.integers(0, 9)) == 0
     return Buffer(
         name=name,
@@ -240,11 +241,9 @@ def conflicts(problem: Problem) -> set[frozenset[str]]:
     """
     before = happens_before(problem)
     pools = _pools(problem)
-    ops = {
-        names: {a.operation for a in problem.accesses if a.buffer in names} for names in pools
-    }
+    ops = {names: {a.operation for a in problem.accesses if a.buffer in names} for names in pools}
     persistent = {b.name for b in problem.buffers if b.persistent}
-    found = set()
+    found: set[frozenset[str]] = set()
     for x, y in combinations(pools, 2):
         ordered = all(p in before for p in product(ops[x], ops[y])) or all(
             p in before for p in product(ops[y], ops[x])
@@ -317,9 +316,9 @@ def unsynchronised(plan: Plan) -> list[tuple[str, str, str]]:
     problem = plan.problem
     before = happens_before(problem)
     remote: dict[str, dict[str, bool]] = {}
-    for a in problem.accesses:
-        ops = remote.setdefault(a.buffer, {})
-        ops[a.operation] = ops.get(a.operation, False) or a.remote
+    for access in problem.accesses:
+        ops = remote.setdefault(access.buffer, {})
+        ops[access.operation] = ops.get(access.operation, False) or access.remote
     group = {b.name: b.group for b in problem.buffers}
     pool = {n: p for p in _pools(problem) for n in p}
     found = []
@@ -337,9 +336,7 @@ def unsynchronised(plan: Plan) -> list[tuple[str, str, str]]:
     return found
 
 
-def _meets(
-    plan: Plan, before: set[tuple[str, str]], a: str, b: str, group: str, runs: int
-) -> bool:
+def _meets(plan: Plan, before: set[tuple[str, str]], a: str, b: str, group: str, runs: int) -> bool:
     """Whether the group meets after operation a and before the bytes of b, ``runs`` runs later."""
 
     def precedes(x: tuple[int, str], y: tuple[int, str]) -> bool:

@@ -164,7 +164,7 @@ def run(program: Program, groups: list[str], *tensors: torch.Tensor) -> tuple[to
             values[operands[0]] = wait(x)
         elif kind == "gathers":
             pair = [x, values[operands[1]]]
-            values += map(wait, ops.all_gather_into_tensor_coalesced(pair, size, group))
+            values += [wait(t) for t in ops.all_gather_into_tensor_coalesced(pair, size, group)]
         elif kind == "scatter":
             values.append(wait(ops.reduce_scatter_tensor(x, "sum", size, group)))
         elif kind == "reduce":

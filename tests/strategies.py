@@ -1,4 +1,4 @@
-"""Hypothesis strategies shared by the tests. Those of the planner are public: `symmplan.testing`."""
+"""Hypothesis strategies shared by the tests; the planner's are public: `symmplan.testing`."""
 
 from __future__ import annotations
 

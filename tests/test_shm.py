@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 
 import pytest
@@ -385,33 +384,36 @@ def test_unequal_calls_raise_on_every_rank(pool, what):
 
 
 def compiled(rank, world, backend):
-    """Under torch.compile: mutation of ``out`` is seen, nothing breaks the graph."""
+    """Under torch.compile: mutation of ``out`` is seen, order is kept, nothing breaks the graph.
+
+    No arithmetic between the ops: Inductor then has no C++ to compile, which would take minutes.
+    """
     everyone = tuple(range(world))
     arena, group = _STATE["arenas"][everyone], _STATE["groups"][everyone]
     name = group.group_name
     out = arena.tensor("a", torch.float32)[: 8 * world]
 
     def step(x, out):
-        y = x * 2
-        torch.ops.symmplan.all_gather_out(y, world, name, out=out)
-        torch.ops.symmplan.barrier_(out, name)
-        z = out + 1
-        torch.ops.symmplan.all_reduce_out(out, "sum", name, out=out)
-        return z, out * 1
-
-    x = torch.full((8,), float(rank), requires_grad=True)
-    z, total = torch.compile(step, backend=backend, fullgraph=True)(x.detach(), out)
-    gathered = torch.arange(world).float().repeat_interleave(8) * 2
-    with contextlib.suppress(RuntimeError):
         torch.ops.symmplan.all_gather_out(x, world, name, out=out)
-    return torch.equal(z, gathered + 1), torch.equal(total, gathered * world), out.requires_grad
+        torch.ops.symmplan.barrier_(out, name)
+        torch.ops.symmplan.all_reduce_out(out, "sum", name, out=out)
+        torch.ops.symmplan.broadcast_out(x, 0, name, out=out[:8])
+
+    x = torch.full((8,), float(rank + 1))
+    torch.compile(step, backend=backend, fullgraph=True)(x, out)
+    want = torch.arange(1, world + 1).float().repeat_interleave(8) * world
+    want[:8] = 1
+    compiled_right = torch.equal(out, want)
+    # Autograd looks past them: no formula, no complaint, no requires_grad.
+    torch.ops.symmplan.all_gather_out(x.requires_grad_(), world, name, out=out)
+    return compiled_right, out.requires_grad
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_ops_compile(pool, backend):
     if pool.world_size != 2:
         pytest.skip("once is enough: it takes long")
-    assert pool.run(compiled, backend, timeout=150) == [(True, True, False)] * pool.world_size
+    assert pool.run(compiled, backend, timeout=150) == [(True, False)] * pool.world_size
 
 
 def placed_views(rank, world):

@@ -10,24 +10,28 @@ no size, empty, symbolic                                 none   `Unplanned`, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, evolve, field
 from torch import fx
 
 from symmplan.capture.graphs import argument_nodes, is_wait, overload_of, target_name
-from symmplan.capture.producers import Write
 from symmplan.capture.sites import Home, Site
 from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments, resolve_group_name
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from symmplan.capture.producers import Write
+
 __all__ = ["Decider", "Request", "element_where", "requests_of"]
 
 
 def element_where(where: str, path: tuple[int, ...]) -> str:
+    """``"inputs"`` and ``(0,)`` -> ``"inputs.0"``."""
     return ".".join([where, *map(str, path)])
 
 

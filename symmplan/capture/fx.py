@@ -6,8 +6,7 @@ A buffer stands for a storage, not a tensor: its accesses are those of all its a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -22,6 +21,9 @@ from symmplan.capture.values import Value, Values, example_values, is_pure_view
 from symmplan.errors import CaptureError
 from symmplan.model import OpSpec, Problem, Requirement
 from symmplan.registry import spec_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 __all__ = ["capture_fx"]
 

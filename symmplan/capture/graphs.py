@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from symmplan.registry import bind_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["argument_nodes", "is_getitem", "is_wait", "overload_of", "target_name", "written_nodes"]
 
@@ -21,7 +23,7 @@ def overload_of(target: Any) -> torch._ops.OpOverload | None:
     if isinstance(target, torch._ops.OpOverloadPacket):
         names = target.overloads()
         if "default" in names:
-            return target.default  # type: ignore[no-any-return]
+            return target.default
         if len(names) == 1:
             return getattr(target, names[0])  # type: ignore[no-any-return]
     inner = getattr(target, "_opoverload", None)  # a CustomOpDef called directly

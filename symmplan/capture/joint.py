@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from symmplan.model import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["join"]
 

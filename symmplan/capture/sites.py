@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
-from torch import fx
 
-from symmplan.capture.producers import Write
-from symmplan.capture.values import Values
-from symmplan.model import OpSpec, Problem
+if TYPE_CHECKING:
+    from torch import fx
+
+    from symmplan.capture.producers import Write
+    from symmplan.capture.values import Values
+    from symmplan.model import OpSpec, Problem
 
 __all__ = ["Captured", "Home", "Site"]
 

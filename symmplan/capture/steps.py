@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field
-from torch import fx
 
 from symmplan.model import Access, Operation, OpSpec
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from symmplan.capture.sites import Site
 
 __all__ = ["Steps", "copy_back_name", "copy_in_name", "copy_out_name"]

@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from attrs import define, field
 from torch import fx
 
 from symmplan.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["Value", "Values", "example_values", "is_pure_view", "tensor_leaves"]
 
@@ -218,7 +220,7 @@ class Values:
                 else:  # indexing a tensor itself
                     self._join_all([source], [(node, path)])
             return
-        target = node.target
+        target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
             if isinstance(target, torch._ops.OpOverloadPacket):
                 target = target.default if hasattr(target, "default") else None

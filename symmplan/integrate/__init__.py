@@ -1,1 +1,1 @@
-
+"""Hand over: compiled graphs run in planned placements."""

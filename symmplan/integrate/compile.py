@@ -7,17 +7,21 @@ allocated before the program first runs: then the ranks agree on the plan and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from attrs import frozen
-from torch import fx
 
 from symmplan.errors import BackendError
 from symmplan.integrate import ops
 from symmplan.integrate.unit import Settings, Unit
-from symmplan.model import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import fx
+
+    from symmplan.model import Plan
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
 

@@ -12,8 +12,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -23,7 +22,13 @@ from torch._inductor import config as inductor_config
 
 from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 __all__ = ["compile_inductor"]
+
+_compile_fx: Any = inductor.compile_fx
+_view_to_reshape: Any = inductor.view_to_reshape  # type: ignore[attr-defined]
 
 #: Inductor's graph passes, all of which have run when a graph is rewritten. Names that a torch
 #: does not have are left out.
@@ -56,7 +61,7 @@ def compile_inductor(
         unit: Where its plan is kept, or None if it declares nothing.
     """
     if unit is None:
-        return inductor.compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
+        return _compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
     with functorch_config.patch(
         # AOTAutograd's cache would hand back compiled code without asking us for the segments;
         # Inductor's own cache stays on: what it keys on is the rewritten graph.
@@ -64,9 +69,8 @@ def compile_inductor(
         # Both parts share one set of segments, so both must be known before the first run.
         force_non_lazy_backward_lowering=True,
     ):
-        return inductor.compile_fx(  # type: ignore[no-any-return]
-            module, list(example_inputs), inner_compile=functools.partial(_compile_part, unit)
-        )
+        inner = functools.partial(_compile_part, unit)
+        return _compile_fx(module, list(example_inputs), inner_compile=inner)  # type: ignore[no-any-return]
 
 
 def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -99,7 +103,7 @@ def _run_passes(
     """Everything that Inductor does to a graph before it lowers it."""
     from torch._inductor.virtualized import V
 
-    inductor.view_to_reshape(gm)
+    _view_to_reshape(gm)
     with torch.no_grad(), V.set_fake_mode(fake_mode):
         inductor.fake_tensor_prop(gm, inputs)
         inductor._recursive_post_grad_passes(gm, is_inference=is_inference)

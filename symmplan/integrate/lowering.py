@@ -7,17 +7,20 @@ catalogue says what the *op* wants, a row what *this way of running it* wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import evolve, frozen
 from torch import fx
 
 from symmplan.capture.graphs import overload_of
-from symmplan.capture.producers import Write
-from symmplan.model import OpSpec, Requirement
 from symmplan.registry import spec_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from symmplan.capture.producers import Write
+    from symmplan.model import OpSpec, Requirement
 
 __all__ = ["Lowering", "Lowerings"]
 

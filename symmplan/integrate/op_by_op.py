@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch import fx
+from typing import TYPE_CHECKING, Any
 
 from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
 
 __all__ = ["compile_eager"]
 
@@ -22,9 +24,10 @@ def compile_eager(
         example_inputs: Its inputs.
         unit: Where its plan is kept, or None if it declares nothing.
     """
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiler(part: str) -> Callable[..., Any]:
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -43,12 +46,13 @@ def compile_eager(
 
     # Both parts share one set of segments, so both must be known before the first run.
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
-        return aot_autograd(  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
             partition_fn=min_cut_rematerialization_partition,
         )(module, example_inputs)
+    return compiled
 
 
 def _unfold_mutations(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -15,14 +14,19 @@ from symmplan.capture.graphs import overload_of
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
 from symmplan.integrate.lowering import Lowerings
-from symmplan.integrate.rewrite import SegmentInput, rewrite
+from symmplan.integrate.rewrite import rewrite
 from symmplan.memory import realize, resolve_backend
 from symmplan.memory.groups import resolve_groups
-from symmplan.model import Barrier, Plan
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from symmplan.integrate.emit import SegmentInput
+    from symmplan.model import Barrier, Plan
 
 __all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "refresh_values", "with_segments"]
 
@@ -81,7 +85,7 @@ class Unit:
         for node in module.graph.nodes:
             overload = overload_of(node.target) if node.op == "call_function" else None
             spec = None if overload is None else spec_for(overload)
-            if spec is not None:
+            if overload is not None and spec is not None:
                 names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
         if names and self.lowerings is None:
             groups = resolve_groups(names)
@@ -211,7 +215,6 @@ def with_segments(
     """Pass the segments after the graph's own inputs."""
 
     def run(args: list[Any]) -> Any:
-        args = list(args) if isinstance(args, tuple) else args
         args.extend(unit.segments(rewritten))
         return compiled(args)
 

@@ -123,9 +123,7 @@ def _check_buffer(b: Buffer) -> None:
         )
 
 
-def _check_accesses(
-    problem: Problem, buffers: dict[str, Any], operations: dict[str, Any]
-) -> None:
+def _check_accesses(problem: Problem, buffers: dict[str, Any], operations: dict[str, Any]) -> None:
     used: set[str] = set()
     for a in problem.accesses:
         if a.buffer not in buffers or a.operation not in operations:
@@ -186,9 +184,11 @@ def _check_together(problem: Problem, buffers: dict[str, Any]) -> None:
             )
 
 
-def _check_shared(groups: tuple[str, ...]) -> None:
-    if isinstance(groups, str) or len(set(groups)) != len(groups) or not all(
-        isinstance(g, str) and g for g in groups
+def _check_shared(groups: Any) -> None:
+    if (
+        isinstance(groups, str)
+        or len(set(groups)) != len(groups)
+        or not all(isinstance(g, str) and g for g in groups)
     ):
         raise ProblemError(
             f"shared_groups holds {groups!r}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
@@ -31,7 +31,7 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
     Raises:
         ProblemError: An interval is empty, a size is not positive, or a name appears twice.
     """
-    rows = [tuple(r) for r in intervals]
+    rows: list[tuple[Any, ...]] = [tuple(r) for r in intervals]
     instants: set[int] = set()
     for row in rows:
         if len(row) != 4 or not all(

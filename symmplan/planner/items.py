@@ -118,9 +118,7 @@ def _column(values: object) -> Ints:
     return np.fromiter(values, dtype=np.int64)  # type: ignore[call-overload,no-any-return]
 
 
-def _classes(
-    problem: Problem, buffers: list[Buffer]
-) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
+def _classes(problem: Problem, buffers: list[Buffer]) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
     """Item of each buffer, and the names in each item."""
     if not problem.together:
         return np.arange(len(buffers)), tuple((b.name,) for b in buffers)

@@ -88,9 +88,7 @@ def plan(
 
 def _families(problem: Problem, items: Items, rules: Rules, effort: str) -> list[_Family]:
     """One family per group, merged where sharing a segment lowers the total."""
-    singles = {
-        g: _solve(items, rules, (g,), effort) for g in range(len(items.groups))
-    }
+    singles = {g: _solve(items, rules, (g,), effort) for g in range(len(items.groups))}
     done: list[_Family] = []
     for groups in mergeable(problem, items):
         left = tuple(g for g in groups if g in singles)
@@ -132,9 +130,7 @@ def _check_pins(items: Items, task: Task) -> None:
         )
 
 
-def _assemble(
-    problem: Problem, items: Items, families: list[_Family], effort: str
-) -> Plan:
+def _assemble(problem: Problem, items: Items, families: list[_Family], effort: str) -> Plan:
     segments: list[SegmentSpec] = []
     bounds: list[Bound] = []
     where: dict[str, Placement] = {}

@@ -33,8 +33,7 @@ def mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
     """
     number = {name: i for i, name in enumerate(items.groups)}
     sets = {
-        tuple(sorted(number[g] for g in groups if g in number))
-        for groups in problem.shared_groups
+        tuple(sorted(number[g] for g in groups if g in number)) for groups in problem.shared_groups
     }
     return sorted((s for s in sets if len(s) > 1), key=lambda s: (-len(s), s))
 

@@ -237,7 +237,9 @@ def _parse(text: str, wanted: str) -> dict[str, Any]:
     try:
         tree = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as e:
-        _wrong(f"the text is not JSON, or was cut off, at character {e.pos}: {e.msg}", "JSON", e.msg)
+        _wrong(
+            f"the text is not JSON, or was cut off, at character {e.pos}: {e.msg}", "JSON", e.msg
+        )
     except (RecursionError, ValueError, MemoryError) as e:
         if isinstance(e, PlanFormatError):
             raise

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from symmplan.planner.packing.space import Space
+
     Ints = NDArray[np.int64]
 
 __all__ = ["Block", "Blocks", "Style", "glue"]
@@ -93,7 +95,9 @@ class Blocks:
 
 
 class _Glue:
-    def __init__(self, low: Ints, high: Ints, size: Ints, slack: Ints, target: int, style: Style):
+    def __init__(  # noqa: PLR0917 - made in one place
+        self, low: Ints, high: Ints, size: Ints, slack: Ints, target: int, style: Style
+    ) -> None:
         count = len(size)
         self.low, self.high, self.size, self.slack = low.copy(), high.copy(), size.copy(), slack
         self.alive = np.ones(count, dtype=bool)
@@ -184,31 +188,21 @@ def _noise(count: int, style: Style) -> Ints:
     mixed ^= (a[:, None] * a[None, :] + np.uint64(style.seed + 1)) * np.uint64(0xD1B54A32D192ED03)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    return (mixed >> np.uint64(54)).astype(np.int64)
+    noise: Ints = (mixed >> np.uint64(54)).astype(np.int64)
+    return noise
 
 
-def glue(
-    low: Ints,
-    high: Ints,
-    size: Ints,
-    load: Ints,
-    target: int,
-    style: Style,
-    stages: tuple[int, ...],
-) -> Iterator[Blocks]:
+def glue(space: Space, target: int, style: Style, stages: tuple[int, ...]) -> Iterator[Blocks]:
     """Glue items until nothing fits any more; yields what there is at some numbers of blocks.
 
     Args:
-        low: First section of each item.
-        high: First section after its last; items whose sections are disjoint never conflict.
-        size: Sizes in units.
-        load: Units in each section.
+        space: What is packed; items whose sections are disjoint must not conflict.
         target: Peak in units that the blocks must still allow.
         style: How pairs are chosen.
         stages: Numbers of blocks at which to yield, besides the last.
     """
-    state = _Glue(low, high, size, target - load, target, style)
-    left = len(size)
+    state = _Glue(space.low, space.high, space.size, target - space.load, target, style)
+    left = len(space)
     while True:
         done = state.step()
         if done is None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -148,7 +149,7 @@ def _by_flow(task: Task, conflicts: Conflicts) -> tuple[int, Ints] | None:
     return int(task.size[chosen].sum()), chosen
 
 
-def _push(
+def _push(  # noqa: PLR0917 - one caller
     end: int,
     came: dict[int, int],
     by: dict[int, int],
@@ -165,13 +166,13 @@ def _push(
             break
         taker = by[giver]
     units = min(demand[end], supply[path[-1][0]])
-    for (giver, _), (_, back) in zip(path[:-1], path[1:], strict=True):
+    for (giver, _), (_, back) in pairwise(path):
         units = min(units, given[back][giver])
     demand[end] -= units
     supply[path[-1][0]] -= units
     for giver, taker in path:
         given[taker][giver] = given[taker].get(giver, 0) + units
-    for (giver, _), (_, back) in zip(path[:-1], path[1:], strict=True):
+    for (giver, _), (_, back) in pairwise(path):
         given[back][giver] -= units
         if not given[back][giver]:
             del given[back][giver]

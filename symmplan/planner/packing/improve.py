@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from symmplan.planner.interference import Conflicts
     from symmplan.planner.packing.blocks import Blocks
     from symmplan.planner.packing.task import Task
 
@@ -114,8 +115,7 @@ class Improver:
         yield self._plain(target, self._orders[turn % len(self._orders)], limit)
         if self._hull:
             for style in _styles(turn):
-                for found in self._glued(target, style, limit):
-                    yield found
+                yield from self._glued(target, style, limit)
         yield self._plain(target, self._blamed(), limit)
         if turn:
             yield self._plain(target, self._orders[(turn + 1) % len(self._orders)], 4 * limit)
@@ -138,7 +138,7 @@ class Improver:
             return
         stages = tuple(count * k // 12 for k in (9, 6, 4, 3, 2, 1))
         self.work -= _GLUE_COST * count
-        glued = glue(space.low, space.high, space.size, space.load, target, style, stages)
+        glued = glue(space, target, style, stages)
         for blocks in glued:
             inner = Space(*_as_task(self.task, blocks))
             orders = _orders(inner)
@@ -172,7 +172,7 @@ class Improver:
         return _rank((-weight, -(space.high - space.low), -space.size))
 
 
-def _as_task(task: Task, blocks: Blocks) -> tuple[Task, object]:
+def _as_task(task: Task, blocks: Blocks) -> tuple[Task, Conflicts]:
     sort = np.lexsort((blocks.size, blocks.high, blocks.low))
     low, high = blocks.low[sort], blocks.high[sort]
     none = np.zeros((len(sort), 0), dtype=np.int32)

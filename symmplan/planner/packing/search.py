@@ -99,9 +99,7 @@ class _State:
         return new
 
 
-def search(
-    space: Space, target: int, rank: Ints, limit: int, blame: Ints | None = None
-) -> Outcome:
+def search(space: Space, target: int, rank: Ints, limit: int, blame: Ints | None = None) -> Outcome:
     """Look for a packing whose peak is at most ``target``. See [Note: search].
 
     Args:
@@ -121,8 +119,8 @@ def search(
             if state.rest is None:
                 return Outcome(offset, nodes, impossible=False)
             del choices[state.rest.depth :]
-            state = state.copy()
-            _enter(state, state.rest)
+            part, state = state.rest, state.copy()
+            _enter(state, part)
             continue
         if lowest == FREE or not _hopeful(space, state, target, lowest, blame):
             if not choices:
@@ -140,9 +138,7 @@ def search(
     return Outcome(None, limit, impossible=False)
 
 
-def _hopeful(
-    space: Space, state: _State, target: int, lowest: int, blame: Ints | None
-) -> bool:
+def _hopeful(space: Space, state: _State, target: int, lowest: int, blame: Ints | None) -> bool:
     low, high = state.low, state.high
     left = state.lift < FREE
     ends = np.where(left, state.floor, FREE) + space.size

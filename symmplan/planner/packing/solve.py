@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define
 
 from symmplan.planner.interference import conflicts_of, count_candidates
 from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
@@ -22,8 +22,6 @@ from symmplan.planner.packing.space import Space
 from symmplan.planner.packing.task import Packing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     from symmplan.planner.interference import Conflicts

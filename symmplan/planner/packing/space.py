@@ -114,7 +114,9 @@ class Space:
         for i, item in enumerate(self.free.tolist()):
             near = pinned[matrix[item, pinned]].tolist()
             if near:
-                blocked[i] = sorted((int(task.pin[j]), int(task.pin[j] + task.size[j])) for j in near)
+                blocked[i] = sorted(
+                    (int(task.pin[j]), int(task.pin[j] + task.size[j])) for j in near
+                )
         return blocked
 
     def slot(self, item: int, floor: int) -> int:

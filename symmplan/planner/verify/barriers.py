@@ -40,9 +40,7 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
             (``unknown_barrier``).
     """
     barred = _barred(plan, clocks)
-    touches = [
-        sorted({(clocks.number[o], remote) for o, remote in u.accesses}) for u in users
-    ]
+    touches = [sorted({(clocks.number[o], remote) for o, remote in u.accesses}) for u in users]
     within: dict[str, set[Need]] = {}
     across: dict[str, set[Need]] = {}
     for needs, pairs in ((within, reuse.pairs), (across, reuse.wraps)):

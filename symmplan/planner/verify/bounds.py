@@ -61,9 +61,7 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
         witnesses = _witnesses(where, segment.witness, owner, [segment.name])
         proven = _proven(where, witnesses, unit, segment.proof, clocks)
         searched = segment.proof == "search"
-        _check_claim(
-            where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched
-        )
+        _check_claim(where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched)
     _check_joint(plan, users, owner, clocks)
     if plan.optimal != (plan.peak_bytes == plan.lower_bound_bytes):
         fail(
@@ -75,9 +73,7 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
         )
 
 
-def _check_joint(
-    plan: Plan, users: list[User], owner: dict[str, User], clocks: Clocks
-) -> None:
+def _check_joint(plan: Plan, users: list[User], owner: dict[str, User], clocks: Clocks) -> None:
     """Segments of the same groups split their buffers by choice, so they are bounded together."""
     segments: dict[tuple[str, ...], list[str]] = {}
     for segment in plan.segments:
@@ -133,9 +129,7 @@ def _witnesses(
     return list(found.values())
 
 
-def _proven(
-    where: str, witnesses: list[User], unit: int, proof: str, clocks: Clocks
-) -> int:
+def _proven(where: str, witnesses: list[User], unit: int, proof: str, clocks: Clocks) -> int:
     if proof not in ("clique", "pin", "search"):
         fail(
             "lower_bound",

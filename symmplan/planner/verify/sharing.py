@@ -125,9 +125,7 @@ def _check_order(
                 which.append(k)
     if not first:
         return
-    good = clocks.ordered(
-        np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64)
-    )
+    good = clocks.ordered(np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64))
     for k in np.flatnonzero(~good)[:1].tolist():
         a, b = pairs[which[k]]
         _overlap(users[a], users[b], clocks.names[first[k]], clocks.names[second[k]])
@@ -196,7 +194,7 @@ def _joined(plan: Plan) -> dict[str, str]:
     return {n: root(n) for pair in plan.problem.together for n in pair}
 
 
-def _check_pad_pair(
+def _check_pad_pair(  # noqa: PLR0917 - one caller
     segment: str,
     first: int,
     second: int,

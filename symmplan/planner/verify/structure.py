@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan.errors import VerificationError
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["check_structure", "fail"]
 
 
-def fail(kind: str, what: str, *, expected: object, got: object, **fields: object) -> NoReturn:
+def fail(kind: str, what: str, *, expected: object, got: object, **fields: Any) -> NoReturn:
     """Raise the error for a broken rule.
 
     Args:
@@ -166,8 +166,7 @@ def _check_pad_flag(plan: Plan, segment: SegmentSpec, buffers: dict[str, Buffer]
         needed = segment.name in used
     else:
         needed = any(
-            p.segment == segment.name and buffers[n].signal_pad
-            for n, p in plan.placements.items()
+            p.segment == segment.name and buffers[n].signal_pad for n, p in plan.placements.items()
         )
     if segment.signal_pad != needed:
         fail(

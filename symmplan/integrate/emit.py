@@ -1,0 +1,111 @@
+"""What rewriting adds to a graph: segments as inputs, placements as views of them, calls.
+
+[Note: segments are inputs]
+    The rewritten graph takes each segment as one more input, one-dimensional, and a placement is
+    ``as_strided`` of it. So the compiled code holds no address, Inductor sees that placements
+    overlap and keeps the order of writes, its code cache keys on offsets alone, and the segments
+    can be allocated when the program first runs.
+
+[Note: fences]
+    A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
+    no free view that changes the element size. It cannot know that they overlap. So wherever bytes
+    pass from one dtype to another, a fence, an op that mutates all of them and does nothing, keeps
+    what was before it before it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field, frozen
+from torch import fx
+
+if TYPE_CHECKING:
+    from symmplan.model import Plan
+
+__all__ = ["Emitter", "SegmentInput"]
+
+
+@frozen
+class SegmentInput:
+    """One input that a rewritten graph takes after its own.
+
+    Attributes:
+        segment: Name of the segment.
+        dtype: Element type that its bytes are seen as.
+        numel: How many elements, from its first byte on.
+    """
+
+    segment: str
+    dtype: torch.dtype
+    numel: int
+
+
+@define(eq=False)
+class Emitter:
+    """Adds nodes, with their fake values, at the graph's current insertion point.
+
+    Attributes:
+        graph: The graph that changes.
+        plan: Where buffers lie.
+        device: The device of the segments.
+        fake_mode: The mode of the graph's fake tensors.
+        inputs: The segment inputs added so far, in order.
+        first: ``{operation: the first node that stands for it now}``, where that has changed.
+    """
+
+    graph: fx.Graph
+    plan: Plan
+    device: torch.device
+    fake_mode: Any
+    inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
+    first: dict[str, fx.Node] = field(init=False, factory=dict)
+
+    def _input(self, segment: str, dtype: torch.dtype) -> fx.Node:
+        """The whole segment as elements of one dtype."""
+        nbytes = next(s.nbytes for s in self.plan.segments if s.name == segment)
+        key = SegmentInput(segment, dtype, nbytes // dtype.itemsize)
+        node = self.inputs.get(key)
+        if node is None:
+            body = next(n for n in self.graph.nodes if n.op != "placeholder")
+            with self.graph.inserting_before(body):
+                name = str(dtype).removeprefix("torch.")
+                node = self.graph.placeholder(f"symmplan_{segment}_{name}")
+            with self.fake_mode:
+                node.meta["val"] = torch.empty(key.numel, dtype=dtype, device=self.device)
+            self.inputs[key] = node
+        return node
+
+    def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
+        """The placement as a tensor like ``like``, inserted at the current point."""
+        place = self.plan.placements[buffer]
+        stride = like.stride()
+        if contiguous:
+            stride = torch.empty(like.shape, device="meta").stride()
+        base = self._input(place.segment, like.dtype)
+        offset = place.offset // like.element_size()
+        args = (base, list(like.shape), list(stride), offset)
+        return self.call(torch.ops.aten.as_strided.default, args)
+
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A call node with its fake value."""
+        kwargs = kwargs or {}
+        node = self.graph.call_function(op, args, kwargs)
+        real = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = op(*real[0], **real[1])
+        return node
+
+    def getitem(self, value: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        node = self.graph.call_function(operator.getitem, (value, index))
+        node.meta["val"] = value.meta["val"][index]
+        return node
+
+    def fence(self, at: fx.Node) -> None:
+        """Keep all accesses before ``at`` before it, whatever their dtype. See [Note: fences]."""
+        if len(self.inputs) > 1:
+            with self.graph.inserting_before(at):
+                self.call(torch.ops.symmplan.fence_.default, (list(self.inputs.values()),))

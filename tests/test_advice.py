@@ -1,0 +1,66 @@
+"""Advice: every saving is real, and the expected advice is given."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from strategies import problems
+
+from symmplan.errors import PlanningError
+from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.planner import plan
+
+
+def two_streams(*, edges=()):
+    ops = [Operation("x0", "x"), Operation("y0", "y")]
+    buffers = [Buffer("a", 1024), Buffer("b", 2048)]
+    return Problem(buffers, ops, [Access("x0", "a"), Access("y0", "b")], edges=edges)
+
+
+def kinds(made):
+    return {a.kind: a for a in reversed(made.advice())}
+
+
+def test_a_missing_wait_is_named_with_its_bytes():
+    advice = [a for a in plan(two_streams()).advice() if a.kind == "order" and a.buffers]
+    assert {a.edges for a in advice} == {(("x0", "y0"),), (("y0", "x0"),)}
+    assert {a.saves for a in advice} == {1024}
+
+
+def test_nothing_is_advised_where_nothing_helps():
+    made = plan(two_streams(edges=[("x0", "y0")]))
+    assert [a.kind for a in made.advice()] == ["peak"]
+
+
+def test_alignment_and_flags():
+    ops = [Operation("o0"), Operation("o1")]
+    buffers = [
+        Buffer("a", 100, align=4096),
+        Buffer("b", 100, align=64),
+        Buffer("c", 100, align=64),
+        Buffer("p", 5000, align=64, persistent=True),
+    ]
+    accesses = [Access("o0", n) for n in "abc"] + [Access("o1", "p")]
+    found = kinds(plan(Problem(buffers, ops, accesses)))
+    assert found["persistent"].saves > 0
+    assert found["peak"].saves == 0
+
+
+def test_a_barrier_is_explained():
+    ops = [Operation("p1"), Operation("p2")]
+    accesses = [Access("p1", "a", True, True), Access("p2", "b", True, True)]
+    found = kinds(plan(Problem([Buffer("a", 256), Buffer("b", 256)], ops, accesses)))
+    assert "p2" in found["barrier"].text or "p1" in found["barrier"].text
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_every_saving_is_verified(problem):
+    try:
+        made = plan(problem)
+    except PlanningError:
+        return
+    for a in made.advice():
+        if a.saves:
+            better = plan(a.problem)
+            better.verify()
+            assert made.peak_bytes - better.peak_bytes == a.saves
