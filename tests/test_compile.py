@@ -261,3 +261,83 @@ def test_unknown_names_are_refused_at_once(bad):
     with pytest.raises(symmplan.errors.BackendError, match="unknown") as caught:
         symmplan.backend(**bad)
     assert caught.value.fix
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 4 * width)
+        self.down = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _parallel(mesh, *, sequence: bool):
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(_Mlp(), _Mlp())
+    shard = {"input_layouts": Shard(0)} if sequence else {}
+    whole = {"output_layouts": Shard(0)} if sequence else {}
+    styles = {}
+    for i in range(2):
+        styles[f"{i}.up"] = ColwiseParallel(**shard)
+        styles[f"{i}.down"] = RowwiseParallel(**whole)
+        if sequence:
+            styles[f"{i}.norm"] = SequenceParallel(sequence_dim=0)
+    return parallelize_module(model, mesh, styles)
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _tensor_parallel(rank, world_size, inner, sequence):
+    from torch.distributed.tensor import init_device_mesh
+
+    import symmplan
+
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (world_size,))
+    backend = symmplan.backend(inner=inner, timeout=30.0)
+    results = []
+    for compiled in (False, True):
+        model = _parallel(mesh, sequence=sequence)
+        run_it = torch.compile(model, backend=backend) if compiled else model
+        torch.manual_seed(5)
+        x = torch.randn(8, 64)
+        x = x.chunk(world_size)[rank].contiguous() if sequence else x
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            _local(run_it(x).square().mean()).backward()
+            optimizer.step()
+        results.append([_local(p.detach()).clone() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    stats = backend.stats
+    (plan,) = backend.plans
+    backend.release()
+    return stats, plan.fingerprint
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_tensor_parallel_with_dtensor(pool, inner, sequence):
+    first, second = pool.run(_tensor_parallel, inner, sequence)
+    assert first == second
+    stats, _ = first
+    assert stats.rendezvous == 1
+    assert stats.placed >= 4
+    assert stats.segment_bytes == stats.lower_bound_bytes < stats.unshared_bytes

@@ -450,3 +450,56 @@ def test_handle_reaches_every_peer(pool):
         assert at == (SEGMENT + 4 * 101, SEGMENT + 4 * 101, True)
         assert ids == (rank, world)
         assert refused
+
+
+def slow_entry(rank, world, op):
+    """The last rank comes late: nobody may touch its bytes before. It also copies slowly."""
+    import time
+
+    from symmplan.memory import ops as module
+
+    everyone = tuple(range(world))
+    arena, group = _STATE["arenas"][everyone], _STATE["groups"][everyone]
+    name, ops = group.group_name, torch.ops.symmplan
+    out = arena.tensor("a", torch.float32)[: 8 * world].fill_(-1)
+    late = rank == world - 1
+    dist.barrier()
+    real = module.copy_bytes, module.reduce_into
+    untouched = True
+    if late:
+        time.sleep(0.2)
+        untouched = bool((out == -1).all())
+
+        def slowly(function):
+            def wait_first(*args):
+                time.sleep(0.2)
+                function(*args)
+
+            return wait_first
+
+        module.copy_bytes, module.reduce_into = map(slowly, real)
+    try:
+        if op == "all_gather":
+            ops.all_gather_out(torch.full((8,), 2.0), world, name, out=out)
+            complete = bool((out == 2).all())
+        elif op == "broadcast":
+            ops.broadcast_out(torch.full((8,), 2.0), world - 1, name, out=out[:8])
+            complete = bool((out[:8] == 2).all())
+        elif op == "all_reduce":
+            ops.all_reduce_out(out, "sum", name, out=out)
+            complete = bool((out == -world).all())
+        else:
+            # Overwritten right after the call: the slow rank must have read it by then.
+            part = torch.empty(8)
+            ops.reduce_scatter_out(out, "sum", world, name, out=part)
+            out.fill_(100)
+            complete = bool((part == -world).all())
+    finally:
+        module.copy_bytes, module.reduce_into = real
+    dist.barrier()
+    return untouched, complete
+
+
+@pytest.mark.parametrize("op", ["all_gather", "broadcast", "all_reduce", "reduce_scatter"])
+def test_handshake_on_entry_and_release_on_exit(pool, op):
+    assert pool.run(slow_entry, op) == [(True, True)] * pool.world_size

@@ -16,7 +16,7 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
-from symmplan.capture.graphs import argument_nodes, is_wait, overload_of, target_name
+from symmplan.capture.graphs import argument_nodes, overload_of, target_name
 from symmplan.capture.sites import Home, Site
 from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
@@ -280,12 +280,11 @@ class Decider:
         """
         if self._origin(root)[0].op != "call_function":
             return True
-        after = self.order[request.node]
-        results = set(self.values.of_node(request.node))
+        at = self.order[request.node]
         return not any(
-            self.order[user] > after
+            self.order[user] > at
             for value in self.classes[root]
-            if value != request.value and value not in results and not is_wait(value[0])
+            if value != request.value and self.order[value[0]] < at
             for user in value[0].users
         )
 

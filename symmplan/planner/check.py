@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["check_problem"]
 
 #: Sizes and offsets stay far below what a signed 64-bit integer holds, sums included.
-MAX_BYTES = 1 << 56
+MAX_BYTES = 1 << 48
+#: All buffers side by side; beyond this sums of offsets could overflow.
+MAX_TOTAL = 1 << 50
+MAX_ALIGN = 1 << 30
 #: More than this is no program but a mistake; planning would not end in reasonable time.
 MAX_ENTRIES = 4_000_000
 
@@ -42,6 +45,14 @@ def check_problem(problem: Problem) -> None:
     operations = _unique("operation", problem.operations)
     for b in problem.buffers:
         _check_buffer(b)
+    total = sum(b.nbytes for b in problem.buffers)
+    if total > MAX_TOTAL:
+        raise ProblemError(
+            f"all buffers together have {total} bytes",
+            expected=f"at most {MAX_TOTAL}",
+            got=total,
+            fix="check the sizes; they are bytes",
+        )
     _check_accesses(problem, buffers, operations)
     for kind in ("together", "apart"):
         for pair in getattr(problem, kind):
@@ -95,10 +106,10 @@ def _check_buffer(b: Buffer) -> None:
             fix="leave empty tensors out of the problem; give sizes in bytes as int",
             buffer=b.name,
         )
-    if not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_BYTES:
+    if not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_ALIGN:
         raise ProblemError(
             f"buffer {b.name!r} asks for an alignment of {b.align!r} bytes",
-            expected="a power of two",
+            expected=f"a power of two, at most {MAX_ALIGN}",
             got=repr(b.align),
             fix="use 1, 2, 4, ..., 256, ...",
             buffer=b.name,

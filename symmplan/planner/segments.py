@@ -50,7 +50,7 @@ class Rules:
         self._order: Order = order_of(problem)
         owner = {name: i for i, names in enumerate(items.members) for name in names}
         self._apart: dict[int, set[int]] = {}
-        for a, b in problem.apart:
+        for a, b in sorted({tuple(sorted(p)) for p in problem.apart}):
             x, y = owner[a], owner[b]
             if x == y:
                 raise PlanningError(

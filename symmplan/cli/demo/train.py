@@ -50,7 +50,10 @@ def run_rank(setup: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
         inner = "eager" if cxx_compiler() is None else "inductor"
     config = Config(world=setup["world"])
     backend = symmplan.backend(inner=inner, memory="shm", timeout=setup["timeout"])
-    plain = _Trainee(config, setup["rank"], group, backend=inner)
+    # The same inner compiler; "aot_eager" because symmplan's "eager", too, runs what AOTAutograd
+    # made of the model. (Dynamo's own "eager" loses these gradients on torch 2.11.)
+    without = {"inductor": "inductor", "eager": "aot_eager"}[inner]
+    plain = _Trainee(config, setup["rank"], group, backend=without)
     planned = _Trainee(config, setup["rank"], group, backend=backend)
 
     difference = Difference()

@@ -103,7 +103,8 @@ class _Glue:
         self.alive = np.ones(count, dtype=bool)
         self.blocks = [Block(((i, 0),)) for i in range(count)]
         self.shift = max(0, int(target).bit_length() - _BITS)
-        weight = _WEIGHT * target // (target + 20 * np.maximum(slack, 0)) + 1
+        goal = max(1, target >> self.shift)
+        weight = _WEIGHT * goal // (goal + 20 * np.maximum(slack >> self.shift, 0)) + 1
         weight = weight**style.power if style.power < 2 else weight * weight // _WEIGHT + 1
         self.weights = np.append(0, np.cumsum(weight.astype(np.int64)))
         self.style = style
@@ -131,7 +132,8 @@ class _Glue:
             cost = cost + (cost * self.style.noise * self.noise[i] >> 13) + (self.noise[i] >> 9)
         cost[~self.alive] = _NEVER
         cost[i] = _NEVER
-        return cost
+        result: Ints = cost
+        return result
 
     def step(self) -> bool | None:
         """Glue the cheapest pair; False if it does not fit, None if there is none left."""

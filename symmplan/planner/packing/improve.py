@@ -98,18 +98,19 @@ class Improver:
         limit = _FIRST_LIMIT << min((turn + 1) // 2, 12)
         for candidate in self._searches(target, turn, limit):
             if candidate is not None:
-                self._accept(candidate)
-                return True
+                return self._accept(candidate)
             if self.work <= 0 or target < self.bound:
                 return False
         return False
 
-    def _accept(self, offset: Ints) -> None:
+    def _accept(self, offset: Ints) -> bool:
         full = np.where(self.task.pin >= 0, self.task.pin, 0)
         full[self.space.free] = offset
         peak = int((full + self.task.size).max())
-        if peak < self.peak:
-            self.offset, self.peak = full, peak
+        if peak >= self.peak:
+            return False
+        self.offset, self.peak = full, peak
+        return True
 
     def _searches(self, target: int, turn: int, limit: int) -> Iterator[Ints | None]:
         yield self._plain(target, self._orders[turn % len(self._orders)], limit)

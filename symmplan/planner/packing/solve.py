@@ -34,11 +34,11 @@ __all__ = ["pack"]
 #: Search nodes for all components of a task together; about 25 microseconds each.
 WORK = {"fast": 30_000, "optimal": 700_000}
 #: Larger components are packed by greedy orders alone: searching them needs quadratic memory.
-MAX_SEARCHED = 3_000
+MAX_SEARCHED = {"fast": 1_500, "optimal": 4_000}
 #: More conflicts than this are not listed; the component is then packed by a sweep over time.
 MAX_CONFLICTS = 60_000_000
 #: Neighbours looked at by all greedy orders of a component together. The first order always runs.
-MAX_GREEDY = 60_000_000
+MAX_GREEDY = 40_000_000
 
 
 @define(eq=False)
@@ -70,21 +70,22 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
     if len(rigid) and len(rigid) < len(task) and (task.pin < 0).all():
         return _pack_around(task, rigid, effort, goal)
     components = _components(task)
-    bound = _best_bound(components)
+    pinned = np.flatnonzero(task.pin >= 0)
+    ends = task.pin[pinned] + task.size[pinned]
+    top = int(ends.max(initial=0))
+    bound = max(top, _best_bound(components))
     for c in components:
         _greedy(c, bound)
-    bound = _improve(components, effort, goal)
+    bound = _improve(components, effort, goal, top)
     offset = np.zeros(len(task), dtype=np.int64)
     for c in components:
         assert c.offset is not None
         for place in c.places:
             offset[place] = c.offset
     worst = max(components, key=lambda c: c.bound)
-    pinned = np.flatnonzero(task.pin >= 0)
-    ends = task.pin[pinned] + task.size[pinned]
     witness, proof = worst.places[0][worst.witness], worst.proof
-    if len(pinned) and int(ends.max()) > bound:
-        bound, witness, proof = int(ends.max()), pinned[[int(ends.argmax())]], "pin"
+    if top > worst.bound:
+        witness, proof = pinned[[int(ends.argmax())]], "pin"
     return Packing(
         offset=offset,
         peak=int((offset + task.size).max()),
@@ -180,12 +181,16 @@ def _greedy(c: _Component, bound: int) -> None:
             return
 
 
-def _improve(components: list[_Component], effort: str, goal: int | None) -> int:
-    """Work on the worst component while it exceeds what the others need anyway."""
+def _improve(components: list[_Component], effort: str, goal: int | None, top: int) -> int:
+    """Work on the worst component while it exceeds what the others, or pins, need anyway.
+
+    Returns:
+        The best bound for all of them, at least ``top``.
+    """
     work = WORK[effort]
     done: set[int] = set()
     while work > 0:
-        bound = _best_bound(components)
+        bound = max(top, _best_bound(components))
         k = max(range(len(components)), key=lambda k: (components[k].peak, -k))
         if k in done or components[k].peak <= bound or components[k].conflicts is None:
             break
@@ -193,7 +198,7 @@ def _improve(components: list[_Component], effort: str, goal: int | None) -> int
         c = components[k]
         _raise_bound(c)
         bound = max(bound, c.bound)
-        if c.peak <= bound or len(c.task) > MAX_SEARCHED:
+        if c.peak <= bound or len(c.task) > MAX_SEARCHED[effort]:
             continue
         assert c.conflicts is not None
         assert c.offset is not None
@@ -203,7 +208,7 @@ def _improve(components: list[_Component], effort: str, goal: int | None) -> int
         c.offset, c.peak = improver.offset, improver.peak
         if improver.bound > bound:
             c.bound, c.proof = improver.bound, "search"
-    return _best_bound(components)
+    return max(top, _best_bound(components))
 
 
 def _raise_bound(c: _Component) -> None:

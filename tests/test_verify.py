@@ -1,0 +1,255 @@
+"""`verify` names every way in which a plan can be wrong."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import problems
+
+import symmplan.planner.verify as verify_package
+from symmplan.errors import PlanningError, VerificationError
+from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
+from symmplan.planner import plan
+from symmplan.planner.instances import steady_stream, stream_program
+from symmplan.testing import conflicts, unsynchronised
+
+
+def rich():
+    """A problem in which every rule has something to say."""
+    ops = [
+        Operation("o0", group="g"),
+        Operation("o1"),
+        Operation("o2", group="g"),
+        Operation("o3"),
+        Operation("p0", "side"),
+    ]
+    buffers = [
+        Buffer("a", 100, "g", align=64),
+        Buffer("b", 100, "g", align=64),
+        Buffer("c", 200, "g", align=64),
+        Buffer("twin", 100, "g", align=64),
+        Buffer("pin", 64, "g", align=64, offset=640),
+        Buffer("keep", 64, "g", align=64, persistent=True),
+        Buffer("pad", 64, "g", align=64, signal_pad=True),
+        Buffer("pad2", 64, "g", align=64, signal_pad=True),
+        Buffer("alone", 64, "g", align=64),
+        Buffer("other", 64, "h", align=64),
+    ]
+    accesses = [
+        Access("o0", "a", write=True, remote=True),
+        Access("o1", "a"),
+        Access("o1", "twin", write=True),
+        Access("o2", "b", write=True, remote=True),
+        Access("o3", "b"),
+        Access("o0", "c"),
+        Access("o1", "c"),
+        Access("o3", "pin"),
+        Access("o3", "keep"),
+        Access("o1", "pad"),
+        Access("p0", "pad2"),
+        Access("o2", "alone"),
+        Access("o2", "other"),
+    ]
+    return Problem(buffers, ops, accesses, together=[("a", "twin")], apart=[("alone", "b")])
+
+
+@pytest.fixture(scope="module")
+def made():
+    p = plan(rich())
+    p.verify()
+    return p
+
+
+def kind_of(wrong):
+    with pytest.raises(VerificationError) as e:
+        wrong.verify()
+    assert str(e.value).startswith("plan is wrong: ")
+    assert "expected" in str(e.value)
+    return e.value.kind
+
+
+def moved(made, name, **change):
+    places = dict(made.placements)
+    places[name] = evolve(places[name], **change)
+    return evolve(made, placements=places)
+
+
+def resized(made, k, **change):
+    segments = list(made.segments)
+    segments[k] = evolve(segments[k], **change)
+    return evolve(made, segments=segments)
+
+
+def without(made, name):
+    return evolve(made, placements={n: p for n, p in made.placements.items() if n != name})
+
+
+def home(made, name):
+    return next(i for i, s in enumerate(made.segments) if s.name == made.placements[name].segment)
+
+
+def joined(made, name, other):
+    """Move a buffer to the segment of another, above everything."""
+    k = home(made, other)
+    top = made.segments[k].nbytes
+    grown = resized(made, k, nbytes=top + 64)
+    return moved(grown, name, segment=made.segments[k].name, offset=top)
+
+
+MUTATIONS = {
+    "overlap": lambda m: moved(m, "c", offset=m.placements["a"].offset),
+    "misaligned": lambda m: moved(m, "b", offset=m.placements["b"].offset + 1),
+    "out_of_segment": lambda m: moved(m, "b", offset=m.segments[home(m, "b")].nbytes),
+    "missing_buffer": lambda m: without(m, "c"),
+    "unknown_buffer": lambda m: evolve(
+        m, placements={**m.placements, "ghost": Placement("segment0", 0, 1)}
+    ),
+    "unknown_segment": lambda m: moved(m, "c", segment="nowhere"),
+    "nbytes": lambda m: moved(m, "c", nbytes=201),
+    "group": lambda m: moved(m, "other", segment=m.placements["c"].segment),
+    "segment_groups": lambda m: resized(m, 0, groups=("g", "h")),
+    "segment_name": lambda m: resized(m, 1, name=m.segments[0].name),
+    "pin": lambda m: moved(m, "pin", offset=0),
+    "together": lambda m: moved(m, "twin", offset=m.placements["twin"].offset + 64),
+    "apart": lambda m: joined(m, "alone", "b"),
+    "pad": lambda m: joined(m, "pad2", "pad"),
+    "signal_pad": lambda m: resized(m, home(m, "pad"), signal_pad=False),
+    "barrier": lambda m: evolve(m, barriers=()),
+    "unknown_barrier": lambda m: evolve(m, barriers=(Barrier("nothing", "g"),)),
+    "segment_size": lambda m: resized(m, 0, nbytes=m.segments[0].nbytes + 64),
+    "segment_empty": lambda m: evolve(
+        m, segments=(*m.segments, evolve(m.segments[0], name="idle", signal_pad=False))
+    ),
+    "lower_bound": lambda m: resized(m, 0, lower_bound_bytes=m.segments[0].lower_bound_bytes - 64),
+    "optimal": lambda m: evolve(m, optimal=not m.optimal),
+    "effort": lambda m: evolve(m, effort="heroic"),
+}
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+def test_each_corruption_is_named(made, kind):
+    assert kind_of(MUTATIONS[kind](made)) == kind
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lower_bound_bytes": 1 << 40},
+        {"lower_bound_bytes": 1},
+        {"witness": ()},
+        {"witness": ("nobody",)},
+        {"witness": ("a", "a")},
+        {"witness": ("a", "b")},
+        {"proof": "hope"},
+        {"proof": "pin", "witness": ("c",)},
+        {"proof": "search", "lower_bound_bytes": 1 << 40},
+    ],
+)
+def test_each_wrong_bound_is_named(made, change):
+    assert kind_of(resized(made, home(made, "c"), **change)) == "lower_bound"
+
+
+def test_joint_bounds_are_checked(made):
+    assert made.bounds
+    assert kind_of(evolve(made, bounds=())) == "lower_bound"
+    (bound, *_) = made.bounds
+    assert kind_of(evolve(made, bounds=(evolve(bound, nbytes=bound.nbytes + 64),))) == (
+        "lower_bound"
+    )
+    assert kind_of(evolve(made, bounds=(Bound(("x",), 64),))) == "lower_bound"
+
+
+def test_a_persistent_buffer_shares_with_nothing(made):
+    wrong = moved(made, "alone", **{"segment": made.placements["keep"].segment})
+    wrong = moved(wrong, "alone", offset=made.placements["keep"].offset)
+    assert kind_of(wrong) in ("overlap", "apart")
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems(pins=False), st.data())
+def test_a_moved_buffer_is_caught_exactly_if_it_is_wrong(problem, data):
+    try:
+        made = plan(problem)
+    except PlanningError:
+        return
+    name = data.draw(st.sampled_from(sorted(made.placements)))
+    b = next(b for b in problem.buffers if b.name == name)
+    place = made.placements[name]
+    segment = next(s for s in made.segments if s.name == place.segment)
+    room = (segment.nbytes - b.nbytes) // b.align
+    offset = b.align * data.draw(st.integers(0, max(0, room)))
+    wrong = moved(made, name, offset=offset)
+    if any(name in pair for pair in problem.together):
+        with contextlib.suppress(VerificationError):
+            wrong.verify()
+        return
+    clash = any(
+        wrong.placements[x].segment == wrong.placements[y].segment
+        and wrong.placements[x].offset < wrong.placements[y].end
+        and wrong.placements[y].offset < wrong.placements[x].end
+        for x, y in map(sorted, conflicts(problem))
+    )
+    try:
+        wrong.verify()
+    except VerificationError as e:
+        if e.kind == "overlap":
+            assert clash
+        elif e.kind == "barrier":
+            assert unsynchronised(wrong)
+        else:
+            assert e.kind == "segment_size"
+            assert not clash
+            assert not unsynchronised(wrong)
+    else:
+        assert not clash
+        assert not unsynchronised(wrong)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(pins=False, constraints=False), st.data())
+def test_every_barrier_is_needed_or_harmless_and_a_missing_one_is_caught(problem, data):
+    made = plan(problem)
+    if not made.barriers:
+        return
+    k = data.draw(st.integers(0, len(made.barriers) - 1))
+    fewer = evolve(made, barriers=made.barriers[:k] + made.barriers[k + 1 :])
+    if unsynchronised(fewer):
+        assert kind_of(fewer) == "barrier"
+    else:
+        fewer.verify()
+
+
+def test_verify_shares_no_code_with_the_planner():
+    allowed = ("symmplan.errors", "symmplan.model", "symmplan.planner.verify")
+    files = sorted(Path(verify_package.__file__).parent.glob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                assert not name.startswith("symmplan") or name.startswith(allowed), (file, name)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(lambda: Problem.from_intervals(steady_stream(8000)), id="intervals"),
+        pytest.param(lambda: stream_program(10_000), id="streams"),
+    ],
+)
+def test_verify_is_fast_enough_for_large_plans(problem):
+    made = plan(problem())
+    begin = time.process_time()
+    made.verify()
+    assert time.process_time() - begin < 10  # about 0.5 s; quadratic code takes minutes
