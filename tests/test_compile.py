@@ -263,6 +263,43 @@ def test_unknown_names_are_refused_at_once(bad):
     assert caught.value.fix
 
 
+def _wrong_memory(rank, world_size):
+    import symmplan
+
+    torch._dynamo.reset()
+    program = Program((4,), (("gather", 0, 0), ("sin", 1)), (2,))
+    backend = symmplan.backend(inner="eager", memory="nccl", timeout=30.0)
+    torch.compile(lambda *t: run(program, _GROUPS, *t), backend=backend)(
+        *make_inputs(program, rank)
+    )
+
+
+def test_memory_that_does_not_fit_the_device_is_refused(pool):
+    for outcome in pool.outcomes(_wrong_memory):
+        assert outcome.error is not None
+        assert "memory='nccl': device cpu is not a CUDA device" in outcome.error.text
+        assert 'fix: pass memory="shm"' in outcome.error.text
+
+
+@pytest.mark.parametrize("given", [{"options": {"memory": "shm"}}, {"mode": "fastest"}])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_what_torch_compile_passes_on_is_checked(given, inner):
+    import symmplan
+
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    with pytest.raises(symmplan.errors.BackendError) as caught:
+        symmplan.backend(inner=inner)(module, [torch.ones(1, 2)], **given)
+    assert caught.value.fix
+
+
+def test_modes_of_inductor_are_passed_on():
+
+    compiled = torch.compile(
+        torch.nn.Linear(4, 4), backend="symmplan", mode="max-autotune-no-cudagraphs"
+    )
+    assert compiled(torch.ones(2, 4)).shape == (2, 4)
+
+
 # -- tensor parallelism ---------------------------------------------------------------------------
 
 

@@ -169,6 +169,15 @@ def test_progress_says_what_is_done(result):
         assert mark in result["stderr"]
 
 
+def test_without_a_compiler_the_demo_runs_op_by_op_and_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert main(["demo", "--steps", "1", "--out", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    assert "inner='eager' (for Inductor: see symmplan doctor)" in shown
+    assert "parity holds" in shown
+
+
 # ---- parity can fail -------------------------------------------------------------------------
 
 

@@ -153,23 +153,31 @@ class CompileBackend:
         Args:
             module: The graph.
             example_inputs: Its inputs, fake or real.
-            options: ``{"inner": ..., "memory": ..., "effort": ..., "timeout": ...}``, from
-                ``torch.compile(options=...)``.
-            mode: Not used; present because ``torch.compile`` may pass it.
+            options: From ``torch.compile(options=...)``; there are none.
+            mode: From ``torch.compile(mode=...)``: one of Inductor's.
+
+        Raises:
+            BackendError: There are options, or a mode that Inductor does not know.
         """
         if options:
-            return backend(**options)(module, example_inputs)
-        del mode
+            raise BackendError(
+                f"torch.compile(options={options!r}) does not reach symmplan",
+                expected="no options",
+                got=", ".join(sorted(options)),
+                fix="pass backend=symmplan.backend(inner=..., memory=..., timeout=...)",
+            )
         self._graphs += 1
         ops.load()
         unit = self._unit(module)
         if self.settings.inner == "eager":
             from symmplan.integrate.op_by_op import compile_eager
 
+            _refuse_mode(mode, ("default",))
             return compile_eager(module, example_inputs, unit)
-        from symmplan.integrate.inductor import compile_inductor
+        from symmplan.integrate.inductor import compile_inductor, modes
 
-        return compile_inductor(module, example_inputs, unit)
+        _refuse_mode(mode, tuple(modes()))
+        return compile_inductor(module, example_inputs, unit, modes()[mode or "default"])
 
     def _unit(self, module: fx.GraphModule) -> Unit | None:
         device = _device_of(module)
@@ -203,6 +211,16 @@ def backend(
     Collective: no; the first run of a compiled graph is, over every group in it.
     """
     return CompileBackend(inner, memory, effort, timeout)
+
+
+def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
+    if mode is not None and mode not in known:
+        raise BackendError(
+            f"unknown mode {mode!r}",
+            expected=" or ".join(map(repr, known)),
+            got=repr(mode),
+            fix="leave torch.compile's mode out",
+        )
 
 
 def _memory_names() -> tuple[str, ...]:

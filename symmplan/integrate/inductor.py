@@ -25,7 +25,7 @@ from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_seg
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["compile_inductor"]
+__all__ = ["compile_inductor", "modes"]
 
 _compile_fx: Any = inductor.compile_fx
 _view_to_reshape: Any = inductor.view_to_reshape  # type: ignore[attr-defined]
@@ -50,8 +50,18 @@ _PASSES_OFF = {
 }
 
 
+def modes() -> dict[str, dict[str, Any]]:
+    """Inductor's settings for each mode of ``torch.compile``."""
+    from torch._inductor import list_mode_options
+
+    return {"default": {}, **list_mode_options()}
+
+
 def compile_inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit | None
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    unit: Unit | None,
+    patches: dict[str, Any],
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph, its parts rewritten to follow the plan.
 
@@ -59,9 +69,11 @@ def compile_inductor(
         module: The graph.
         example_inputs: Its inputs.
         unit: Where its plan is kept, or None if it declares nothing.
+        patches: Inductor's settings for it.
     """
+    config = {"config_patches": patches} if patches else {}
     if unit is None:
-        return _compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
+        return _compile_fx(module, list(example_inputs), **config)  # type: ignore[no-any-return]
     with functorch_config.patch(
         # AOTAutograd's cache would hand back compiled code without asking us for the segments;
         # Inductor's own cache stays on: what it keys on is the rewritten graph.
@@ -70,7 +82,7 @@ def compile_inductor(
         force_non_lazy_backward_lowering=True,
     ):
         inner = functools.partial(_compile_part, unit)
-        return _compile_fx(module, list(example_inputs), inner_compile=inner)  # type: ignore[no-any-return]
+        return _compile_fx(module, list(example_inputs), inner_compile=inner, **config)  # type: ignore[no-any-return]
 
 
 def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -88,6 +100,12 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         if rewritten is None:
             return inductor.compile_fx_inner(gm, inputs, **kwargs)
         added = [n for n in gm.graph.nodes if n.op == "placeholder"][-len(rewritten.inputs) :]
+        # Segments never move: CUDA graphs must use them where they are, not copy them.
+        static = [
+            *kwargs.get("static_input_idxs", ()),
+            *range(len(inputs), len(inputs) + len(added)),
+        ]
+        kwargs["static_input_idxs"] = static
         inputs = [*inputs, *(n.meta["val"] for n in added)]
         return with_segments(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, rewritten)
 
