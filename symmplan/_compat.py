@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "fsdp_comm_bases",
+    "fsdp_comms",
+    "fsdp_param_groups",
     "group_by_name",
     "group_name",
     "group_store",
     "has_nccl_backend",
     "has_process_groups",
+    "in_backward",
     "set_symm_mem_backend",
     "symm_mem_backend",
     "symm_mem_empty",
@@ -117,3 +121,42 @@ def symm_mem_rendezvous(tensor: torch.Tensor, group: str) -> Any:
     from torch.distributed import _symmetric_memory as symm_mem
 
     return symm_mem.rendezvous(tensor, group)  # type: ignore[arg-type]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def fsdp_param_groups(module: Any) -> list[Any]:
+    """The parameter groups that FSDP2 manages for ``module``, an ``FSDPModule``."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later: may be several
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def fsdp_comms(group: Any) -> tuple[Any, Any]:
+    """The all-gather and reduce-scatter objects of an FSDP2 parameter group.
+
+    Torch's defaults where this torch does not say.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    gather = getattr(group, "_all_gather_comm", None) or collectives.DefaultAllGather()
+    scatter = getattr(group, "_reduce_scatter_comm", None) or collectives.DefaultReduceScatter()
+    return gather, scatter
+
+
+def fsdp_comm_bases() -> tuple[type, type]:
+    """FSDP2's interfaces ``(AllGather, ReduceScatter)`` for custom collectives.
+
+    Plain classes where this torch has them elsewhere: FSDP2 only calls their methods.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    except ImportError:
+        return object, object
+    return AllGather, ReduceScatter

@@ -328,10 +328,11 @@ class Bound:
     """What several segments need together, however their buffers are dealt to them.
 
     Where signal pads or pairs kept apart split the buffers of some groups into several segments,
-    the sum of the segments' own bounds may be more than the best plan needs; this is not.
+    or groups that could share a segment do not, the sum of the segments' own bounds may be more
+    than the best plan needs; this is not.
 
     Attributes:
-        groups: The process groups that the segments serve.
+        groups: The process groups that the segments serve, sorted.
         nbytes: Proven minimum of the sum of their bytes.
         witness: Buffers that conflict pairwise and whose sizes sum to it, as in `SegmentSpec`.
     """
@@ -367,8 +368,8 @@ class Plan:
         barriers: What must be run besides the program. See [Note: peers count].
         effort: ``"fast"`` or ``"optimal"``.
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
-        bounds: Bounds that replace those of the segments of the same groups, where there are
-            several such segments.
+        bounds: Bounds that replace those of the segments of their groups: one for each set of
+            groups that could share segments and have several.
     """
 
     problem: Problem
@@ -392,9 +393,9 @@ class Plan:
     @property
     def lower_bound_bytes(self) -> int:
         """Proven minimum of `peak_bytes`."""
-        joint = {b.groups for b in self.bounds}
+        joint = {g for b in self.bounds for g in b.groups}
         return sum(b.nbytes for b in self.bounds) + sum(
-            s.lower_bound_bytes for s in self.segments if s.groups not in joint
+            s.lower_bound_bytes for s in self.segments if not joint.intersection(s.groups)
         )
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +23,8 @@ SOME = settings(max_examples=200, deadline=None)
 def test_no_two_conflicting_buffers_share_a_byte(problem):
     try:
         made = plan(problem)
-    except PlanningError as e:
-        assert problem.apart or any(b.offset is not None for b in problem.buffers), e
+    except PlanningError:
+        assert problem.apart or any(b.offset is not None for b in problem.buffers)
         return
     made.verify()
     for x, y in map(sorted, conflicts(problem)):
@@ -114,9 +116,8 @@ def test_the_plan_does_not_depend_on_the_listing(problem, random):
     try:
         made = plan(problem)
     except PlanningError as e:
-        with pytest.raises(PlanningError) as other_error:
+        with pytest.raises(PlanningError, match=f"^{re.escape(str(e))}$"):
             plan(other)
-        assert str(other_error.value) == str(e)
         return
     again = plan(other)
     assert again.to_json() == made.to_json()

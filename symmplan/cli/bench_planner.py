@@ -37,7 +37,7 @@ __all__ = ["add_arguments", "render", "run"]
 
 #: Layers and micro-batches of the program shapes, in the full and in the quick run.
 _SHAPES = {"full": ((32, 1), (64, 8), (126, 8), (126, 64)), "quick": ((32, 1),)}
-_SCALE = {"full": (1_000, 3_000, 10_000, 30_000, 100_000), "quick": (1_000, 3_000)}
+_SCALE = {"full": (1_000, 3_000, 10_000, 30_000, 100_000), "quick": (300, 600)}
 _ORDER = {"full": 100_000, "quick": 5_000}
 
 
@@ -104,19 +104,21 @@ def _machine() -> dict[str, Any]:
         cpu = next(x.split(":", 1)[1].strip() for x in info.splitlines() if "model name" in x)
     except (OSError, StopIteration):
         pass
-    versions = {}
-    for package in ("symmplan", "numpy", "networkx", "omnimalloc"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    packages = ("symmplan", "numpy", "networkx", "omnimalloc")
     return {
         "cpu": cpu,
         "cores": multiprocessing.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {p: _version(p) for p in packages},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # Instances ----------------------------------------------------------------------------------------
@@ -142,8 +144,9 @@ def _generated(size: str) -> Iterator[tuple[str, Problem]]:
         rows = instances.loosened(rows, seed=k, per_mille=5 + 5 * (k % 2))
         yield f"loosened {pieces}", Problem.from_intervals(rows)
     for k, buffers in enumerate((200, 300, 454)):
-        yield f"waves of {buffers}", Problem.from_intervals(
-            instances.waves(buffers, seed=k, sections=2 + k)
+        yield (
+            f"waves of {buffers}",
+            Problem.from_intervals(instances.waves(buffers, seed=k, sections=2 + k)),
         )
 
 
@@ -177,7 +180,7 @@ def _timed(problem: Problem, effort: Any) -> tuple[Plan, dict[str, Any]]:
 
 
 def _others(seconds: float) -> dict[str, Callable[[Problem], dict[str, int]]]:
-    """omnimalloc's default allocator and its branch and bound, where it is installed."""
+    """The default allocator of omnimalloc and its branch and bound, where it is installed."""
     try:
         import omnimalloc
         from omnimalloc.allocators.supermalloc import SupermallocAllocator
@@ -194,7 +197,8 @@ def _others(seconds: float) -> dict[str, Callable[[Problem], dict[str, int]]]:
                 omnimalloc.Allocation(b.name, b.nbytes, min(live[b.name]), max(live[b.name]) + 1)
                 for b in problem.buffers
             ]
-            return {str(a.id): a.offset for a in omnimalloc.allocate(wanted, allocator)}
+            placed = omnimalloc.allocate(wanted, allocator)
+            return {str(a.id): a.offset or 0 for a in placed}
 
         return offsets
 
@@ -255,7 +259,7 @@ def _summary(rows: list[dict[str, Any]], efforts: tuple[str, ...]) -> dict[str, 
 
 
 def _programs(size: str) -> Iterator[tuple[str, Problem]]:
-    makers = {
+    makers: dict[str, Callable[..., Problem]] = {
         "FSDP": instances.fsdp_program,
         "tensor parallel": instances.tensor_parallel_program,
         "mixture of experts": instances.moe_program,
@@ -329,21 +333,22 @@ def render(result: dict[str, Any]) -> str:
         "",
         "peak / proven lower bound (CPU seconds)",
     ]
-    packers = [p for p in result["summary"] if p in result["summary"]]
+    packers = list(result["summary"])
     lines.append(f"{'instance':24} {'buffers':>7}  " + "  ".join(f"{p:>16.16}" for p in packers))
     for row in result["instances"]:
         cells = "  ".join(f"{_cell(row.get(p)):>16}" for p in packers)
         lines.append(f"{row['name']:24.24} {row['buffers']:>7}  {cells}")
     means = "  ".join(f"{result['summary'][p]['mean_ratio']:>16.4f}" for p in packers)
     lines.append(f"{'mean':24} {'':>7}  {means}")
-    for row in result.get("programs", ()):
-        lines.append(f"{row['name']:32} {row['buffers']:>7}  {_cell(row)}")
+    lines += [
+        f"{row['name']:40} {row['buffers']:>7}  {_cell(row)}" for row in result.get("programs", ())
+    ]
     if "scale" in result:
-        for p in result["scale"]["points"]:
-            lines.append(
-                f"overlap 100: {p['buffers']:>7} buffers {p['cpu_seconds']:>7.2f} s "
-                f"{p['max_rss_mib']:>7.0f} MiB  ratio {p['ratio']:.4f}"
-            )
+        lines += [
+            f"overlap 100: {p['buffers']:>7} buffers {p['cpu_seconds']:>7.2f} s "
+            f"{p['max_rss_mib']:>7.0f} MiB  ratio {p['ratio']:.4f}"
+            for p in result["scale"]["points"]
+        ]
         lines.append(f"log-log slope {result['scale']['log_log_slope']}")
     if "order" in result:
         o = result["order"]

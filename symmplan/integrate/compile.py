@@ -75,6 +75,8 @@ class CompileBackend:
         memory: str = "auto",
         effort: Literal["fast", "optimal"] = "fast",
         timeout: float = DEFAULT_TIMEOUT,
+        *,
+        debug: bool = False,
     ) -> None:
         if inner not in ("inductor", "eager"):
             raise BackendError(
@@ -90,7 +92,7 @@ class CompileBackend:
                 got=repr(memory),
                 fix="use memory='auto'",
             )
-        self.settings = Settings(inner, memory, effort, timeout)
+        self.settings = Settings(inner, memory, effort, timeout, debug)
         self.__name__ = "symmplan"
         self._graphs = 0
         self._units: list[Unit] = []
@@ -193,6 +195,8 @@ def backend(
     memory: str = "auto",
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
+    *,
+    debug: bool = False,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
 
@@ -201,6 +205,8 @@ def backend(
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
         effort: ``"fast"``, or ``"optimal"`` for a complete search.
         timeout: Seconds that ranks wait for each other before they raise.
+        debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
+            wrong lifetime shows in the results. Slow.
 
     Returns:
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
@@ -210,7 +216,7 @@ def backend(
 
     Collective: no; the first run of a compiled graph is, over every group in it.
     """
-    return CompileBackend(inner, memory, effort, timeout)
+    return CompileBackend(inner, memory, effort, timeout, debug=debug)
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:

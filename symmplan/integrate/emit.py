@@ -7,10 +7,15 @@
     can be allocated when the program first runs.
 
 [Note: fences]
+    Inductor computes late what it can: a reader of a placement may still be pending when an op
+    that overwrites the bytes is lowered, and for ops that are not its own it looks for pending
+    readers only after it has queued the op. A fence makes it compute them first. So there is one
+    before every operation that writes; it costs nothing when the program runs.
+
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
-    no free view that changes the element size. It cannot know that they overlap. So wherever bytes
-    pass from one dtype to another, a fence, an op that mutates all of them and does nothing, keeps
-    what was before it before it.
+    no free view that changes the element size. It cannot know that they overlap. So where bytes
+    pass from one dtype to another, the fence covers all of them, and stays in the program as an op
+    that does nothing, to keep what was before it before it.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ from attrs import define, field, frozen
 from torch import fx
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from symmplan.model import Plan
 
 __all__ = ["Emitter", "SegmentInput"]
@@ -104,8 +111,13 @@ class Emitter:
         node.meta["val"] = value.meta["val"][index]
         return node
 
-    def fence(self, at: fx.Node) -> None:
-        """Keep all accesses before ``at`` before it, whatever their dtype. See [Note: fences]."""
-        if len(self.inputs) > 1:
-            with self.graph.inserting_before(at):
-                self.call(torch.ops.symmplan.fence_.default, (list(self.inputs.values()),))
+    def fence(self, at: fx.Node, inputs: Sequence[fx.Node] | None = None) -> None:
+        """Keep all accesses before ``at`` before it. See [Note: fences].
+
+        Args:
+            at: What follows the fence.
+            inputs: The segment inputs that it covers, or None for all.
+        """
+        covered = list(self.inputs.values()) if inputs is None else list(inputs)
+        with self.graph.inserting_before(at):
+            self.call(torch.ops.symmplan.fence_.default, (covered,))

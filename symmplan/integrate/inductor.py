@@ -19,11 +19,17 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
 
+from symmplan.integrate import ops
 from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+ops.load()
+_fence: Any = fallback_handler(torch.ops.symmplan.fence_.default, add_to_fallback_set=False)
 
 __all__ = ["compile_inductor", "modes"]
 
@@ -110,6 +116,14 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         return with_segments(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, rewritten)
 
 
+@register_lowering(torch.ops.symmplan.fence_.default, type_promotion_kind=None)
+def _lower_fence(segments: Sequence[Any]) -> Any:
+    """Compute pending readers; stay in the program only between dtypes. See [Note: fences]."""
+    for segment in segments:
+        V.graph.mark_buffer_mutated(segment.get_name())
+    return _fence(segments) if len(segments) > 1 else None
+
+
 def _off() -> dict[str, Any]:
     known = inductor_config.get_config_copy()
     return {name: value for name, value in _PASSES_OFF.items() if name in known}
@@ -119,8 +133,6 @@ def _run_passes(
     gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, *, is_inference: bool
 ) -> None:
     """Everything that Inductor does to a graph before it lowers it."""
-    from torch._inductor.virtualized import V
-
     _view_to_reshape(gm)
     with torch.no_grad(), V.set_fake_mode(fake_mode):
         inductor.fake_tensor_prop(gm, inputs)

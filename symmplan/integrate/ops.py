@@ -24,12 +24,14 @@ def load() -> None:
         "addmm_out(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1, "
         "Tensor(a!) out) -> ()"
     )
+    lib.define("poison_(Tensor(a!) freed) -> ()")
+    lib.impl("poison_", _poison, "CompositeExplicitAutograd")
     lib.define("fence_(Tensor(a!)[] segments) -> ()")
     lib.impl("fence_", _nothing, "CompositeExplicitAutograd")
     lib.impl("mm_out", _mm_out, "CompositeExplicitAutograd")
     lib.impl("bmm_out", _bmm_out, "CompositeExplicitAutograd")
     lib.impl("addmm_out", _addmm_out, "CompositeExplicitAutograd")
-    for name in ("mm_out", "bmm_out", "addmm_out", "fence_"):
+    for name in ("mm_out", "bmm_out", "addmm_out", "fence_", "poison_"):
         torch.library.register_fake(f"symmplan::{name}", _nothing, lib=lib)
 
 
@@ -38,6 +40,11 @@ _KEEP: list[torch.library.Library] = []
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
     """Nothing to compute: a fence, or the fake form of an op that only writes ``out``."""
+
+
+def _poison(freed: torch.Tensor) -> None:
+    """All bits set: not a number, or minus one."""
+    freed.view(torch.uint8).fill_(255)
 
 
 def _mm_out(self: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import fx
 
 from symmplan.capture.graphs import is_wait, overload_of
@@ -15,11 +16,11 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.emit import Emitter, SegmentInput
 from symmplan.integrate.homes import make_homes
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
-from symmplan.integrate.order import keep_order
+from symmplan.integrate.order import keep_order, poison_the_dead
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from symmplan.capture.sites import Captured, Site
     from symmplan.model import Plan
@@ -34,6 +35,8 @@ def rewrite(
     barriers: Sequence[tuple[str, str]],
     lowerings: Lowerings,
     fake_mode: Any,
+    *,
+    debug: bool = False,
 ) -> tuple[SegmentInput, ...]:
     """Change ``module`` in place so that it follows ``plan``.
 
@@ -44,6 +47,7 @@ def rewrite(
         barriers: ``(operation, group)`` of each barrier to be run right before an operation.
         lowerings: How each op is run on the memory backend.
         fake_mode: The mode of the graph's fake tensors.
+        debug: Overwrite placements when their buffers die.
 
     Returns:
         The inputs that the graph now takes after its own, in order.
@@ -56,6 +60,8 @@ def rewrite(
     emitter = Emitter(module.graph, plan, device, fake_mode)
     make_homes(emitter, captured)
     _Declared(emitter, captured, lowerings).run()
+    if debug:
+        poison_the_dead(emitter, captured)
     keep_order(emitter, captured, barriers)
     module.graph.lint()
     module.recompile()
@@ -69,6 +75,7 @@ class _Declared:
     emitter: Emitter
     captured: Captured
     lowerings: Lowerings
+    tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -245,7 +252,7 @@ class _Declared:
                 continue
             if site.kind == "result":
                 wait = waits.get(site.path)
-                with self.graph.inserting_after(wait or anchor):
+                with self._behind(wait or anchor):
                     value = wait or results[site.path]
                     copied = self.emitter.call(torch.ops.aten.clone.default, (value,))
                 self.emitter.first[copy_out_name(self.captured.prefix, site)] = copied
@@ -264,6 +271,15 @@ class _Declared:
                         user.replace_all_uses_with(value)
                         self.graph.erase_node(user)
 
+    @contextlib.contextmanager
+    def _behind(self, node: fx.Node) -> Iterator[None]:
+        """Insert behind a node and behind what was inserted there before, as `Steps` counts."""
+        tail = self.tails.get(node, node)
+        following = tail.next
+        with self.graph.inserting_after(tail):
+            yield
+        self.tails[node] = following.prev
+
     def _copy_back(
         self,
         site: Site,
@@ -281,7 +297,7 @@ class _Declared:
         nodes = list(self.graph.nodes)
         last = max(waits.values(), key=nodes.index) if waits else None
         outside = source.op != "call_function"
-        with self.graph.inserting_after(last or anchor):
+        with self._behind(last or anchor):
             if outside:
                 back = self.emitter.call(torch.ops.aten.copy_.default, (source, view))
             else:

@@ -40,12 +40,14 @@ class Settings:
         memory: Name of the memory backend.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
+        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
     """
 
     inner: str
     memory: str
     effort: Literal["fast", "optimal"]
     timeout: float
+    debug: bool
 
 
 @frozen
@@ -117,7 +119,15 @@ class Unit:
         # part also gets the barriers that it needs when it follows itself.
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone])))
-        inputs = rewrite(module, captured, plan, self.barriers[part], self.lowerings, fake_mode)
+        inputs = rewrite(
+            module,
+            captured,
+            plan,
+            self.barriers[part],
+            self.lowerings,
+            fake_mode,
+            debug=self.settings.debug,
+        )
         return Rewritten(part, inputs)
 
     def _plan(self, captured: Captured, part: str) -> Plan:

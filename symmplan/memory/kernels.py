@@ -119,10 +119,14 @@ def _reduce_chunk(
         for source in sources[1:]:
             # Types of one byte do not promote: convert first.
             combine(total, source if source.dtype.itemsize > 1 else source.float(), out=total)
+    elif average:
+        _combine_all(sources, combine, total, total)
     else:
-        combine(sources[0], sources[1], out=total)
-        for source in sources[2:]:
-            combine(total, source, out=total)
+        # All sources are read before the first target, which may be one of them, is written.
+        _combine_all(sources, combine, total, targets[0])
+        for target in targets[1:]:
+            target.copy_(targets[0])
+        return
     if average:
         if total.dtype.is_floating_point or total.dtype.is_complex:
             total.div_(average)
@@ -130,3 +134,16 @@ def _reduce_chunk(
             total.div_(average, rounding_mode="trunc")
     for target in targets:
         target.copy_(total)
+
+
+def _combine_all(
+    sources: list[torch.Tensor],
+    combine: Callable[..., torch.Tensor],
+    scratch: torch.Tensor,
+    result: torch.Tensor,
+) -> None:
+    """Two sources or more into ``result``, which may be one of them."""
+    left = sources[0]
+    for source in sources[1:-1]:
+        left = combine(left, source, out=scratch)
+    combine(left, sources[-1], out=result)

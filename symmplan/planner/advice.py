@@ -149,9 +149,7 @@ def _flags(plan: Plan) -> Iterator[Advice]:
         )
 
 
-def _changed(
-    problem: Problem, kind: str, text: str, names: list[str], **change: object
-) -> Advice:
+def _changed(problem: Problem, kind: str, text: str, names: list[str], **change: object) -> Advice:
     chosen = set(names)
 
     def apply(b: Buffer) -> Buffer:

@@ -12,10 +12,10 @@ from symmplan.model import Bound, Placement, Plan, SegmentSpec
 from symmplan.planner.barriers import barriers_of
 from symmplan.planner.interference import conflicts_of
 from symmplan.planner.items import items_of
-from symmplan.planner.packing.bound import heaviest_moment
+from symmplan.planner.packing.bound import heaviest
 from symmplan.planner.packing.solve import pack
 from symmplan.planner.packing.task import task_of
-from symmplan.planner.segments import mergeable, rules_of
+from symmplan.planner.segments import linked, mergeable, rules_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,16 +79,19 @@ def plan(
         )
     items = items_of(problem)
     rules = rules_of(problem, items)
-    families = _families(problem, items, rules, effort)
+    families = _families(problem, items, rules, effort, capacity)
     result = _assemble(problem, items, families, effort)
     if capacity is not None and result.peak_bytes > capacity:
         _raise_capacity(result, capacity)
     return result
 
 
-def _families(problem: Problem, items: Items, rules: Rules, effort: str) -> list[_Family]:
+def _families(
+    problem: Problem, items: Items, rules: Rules, effort: str, capacity: int | None
+) -> list[_Family]:
     """One family per group, merged where sharing a segment lowers the total."""
-    singles = {g: _solve(items, rules, (g,), effort) for g in range(len(items.groups))}
+    goal = capacity if len(items.groups) == 1 else None
+    singles = {g: _solve(items, rules, (g,), effort, goal) for g in range(len(items.groups))}
     done: list[_Family] = []
     for groups in mergeable(problem, items):
         left = tuple(g for g in groups if g in singles)
@@ -102,12 +105,19 @@ def _families(problem: Problem, items: Items, rules: Rules, effort: str) -> list
     return sorted([*done, *singles.values()], key=lambda f: f.groups)
 
 
-def _solve(items: Items, rules: Rules, groups: tuple[int, ...], effort: str) -> _Family:
+def _solve(
+    items: Items, rules: Rules, groups: tuple[int, ...], effort: str, goal: int | None = None
+) -> _Family:
     which = np.flatnonzero(np.isin(items.group, groups))
     tasks = tuple(task_of(items, part) for part in rules.assign(which))
     for task in tasks:
         _check_pins(items, task)
-    return _Family(groups, tasks, tuple(pack(t, effort=effort) for t in tasks))
+    if len(tasks) > 1:
+        goal = None  # the capacity is for all of them together
+    packings = (
+        pack(t, effort=effort, goal=None if goal is None else goal // t.unit) for t in tasks
+    )
+    return _Family(groups, tasks, tuple(packings))
 
 
 def _check_pins(items: Items, task: Task) -> None:
@@ -154,8 +164,10 @@ def _assemble(problem: Problem, items: Items, families: list[_Family], effort: s
             for item, offset in zip(task.items.tolist(), offsets, strict=True):
                 for buffer in items.members[item]:
                     where[buffer] = Placement(name, offset, size[buffer])
-        if len(family.tasks) > 1:
-            bounds.append(_family_bound(items, family, groups))
+    for joint in linked(problem, items):
+        parts = [f for f in families if set(f.groups) <= set(joint)]
+        if sum(len(f.tasks) for f in parts) > 1:
+            bounds.append(_joint_bound(items, parts, joint))
     placements = {name: where[name] for name in sorted(where)}
     made = Plan(
         problem=problem,
@@ -172,12 +184,16 @@ def _names(items: Items, task: Task, witness: Ints) -> tuple[str, ...]:
     return tuple(sorted(items.members[i][0] for i in task.items[witness].tolist()))
 
 
-def _family_bound(items: Items, family: _Family, groups: tuple[str, ...]) -> Bound:
-    """What all segments of a family need together, however its items are dealt to them."""
-    which = np.sort(np.concatenate([t.items for t in family.tasks]))
+def _joint_bound(items: Items, families: list[_Family], joint: tuple[int, ...]) -> Bound:
+    """What all segments of some groups need together, however items are dealt to them."""
+    which = np.sort(np.concatenate([t.items for f in families for t in f.tasks]))
     task = task_of(items, which)
-    units, witness = heaviest_moment(task)
-    return Bound(groups=groups, nbytes=units * task.unit, witness=_names(items, task, witness))
+    units, witness = heaviest(task)
+    return Bound(
+        groups=tuple(sorted(items.groups[g] for g in joint)),
+        nbytes=units * task.unit,
+        witness=_names(items, task, witness),
+    )
 
 
 def _raise_capacity(made: Plan, capacity: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Rules", "mergeable", "rules_of"]
+__all__ = ["Rules", "linked", "mergeable", "rules_of"]
 
 
 def mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
@@ -36,6 +36,20 @@ def mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
         tuple(sorted(number[g] for g in groups if g in number)) for groups in problem.shared_groups
     }
     return sorted((s for s in sets if len(s) > 1), key=lambda s: (-len(s), s))
+
+
+def linked(problem: Problem, items: Items) -> list[tuple[int, ...]]:
+    """Groups that could share segments, directly or through others; every group is in one set.
+
+    Args:
+        problem: Its ``shared_groups`` are used.
+        items: The items, which number the groups.
+    """
+    sets = [{g} for g in range(len(items.groups))]
+    for groups in mergeable(problem, items):
+        joined = set().union(*(s for s in sets if s & set(groups)))
+        sets = [*(s for s in sets if not s & joined), joined]
+    return sorted(tuple(sorted(s)) for s in sets)
 
 
 class Rules:

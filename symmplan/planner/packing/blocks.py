@@ -95,7 +95,7 @@ class Blocks:
 
 
 class _Glue:
-    def __init__(  # noqa: PLR0917 - made in one place
+    def __init__(
         self, low: Ints, high: Ints, size: Ints, slack: Ints, target: int, style: Style
     ) -> None:
         count = len(size)

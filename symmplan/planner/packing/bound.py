@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from symmplan.planner.interference import conflicts_of, count_candidates
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["heaviest_clique", "heaviest_moment"]
+__all__ = ["heaviest", "heaviest_clique", "heaviest_moment"]
 
 #: Largest component for which the flow is computed, in items.
 MAX_FLOW_ITEMS = 1_200
 #: Edges that the flow may look at before it is given up.
 MAX_FLOW_WORK = 12_000_000
+#: Pairs of overlapping hulls above which conflicts are not listed for a bound alone.
+MAX_PAIRS = 20_000_000
 #: Items from which a clique is grown greedily.
 SEEDS = 64
 
@@ -52,6 +56,19 @@ def heaviest_moment(task: Task) -> tuple[int, Ints]:
     instant = times[sort][best]
     witness = np.flatnonzero((task.start <= instant) & (instant < task.end))
     return int(live[best]), witness
+
+
+def heaviest(task: Task) -> tuple[int, Ints]:
+    """The heaviest set of conflicting items that can be found with bounded work.
+
+    Args:
+        task: What is packed.
+    """
+    best = heaviest_moment(task)
+    if task.entry.shape[1] > 1 and count_candidates(task.start, task.stop) <= MAX_PAIRS:
+        conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+        best = max(best, heaviest_clique(task, conflicts), key=lambda b: b[0])
+    return best
 
 
 def heaviest_clique(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
@@ -149,7 +166,7 @@ def _by_flow(task: Task, conflicts: Conflicts) -> tuple[int, Ints] | None:
     return int(task.size[chosen].sum()), chosen
 
 
-def _push(  # noqa: PLR0917 - one caller
+def _push(
     end: int,
     came: dict[int, int],
     by: dict[int, int],

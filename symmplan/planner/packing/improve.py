@@ -28,10 +28,14 @@ __all__ = ["Improver"]
 
 #: What one step of gluing costs, in search nodes.
 _GLUE_COST = 2
-#: Nodes of the first round of searches; each further round at the same target doubles them.
+#: Nodes of the first search at a target; each further round there doubles them.
 _FIRST_LIMIT = 300
 #: Rounds of squeaky wheel on every set of blocks.
 _ROUNDS = 10
+#: Rounds of squeaky wheel from each of two orders before anything is searched.
+_SQUEAKS = 50
+#: Sweeps over targets before it is given up, unless a proof is wanted.
+_SWEEPS = 8
 
 
 class Improver:
@@ -53,7 +57,7 @@ class Improver:
             self._hull = bool((space.high == space.hull_high).all())
         self._orders = _orders(space)
         self._blame = np.zeros(space.sections, dtype=np.int64)
-        self._round: dict[int, int] = {}
+        self._turns: dict[int, int] = {}
 
     def run(self, goals: tuple[int, ...] = (), *, prove: bool = False) -> None:
         """Search below ever lower targets.
@@ -69,34 +73,36 @@ class Improver:
             if self.bound <= goal < self.peak:
                 self._try(goal)
         sweep = 0
-        while self.peak > self.bound and self.work > 0:
-            # Halve what lies between what was found and what was tried in vain; then start again
-            # from the bound with more work per target.
-            floor = self.bound
-            while self.peak - floor > max(1, self.peak // 512) and self.work > 0:
-                target = (floor + self.peak) // 2
-                if not self._try(target):
-                    floor = max(target, self.bound)
+        # Halve what lies between what was found and what was tried in vain.
+        floor = self.bound
+        while self.peak - floor > max(1, self.peak // 512) and self.work > 0:
+            target = (floor + self.peak) // 2
+            if not self._try(target):
+                floor = max(target, self.bound)
+        # Then spend what is left on the bound, on what is just missing, and in between.
+        sweep = 0
+        while self.peak > self.bound and self.work > 0 and (prove or sweep < _SWEEPS):
             sweep += 1
-            if sweep > 8 and not prove:
-                return
-            if self.peak > self.bound and not self._try(self.bound):
-                self._try(self.peak - 1)
+            for part in (0, 4, 7):
+                target = self.bound + (self.peak - self.bound) * part // 8
+                if self.bound <= target < self.peak and self.work > 0:
+                    self._try(target)
 
     def _squeak(self) -> None:
         count = len(self.space)
         for order in self._orders[:2]:
-            rounds = max(4, min(60, self.work // (8 * count + 1)))
-            self.work -= rounds * count // 20
+            rounds = max(8, min(_SQUEAKS, self.work // (2 * count + 1)))
+            self.work -= rounds * count // 10
             offset, _ = squeak(self.space, order, self.bound, rounds)
             self._accept(offset)
+            if self.peak <= self.bound:
+                return
 
     def _try(self, target: int) -> bool:
-        """One more round of searches at a target, with more work than the last one there."""
-        turn = self._round.get(target, 0)
-        self._round[target] = turn + 1
-        limit = _FIRST_LIMIT << min((turn + 1) // 2, 12)
-        for candidate in self._searches(target, turn, limit):
+        """One more round of searches at a target, with more work than the last round there."""
+        turn = self._turns.get(target, 0)
+        self._turns[target] = turn + 1
+        for candidate in self._searches(target, turn):
             if candidate is not None:
                 return self._accept(candidate)
             if self.work <= 0 or target < self.bound:
@@ -112,21 +118,23 @@ class Improver:
         self.offset, self.peak = full, peak
         return True
 
-    def _searches(self, target: int, turn: int, limit: int) -> Iterator[Ints | None]:
-        yield self._plain(target, self._orders[turn % len(self._orders)], limit)
+    def _searches(self, target: int, turn: int) -> Iterator[Ints | None]:
+        count = len(self.space)
+        deep = min(2 * count + (_FIRST_LIMIT << min(turn, 16)), self.work // 4 + count)
+        yield self._plain(target, self._orders[turn % len(self._orders)], deep)
         if self._hull:
             for style in _styles(turn):
-                yield from self._glued(target, style, limit)
-        yield self._plain(target, self._blamed(), limit)
+                yield from self._glued(target, style, _FIRST_LIMIT << min(turn // 3, 8))
+        yield self._plain(target, self._blamed(), 2 * count + _FIRST_LIMIT)
+        # The best packing so far, from the bottom: what it got wrong may be near its top.
+        yield self._plain(target, _rank((self.offset[self.space.free],)), deep)
         if turn:
-            yield self._plain(target, self._orders[(turn + 1) % len(self._orders)], 4 * limit)
+            yield self._plain(target, self._orders[(turn + 2) % len(self._orders)], deep)
 
     def _plain(self, target: int, rank: Ints, limit: int) -> Ints | None:
         if self.work <= 0 or target < self.bound:
             return None
-        outcome = search(
-            self.space, target, rank, min(limit + 2 * len(self.space), self.work), self._blame
-        )
+        outcome = search(self.space, target, rank, min(limit, self.work), self._blame)
         self.work -= outcome.nodes
         if outcome.impossible:
             self.bound = max(self.bound, target + 1)
@@ -145,7 +153,7 @@ class Improver:
             orders = _orders(inner)
             # Blocks made for a target out of reach may still pack better than anything before.
             offset, _ = squeak(inner, orders[0], target, _ROUNDS)
-            self.work -= _ROUNDS * len(inner) // 20
+            self.work -= _ROUNDS * len(inner) // 10
             self._accept(self._spread(inner, blocks, offset))
             for rank in orders[:2]:
                 outcome = search(inner, target, rank, limit)

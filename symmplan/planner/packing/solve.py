@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["pack"]
 
-#: Search nodes for all components of a task together; about 25 microseconds each.
-WORK = {"fast": 30_000, "optimal": 700_000}
+#: Search nodes for the components of a task together, about 25 microseconds each at this many
+#: items; larger components get fewer nodes, as each takes longer.
+WORK = {"fast": 32_000, "optimal": 900_000}
+_USUAL = 300
 #: Larger components are packed by greedy orders alone: searching them needs quadratic memory.
 MAX_SEARCHED = {"fast": 1_500, "optimal": 4_000}
 #: More conflicts than this are not listed; the component is then packed by a sweep over time.
@@ -187,9 +189,9 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
     Returns:
         The best bound for all of them, at least ``top``.
     """
-    work = WORK[effort]
+    share = 1024  # of the work, in parts of 1024
     done: set[int] = set()
-    while work > 0:
+    while share > 0:
         bound = max(top, _best_bound(components))
         k = max(range(len(components)), key=lambda k: (components[k].peak, -k))
         if k in done or components[k].peak <= bound or components[k].conflicts is None:
@@ -202,9 +204,11 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
             continue
         assert c.conflicts is not None
         assert c.offset is not None
+        work = WORK[effort] * _USUAL // max(_USUAL, len(c.task))
+        work = work * share // 1024
         improver = Improver(Space(c.task, c.conflicts), c.offset, c.peak, bound, work)
         improver.run(() if goal is None else (goal,), prove=effort == "optimal")
-        work = improver.work
+        share = share * max(0, improver.work) // max(1, work)
         c.offset, c.peak = improver.offset, improver.peak
         if improver.bound > bound:
             c.bound, c.proof = improver.bound, "search"

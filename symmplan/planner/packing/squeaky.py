@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from symmplan.planner.instances import Random
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 __all__ = ["lowest_first", "squeak"]
+
+#: Rounds without a better packing after which the best priorities are restored.
+_PATIENCE = 25
 
 
 def lowest_first(space: Space, rank: Ints) -> Ints:
@@ -52,8 +57,9 @@ def lowest_first(space: Space, rank: Ints) -> Ints:
 def squeak(space: Space, order: Ints, bound: int, rounds: int) -> tuple[Ints, int]:
     """Best offsets of some rounds of `lowest_first`, and their peak.
 
-    After each round the items that end above the bound move forward; those that end highest move
-    furthest.
+    In the first half of the rounds the items that end above the bound move forward, those that
+    end highest furthest. In the second half those that stick out most move forward by chance, and
+    after some rounds in vain it starts again from the best.
 
     Args:
         space: What is packed.
@@ -62,20 +68,30 @@ def squeak(space: Space, order: Ints, bound: int, rounds: int) -> tuple[Ints, in
         rounds: Most rounds.
     """
     count = len(space)
-    best, peak = None, 0
-    priority = -order * 8
-    for _ in range(rounds):
+    random = Random(rounds)
+    best, peak, vain = None, 0, 0
+    priority = kept = -order * 8
+    for turn in range(rounds):
         sort = np.lexsort((order, -priority))
         rank = np.empty(count, dtype=np.int64)
         rank[sort] = np.arange(count)
         offset = lowest_first(space, rank)
         ends = offset + space.size
         top = int(ends.max(initial=0))
+        vain += 1
         if best is None or top < peak:
-            best, peak = offset, top
+            best, peak, kept, vain = offset, top, priority, 0
         if peak <= bound:
             break
-        over = ends - bound
-        priority = priority + np.where(over > 0, count + count * over // (top - bound + 1), 0)
+        if 2 * turn < rounds:
+            over = ends - bound
+            push = np.where(over > 0, count + count * over // (top - bound + 1), 0)
+        else:
+            if vain > _PATIENCE:
+                priority, vain = kept, 0
+            push = np.zeros(count, dtype=np.int64)
+            for i in np.flatnonzero(ends > (peak + bound) // 2).tolist():
+                push[i] = 8 + random.below(4 * count)
+        priority = priority + push
     assert best is not None
     return best, peak

@@ -74,10 +74,14 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
 
 
 def _check_joint(plan: Plan, users: list[User], owner: dict[str, User], clocks: Clocks) -> None:
-    """Segments of the same groups split their buffers by choice, so they are bounded together."""
+    """Segments that could share buffers split them by choice, so they are bounded together."""
+    joint: dict[str, frozenset[str]] = {u.group: frozenset({u.group}) for u in users}
+    for shared in plan.problem.shared_groups:
+        together = frozenset().union(*(joint[g] for g in shared if g in joint))
+        joint.update(dict.fromkeys(together, together))
     segments: dict[tuple[str, ...], list[str]] = {}
     for segment in plan.segments:
-        segments.setdefault(segment.groups, []).append(segment.name)
+        segments.setdefault(tuple(sorted(joint[segment.groups[0]])), []).append(segment.name)
     wanted = sorted(groups for groups, names in segments.items() if len(names) > 1)
     if sorted(b.groups for b in plan.bounds) != wanted:
         fail(

@@ -194,7 +194,7 @@ def _joined(plan: Plan) -> dict[str, str]:
     return {n: root(n) for pair in plan.problem.together for n in pair}
 
 
-def _check_pad_pair(  # noqa: PLR0917 - one caller
+def _check_pad_pair(
     segment: str,
     first: int,
     second: int,

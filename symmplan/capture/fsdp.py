@@ -1,0 +1,258 @@
+"""What FSDP2 did in a step -> `Problem`: its all-gather outputs and reduce-scatter inputs.
+
+FSDP2 asks for a buffer, fills it, runs the collective and drops the buffer later. Seen from the
+host this is a list of three kinds of events, the same on all ranks, in the order in which they are
+issued; that order is the problem's one stream.
+
+[Note: issue order is enforced]
+    On a device the streams of FSDP2 run apart, so issue order alone would order nothing. Whoever
+    hands out the placements therefore makes each new user of some bytes wait for the event that
+    was recorded when the old one was dropped, on whatever stream. With that, issue order *is* an
+    order of the accesses of any two buffers that share bytes, and of no others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import define, field, frozen
+
+from symmplan.model import Access, Buffer, Operation, Problem, Unplanned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["Call", "Collective", "Key", "Planned", "Recording", "problem_of"]
+
+Kind = Literal["all_gather", "reduce_scatter"]
+
+#: What of a collective must be symmetric.
+_WHERE = {"all_gather": "output", "reduce_scatter": "input"}
+_OP = {
+    "all_gather": "c10d::_allgather_base_",
+    "reduce_scatter": "c10d::_reduce_scatter_base_",
+}
+
+
+@frozen
+class Key:
+    """By what a collective is recognised in a later step; equal on all ranks.
+
+    Attributes:
+        site: Name of the FSDP module in the model.
+        kind: ``"all_gather"`` or ``"reduce_scatter"``.
+        numel: Elements of the all-gather's output, or of the reduce-scatter's input.
+        dtype: Element type, as torch prints it.
+        backward: Whether autograd was running.
+    """
+
+    site: str
+    kind: Kind
+    numel: int
+    dtype: str
+    backward: bool
+
+
+@frozen
+class Call:
+    """A collective that ran.
+
+    Attributes:
+        key: See `Key`.
+        nbytes: Size of its buffer in bytes.
+        group: Name of the process group.
+    """
+
+    key: Key
+    nbytes: int
+    group: str
+
+
+@frozen
+class Planned:
+    """A collective of a problem.
+
+    Attributes:
+        call: Which.
+        buffer: Name of its buffer in the problem; None if it was left out.
+        reason: Why it was.
+    """
+
+    call: Call
+    buffer: str | None
+    reason: str = ""
+
+
+@define(eq=False)
+class Collective:
+    """A collective as it is being recorded.
+
+    Attributes:
+        key: See `Key`.
+        nbytes: Size of its buffer in bytes.
+        group: Name of the process group, None until it runs: FSDP2 also asks for buffers that it
+            then uses without a collective.
+    """
+
+    key: Key
+    nbytes: int
+    group: str | None = None
+
+    @property
+    def call(self) -> Call:
+        """The same, frozen; only for a collective that ran."""
+        assert self.group is not None
+        return Call(self.key, self.nbytes, self.group)
+
+
+@define(eq=False)
+class Recording:
+    """The events of a stretch of the program, in the order of issue.
+
+    Attributes:
+        collectives: Every buffer that FSDP2 asked for, in order.
+        events: ``(what, index in collectives)`` with ``"begin"``, ``"run"`` or ``"drop"``.
+    """
+
+    collectives: list[Collective] = field(factory=list)
+    events: list[tuple[str, int]] = field(factory=list)
+
+    def begin(self, key: Key, nbytes: int) -> int:
+        """FSDP2 asks for a buffer of ``nbytes`` bytes; returns its index."""
+        index = len(self.collectives)
+        self.collectives.append(Collective(key, nbytes))
+        self.events.append(("begin", index))
+        return index
+
+    def run(self, index: int, group: str) -> None:
+        """The collective of buffer ``index`` runs over ``group``."""
+        self.collectives[index].group = group
+        self.events.append(("run", index))
+
+    def drop(self, index: int) -> None:
+        """Nobody holds buffer ``index`` any more. May be called from any thread."""
+        self.events.append(("drop", index))
+
+    @property
+    def ran(self) -> tuple[int, ...]:
+        """The indices of the collectives that ran."""
+        return tuple(i for i, c in enumerate(self.collectives) if c.group is not None)
+
+    def ordered(self) -> list[tuple[str, int]]:
+        """The events, those between two collectives' own sorted: threads may drop in any order."""
+        result: list[tuple[str, int]] = []
+        drops: list[int] = []
+        for what, index in self.events:
+            if what == "drop":
+                drops.append(index)
+                continue
+            result.extend(("drop", i) for i in sorted(drops))
+            drops.clear()
+            result.append((what, index))
+        result.extend(("drop", i) for i in sorted(drops))
+        return result
+
+
+def problem_of(
+    recordings: Sequence[Recording],
+    ranks: Mapping[str, tuple[int, ...]],
+    left_out: Callable[[Call], str | None] = lambda _: None,
+) -> tuple[Problem, tuple[Planned, ...]]:
+    """Turn recordings, one after the other, into a problem.
+
+    Args:
+        recordings: Stretches of the program; nothing of one is live in the next.
+        ranks: ``{name of the group: its global ranks}``. Groups whose ranks are among those of
+            another one run the same plan and may share a segment.
+        left_out: Why a collective's buffer stays out of the plan; None to plan it.
+
+    Returns:
+        The problem, and the collectives that ran, in order.
+    """
+    operations: list[Operation] = []
+    accesses: list[Access] = []
+    buffers: list[Buffer] = []
+    unplanned: list[Unplanned] = []
+    calls: list[Planned] = []
+    for number, recording in enumerate(recordings):
+        names = {i: _name(number, i, recording.collectives[i].key) for i in recording.ran}
+        planned: dict[int, str] = {}
+        for index, name in names.items():
+            call = recording.collectives[index].call
+            reason = left_out(call)
+            calls.append(Planned(call, None if reason else name, reason or ""))
+            if reason:
+                unplanned.append(_unplanned(name, call, reason))
+            else:
+                planned[index] = name
+                buffers.append(_buffer(name, call))
+        held = dict(planned)
+        for what, index in recording.ordered():
+            buffer = planned.get(index)
+            if buffer is None:
+                continue
+            call = recording.collectives[index].call
+            reduces = call.key.kind == "reduce_scatter"
+            operation = f"{buffer}.{what}"
+            if what == "run":
+                operations.append(
+                    Operation(operation, "main", call.group, True, True, _OP[call.key.kind])
+                )
+            else:
+                operations.append(Operation(operation))
+            write = what == "begin" or (what == "run" and not reduces)
+            accesses.append(Access(operation, buffer, write=write, remote=what == "run"))
+            if what == "drop":
+                del held[index]
+        if held:  # by the end of the recording: until then, at least
+            end = f"{number}.end"
+            operations.append(Operation(end))
+            accesses.extend(Access(end, buffer) for buffer in held.values())
+    groups = list(dict.fromkeys(b.group for b in buffers))
+    problem = Problem(
+        buffers=buffers,
+        operations=operations,
+        accesses=accesses,
+        shared_groups=_shared(groups, ranks),
+        unplanned=unplanned,
+    )
+    return problem, tuple(calls)
+
+
+def _name(number: int, index: int, key: Key) -> str:
+    again = f"again{number}." if number else ""
+    phase = "backward" if key.backward else "forward"
+    return f"{again}{index:04d}.{phase}.{key.site}.{key.kind}"
+
+
+def _buffer(name: str, call: Call) -> Buffer:
+    return Buffer(
+        name,
+        call.nbytes,
+        call.group,
+        op=_OP[call.key.kind],
+        where=_WHERE[call.key.kind],
+        dtype=call.key.dtype,
+        shape=(call.key.numel,),
+    )
+
+
+def _unplanned(name: str, call: Call, reason: str) -> Unplanned:
+    return Unplanned(name, _OP[call.key.kind], _WHERE[call.key.kind], reason, call.nbytes)
+
+
+def _shared(
+    groups: Sequence[str], ranks: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    """For each group that holds others: itself and them."""
+    found = []
+    taken: dict[str, None] = {}
+    for leader in sorted(groups, key=lambda g: (-len(ranks[g]), groups.index(g))):
+        members = set(ranks[leader])
+        if leader in taken:
+            continue
+        inside = [g for g in groups if g not in taken and members.issuperset(ranks[g])]
+        taken.update(dict.fromkeys(inside))
+        if len(inside) > 1:
+            found.append(tuple(inside))
+    return tuple(found)

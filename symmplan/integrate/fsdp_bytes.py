@@ -1,0 +1,156 @@
+"""Bytes of a segment that are lent to FSDP2 and come back by themselves.
+
+[Note: lent bytes]
+    FSDP2 never says that it is done with a buffer; it drops the last reference. Views of a segment
+    share the segment's storage, whose end says nothing. So each buffer is lent as a storage of its
+    own on the same bytes (through numpy's array interface, or CUDA's): its owner's ``__del__``
+    runs when the last tensor on it is gone, whoever held it, in whatever thread.
+
+[Note: who may reuse the bytes]
+    On the CPU everything has happened by the time the buffer is dropped. On a device the work is
+    only queued, so at the moments after which nothing touches the bytes an event is recorded, and
+    the next user of any of these bytes waits for it on the stream on which it fills them:
+
+    - after a collective, on the stream that ran it (or the collective's own work object),
+    - for an all-gather's output, when it is dropped, on the stream on which it was asked for.
+      FSDP2 drops it after it has made that stream wait for the copy-out; the caching allocator
+      relies on the same, and waiting on the compute stream's end instead would cost overlap.
+
+    A reduce-scatter's input is not touched after its collective.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Bytes", "Tenant", "lend"]
+
+
+class _Owner:
+    """Owns a storage on somebody else's bytes; see [Note: lent bytes]."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None]) -> None:
+        self._tensor = tensor  # keeps the bytes
+        self._on_drop = on_drop
+        interface = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+        if tensor.is_cpu:
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = interface
+
+    def __del__(self) -> None:
+        self._on_drop()
+
+
+def lend(tensor: torch.Tensor, on_drop: Callable[[], None]) -> torch.Tensor:
+    """The same bytes as another storage, which reports its end.
+
+    Args:
+        tensor: Contiguous; kept alive as long as the result.
+        on_drop: Called once, when nothing refers to the result's storage any more, in whatever
+            thread that is. Must not raise.
+
+    Returns:
+        A tensor of the same type, shape and address.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        on_drop()
+        return tensor
+    owner: Any = _Owner(tensor, nbytes, on_drop)
+    if tensor.is_cpu:
+        import numpy as np
+
+        flat = torch.from_numpy(np.asarray(owner))
+    else:
+        flat = torch.as_tensor(owner, device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+@define(eq=False)
+class Tenant:
+    """Who has some bytes, and what must have happened before somebody else may.
+
+    Attributes:
+        stream: The stream on which they are filled, None on the CPU.
+        live: Whether FSDP2 still holds the buffer.
+    """
+
+    stream: Any = None
+    live: bool = True
+    _at_drop: bool = True
+    _marks: list[Any] = field(factory=list)
+
+    def ran(self, work: Any, *, done: bool) -> None:
+        """The collective was issued on the current stream.
+
+        Args:
+            work: What an asynchronous collective returned, or None.
+            done: Nothing touches the bytes after the collective.
+        """
+        if self.stream is None:
+            return
+        if work is not None:
+            self._marks.append(work.wait)
+        else:
+            event = torch.cuda.Event()
+            event.record()
+            self._marks.append(event.wait)
+        self._at_drop = not done
+
+    def drop(self) -> None:
+        """The buffer was dropped."""
+        if self.stream is not None and self._at_drop:
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            self._marks.append(event.wait)
+        self.live = False
+
+    def wait(self) -> None:
+        """Let the current stream wait for all that happened to the bytes."""
+        for wait in self._marks:
+            wait()
+
+
+class Bytes:
+    """Who used which bytes of a segment last."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, int, Tenant]] = []
+
+    def held(self, begin: int, end: int) -> bool:
+        """Whether a live buffer has any of the bytes ``[begin, end)``."""
+        return any(t.live and b < end and begin < e for b, e, t in self._pieces)
+
+    def take(self, begin: int, end: int, tenant: Tenant) -> None:
+        """Give ``[begin, end)`` to ``tenant``, after all who had any of these bytes."""
+        pieces = []
+        waited: list[Tenant] = []
+        for piece in self._pieces:
+            b, e, old = piece
+            if e <= begin or end <= b:
+                pieces.append(piece)
+                continue
+            if not any(old is w for w in waited):
+                waited.append(old)
+                old.wait()
+            # What the new tenant does not cover still belongs to the old one.
+            if b < begin:
+                pieces.append((b, begin, old))
+            if end < e:
+                pieces.append((end, e, old))
+        pieces.append((begin, end, tenant))
+        self._pieces = pieces

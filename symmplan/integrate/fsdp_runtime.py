@@ -1,0 +1,426 @@
+"""Serves FSDP2's collectives: records the first step, freezes a plan, follows it.
+
+[Note: when the plan is frozen]
+    FSDP2 says nothing of steps, and all ranks must freeze at the same moment. So that moment is
+    read from the sequence of collectives: the first one outside a backward pass that follows a
+    backward pass in which gradients were reduced. A program that never reduces gradients is frozen
+    when its first collective comes back for the `PATIENCE`-th time. The same moments divide later
+    steps: at one of them, a program that has used collectives that the plan does not know is
+    planned again.
+
+[Note: bytes in use]
+    The schedule says where a collective's buffer lies, on all ranks alike. If on this rank somebody
+    still holds a buffer there (a hook kept a tensor, the program changed its order), FSDP2 gets
+    ordinary memory instead, and the collective is *staged*: the held bytes are saved, the collective
+    runs in the placement as the peers expect, its result is copied, the bytes are put back. It is
+    slow, counted, and right; no other rank needs to know.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+
+from symmplan import _compat
+from symmplan.capture.fsdp import Key, Recording, problem_of
+from symmplan.errors import CaptureError
+from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
+from symmplan.integrate.fsdp_choice import Choices
+from symmplan.integrate.fsdp_schedule import Schedule
+from symmplan.memory import agree, realize
+from symmplan.planner import plan as plan_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from symmplan.integrate.fsdp_schedule import Spot
+    from symmplan.memory import Arena
+    from symmplan.model import Placement, Plan
+
+__all__ = ["PATIENCE", "REPLANS", "Counts", "Options", "Runtime", "Slot"]
+
+#: After how many rounds a program that reduces no gradients is planned.
+PATIENCE = 8
+#: How often a program that keeps doing something new is planned again.
+REPLANS = 8
+#: More collectives than this without an end of the step are no longer recorded.
+_LONGEST = 1 << 17
+
+_NOT_PLANNED = "the plan does not know this collective"
+_OTHER_GROUP = "it ran over another group than planned"
+_OTHER_OP = "the memory backend has no such reduction"
+_IN_USE = "its bytes were still in use"
+
+
+@frozen
+class Options:
+    """How `apply` was asked to work; see there."""
+
+    memory: str
+    effort: Literal["fast", "optimal"]
+    choose: Literal["measure", "placed"]
+    timeout: float
+
+
+@define(eq=False)
+class Counts:
+    """What was served how, in numbers of collectives."""
+
+    recorded: int = 0
+    bound: int = 0
+    staged: int = 0
+    plain: int = 0
+    departures: int = 0
+    replans: int = 0
+    rendezvous: int = 0
+    reasons: dict[str, int] = field(factory=dict)
+
+    def because(self, reason: str) -> None:
+        """Count ``reason``."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+@define(eq=False)
+class Slot:
+    """The buffer that was handed out for a collective, until that collective runs.
+
+    Attributes:
+        key: Which collective.
+        address: Of the buffer.
+        held: Whether anybody holds the buffer.
+        spot: Its spot in the plan, None while recording or if the plan has none.
+        tenant: Set if the buffer lies in its placement.
+        index: Its index in ``log``.
+        log: The recording it is in.
+        served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
+    """
+
+    key: Key
+    address: int = 0
+    held: bool = True
+    spot: Spot | None = None
+    tenant: Tenant | None = None
+    index: int = 0
+    log: Recording | None = None
+    served: int = 1
+
+    def drop(self) -> None:
+        """Nobody holds the buffer any more. In any thread."""
+        if self.tenant is not None:
+            self.tenant.drop()
+        if self.log is not None:
+            self.log.drop(self.index)
+        self.held = False
+
+    def run(self, group: str) -> None:
+        """The collective runs."""
+        if self.log is not None:
+            self.log.run(self.index, group)
+
+
+class Runtime:
+    """All FSDP modules of one model, in one plan.
+
+    Attributes:
+        plan: The frozen plan, None while recording.
+        counts: See `Counts`.
+        choices: What was measured.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.plan: Plan | None = None
+        self.counts = Counts()
+        self.choices: Choices | None = None
+        self._groups: dict[str, Any] = {}
+        self._device: torch.device | None = None
+        self._kept: list[Recording] = []
+        self._log: Recording | None = Recording()
+        self._schedule: Schedule | None = None
+        self._arena: list[Arena] = []
+        self._bytes: dict[str, Bytes] = {}
+        # What decides when to freeze. See [Note: when the plan is frozen].
+        self._anchor: Key | None = None
+        self._rounds = 0
+        self._reduced = False
+        self._was_backward = False
+        self._strange = False
+        # Not a method of this object, which must be able to end.
+        weakref.finalize(self, _release, self._arena).atexit = False
+
+    @property
+    def arena(self) -> Arena | None:
+        """The memory of the plan."""
+        return self._arena[0] if self._arena else None
+
+    # Handing out buffers.
+
+    def open(
+        self, key: Key, dtype: torch.dtype, device: torch.device, plain: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Slot]:
+        """The buffer for the program's next collective.
+
+        Args:
+            key: The collective.
+            dtype: Its element type.
+            device: Where the buffer must lie.
+            plain: Makes the buffer in ordinary memory.
+
+        Collective: at the end of the first step yes, else no.
+        """
+        self._check_device(device)
+        if self._turns(key):
+            self._turn()
+        slot = Slot(key)
+        nbytes = key.numel * dtype.itemsize
+        if self._log is not None:
+            slot.log, slot.index = self._log, self._log.begin(key, nbytes)
+            if len(self._log.collectives) > _LONGEST:
+                self._log = None
+        if self._schedule is None:
+            return _lent(slot, plain()), slot
+        slot.spot, in_order = self._schedule.follow(key)
+        if slot.spot is not None and not in_order:
+            self.counts.departures += 1
+        if slot.spot is None or slot.spot.place is None:
+            return _lent(slot, plain()), slot
+        place = slot.spot.place
+        users = self._bytes[place.segment]
+        if users.held(place.offset, place.end):
+            return _lent(slot, plain()), slot
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        slot.tenant = Tenant(stream)
+        users.take(place.offset, place.end, slot.tenant)
+        return _lent(slot, self._placed(place).view(dtype)), slot
+
+    def _placed(self, place: Placement) -> torch.Tensor:
+        return self._arena[0].segments[place.segment].tensor[place.offset : place.end]
+
+    def _check_device(self, device: torch.device) -> None:
+        if self._device is None:
+            self._device = device
+        elif self._device != device:
+            raise CaptureError(
+                "FSDP modules of one model lie on different devices",
+                expected=self._device,
+                got=device,
+                fix="call symmplan.fsdp.apply for the modules of each device",
+            )
+
+    # Running collectives.
+
+    def run(
+        self,
+        slot: Slot | None,
+        buffer: torch.Tensor,
+        group: dist.ProcessGroup,
+        in_place: Callable[[torch.Tensor], Callable[[], Any] | None],
+        plain: Callable[[], Any],
+        *,
+        result: bool,
+    ) -> Any:
+        """Run a collective where its buffer lies.
+
+        Args:
+            slot: What `open` gave.
+            buffer: The all-gather's output or the reduce-scatter's input.
+            group: Over which it runs.
+            in_place: Given the symmetric bytes as a tensor like ``buffer``, what runs the
+                collective there; None if this cannot be done.
+            plain: Runs it on ``buffer`` through the process group.
+            result: Whether ``buffer`` is the output.
+
+        Returns:
+            The work to wait for, None if there is none.
+
+        Collective: yes.
+        """
+        if slot is None or slot.address != buffer.data_ptr():
+            self.counts.plain += 1
+            self.counts.because(_NOT_PLANNED)
+            return plain()
+        name = _compat.group_name(group)
+        self._groups.setdefault(name, group)
+        slot.run(name)
+        self._was_backward = slot.key.backward
+        self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
+        reason, act = self._way(slot, name, buffer, in_place)
+        done = slot.key.kind == "reduce_scatter"
+        if act is None:
+            work = plain()
+            if self._schedule is None:
+                self.counts.recorded += 1
+            else:
+                self.counts.plain += 1
+                self.counts.because(reason)
+        elif slot.tenant is not None:
+            work = act()
+            self.counts.bound += 1
+        else:
+            work = self._stage(slot, buffer, act, result=result)
+            self.counts.staged += 1
+            self.counts.because(_IN_USE)
+        if slot.tenant is not None:
+            slot.tenant.ran(work, done=done)
+        return work
+
+    def _way(
+        self,
+        slot: Slot,
+        group: str,
+        buffer: torch.Tensor,
+        in_place: Callable[[torch.Tensor], Callable[[], Any] | None],
+    ) -> tuple[str, Callable[[], Any] | None]:
+        """How to run a collective in its placement, or why not; the same on all ranks."""
+        if self._schedule is None:
+            return "", None
+        if slot.spot is None:
+            self._strange = True
+            return _NOT_PLANNED, None
+        if slot.spot.place is None:
+            return slot.spot.reason, None
+        if slot.spot.call.group != group:
+            return _OTHER_GROUP, None
+        target = self._placed(slot.spot.place).view(buffer.dtype)
+        act = in_place(target)
+        return ("", act) if act is not None else (_OTHER_OP, None)
+
+    def _stage(
+        self, slot: Slot, buffer: torch.Tensor, act: Callable[[], Any], *, result: bool
+    ) -> None:
+        """See [Note: bytes in use]."""
+        assert slot.spot is not None
+        assert slot.spot.place is not None
+        target = self._placed(slot.spot.place)
+        _synchronize(buffer.device)
+        saved = target.clone()
+        if not result:
+            target.view(buffer.dtype).copy_(buffer)
+        work = act()
+        if work is not None:
+            work.wait()
+        if result:
+            buffer.copy_(target.view(buffer.dtype))
+        target.copy_(saved)
+        _synchronize(buffer.device)
+
+    # Freezing.
+
+    def _turns(self, key: Key) -> bool:
+        """Whether a new round of the program begins with ``key``."""
+        if key.backward:
+            return False
+        if self._anchor is None:
+            self._anchor = key
+            return False
+        return self._was_backward or key == self._anchor
+
+    def _turn(self) -> None:
+        self._rounds += 1
+        if self._schedule is None:
+            if (self._reduced and self._was_backward) or self._rounds >= PATIENCE:
+                self.freeze()
+        elif self._strange and self.counts.replans < REPLANS and self._log is not None:
+            self.counts.replans += 1
+            self._make([*self._kept, self._log])
+        if self._schedule is not None:
+            self._log = Recording()
+        self._strange = False
+        self._was_backward = False
+
+    def freeze(self) -> None:
+        """Plan what was recorded so far; later collectives follow it.
+
+        Raises:
+            CaptureError: Nothing was recorded.
+            AgreementError: Ranks recorded different programs.
+
+        Collective: yes.
+        """
+        if self._schedule is not None:
+            return
+        if self._log is None or not self._log.ran:
+            raise CaptureError(
+                "no FSDP collective has run yet",
+                expected="one forward and backward pass over more than one rank",
+                got="none",
+                fix="run a step first",
+            )
+        self._make([self._log])
+        self._log = Recording()
+
+    def _make(self, recordings: Sequence[Recording]) -> None:
+        assert self._device is not None
+        ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in self._groups.items()}
+        calls = [r.collectives[i].call for r in recordings for i in r.ran]
+        if self.choices is None:
+            self.choices = Choices(self.options.memory, self._device, self.options.timeout)
+        if self.options.choose == "measure":
+            self.choices.measure(calls, self._groups)
+        problem, planned = problem_of(recordings, ranks, self.choices.reason)
+        plan = plan_problem(problem, effort=self.options.effort)
+        plan.verify()
+        self._hold(plan)
+        self.plan = plan
+        self._kept = list(recordings)
+        self._schedule = Schedule(plan, planned)
+
+    def _hold(self, plan: Plan) -> None:
+        """Give the plan its memory: what is there if it fits, else new."""
+        old = self.arena
+        if old is not None and _fits(plan, old):
+            agree(plan, self._groups, self.options.timeout)
+            return
+        assert self._device is not None
+        # Peers may reach into the old segments until their work is done, too.
+        _synchronize(self._device)
+        arena = realize(
+            plan,
+            memory=self.options.memory,
+            device=self._device,
+            groups=self._groups,
+            timeout=self.options.timeout,
+        )
+        _release(self._arena)
+        self._arena.append(arena)
+        self.counts.rendezvous += arena.rendezvous
+        self._bytes = {name: Bytes() for name in arena.segments}
+
+    def release(self) -> None:
+        """Give the segments back.
+
+        Collective: no.
+        """
+        if self._device is not None:
+            _synchronize(self._device)
+        _release(self._arena)
+
+
+def _lent(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    lent = lend(tensor, slot.drop)
+    slot.address = lent.data_ptr()
+    return lent
+
+
+def _fits(plan: Plan, arena: Arena) -> bool:
+    return all(
+        spec.name in arena.segments
+        and spec.nbytes <= arena.segments[spec.name].nbytes
+        and spec.groups == arena.segments[spec.name].spec.groups
+        for spec in plan.segments
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _release(arenas: list[Arena]) -> None:
+    for arena in arenas:
+        arena.release()
+    arenas.clear()

@@ -1,0 +1,79 @@
+"""A plan as a list of collectives to be followed step after step.
+
+[Note: one answer on all ranks]
+    Where a collective's bytes lie must be the same on all ranks, so it may depend on nothing but
+    what all ranks share: the sequence of FSDP2's collectives itself. `Schedule.follow` is a function
+    of that sequence alone. It does not look at whether the bytes are free on this rank; where they
+    are not, this rank alone makes room (see `symmplan.integrate.fsdp_runtime`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.capture.fsdp import Call, Key, Planned
+    from symmplan.model import Placement, Plan
+
+__all__ = ["Schedule", "Spot"]
+
+
+@frozen(eq=False)
+class Spot:
+    """One collective of the schedule.
+
+    Attributes:
+        call: Which.
+        place: Where its buffer lies; None if it stays in ordinary memory.
+        reason: Why it does.
+    """
+
+    call: Call
+    place: Placement | None
+    reason: str = ""
+
+
+class Schedule:
+    """The collectives of a plan in order, again and again.
+
+    Args:
+        plan: The plan.
+        calls: The collectives in order.
+    """
+
+    def __init__(self, plan: Plan, calls: Sequence[Planned]) -> None:
+        self.spots = tuple(
+            Spot(c.call, None if c.buffer is None else plan.placements[c.buffer], c.reason)
+            for c in calls
+        )
+        self._places: dict[Key, list[int]] = {}
+        for index, spot in enumerate(self.spots):
+            self._places.setdefault(spot.call.key, []).append(index)
+        self._next = 0
+
+    def follow(self, key: Key) -> tuple[Spot | None, bool]:
+        """The spot of the program's next collective.
+
+        Args:
+            key: The collective.
+
+        Returns:
+            Its spot, None if the plan knows no such collective; and whether it came in order. Out
+            of order, the next such collective of the plan is taken, from where the program was.
+            See [Note: one answer on all ranks].
+        """
+        places = self._places.get(key)
+        if places is None:
+            return None, False
+        count = len(self.spots)
+        at = bisect_left(places, self._next % count)
+        index = places[at] if at < len(places) else places[0]
+        in_order = index == self._next % count
+        self._next = index + 1
+        return self.spots[index], in_order
+

@@ -1,0 +1,53 @@
+"""For tests of planners, ours and others': strategies, oracles and a conformance kit.
+
+`symmplan.testing.strategies` and `symmplan.testing.conformance` are the only modules that need
+Hypothesis (extra ``test``).
+
+>>> from symmplan.planner import plan
+>>> from symmplan.testing import check_packer
+>>> check_packer(lambda p: {n: x.offset for n, x in plan(p).placements.items()}, examples=5)
+"""
+
+from symmplan.planner.instances import (
+    cut_rectangle,
+    fsdp_program,
+    loosened,
+    moe_program,
+    steady_stream,
+    stream_program,
+    tensor_parallel_program,
+    waves,
+)
+from symmplan.testing.conformance import Packer, check_offsets, check_packer
+from symmplan.testing.oracles import (
+    conflicts,
+    happens_before,
+    heaviest_set,
+    linear_extensions,
+    lowest_peak,
+    unsynchronised,
+)
+from symmplan.testing.strategies import interval_lists, interval_problems, problems
+
+__all__ = [
+    "Packer",
+    "check_offsets",
+    "check_packer",
+    "conflicts",
+    "cut_rectangle",
+    "fsdp_program",
+    "happens_before",
+    "heaviest_set",
+    "interval_lists",
+    "interval_problems",
+    "linear_extensions",
+    "loosened",
+    "lowest_peak",
+    "moe_program",
+    "problems",
+    "steady_stream",
+    "stream_program",
+    "tensor_parallel_program",
+    "unsynchronised",
+    "waves",
+]
