@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from symmplan import errors as errors
+    from symmplan import fsdp as fsdp
     from symmplan.api import plan as plan
     from symmplan.integrate.compile import backend as backend
     from symmplan.memory import handle as handle
@@ -25,6 +26,7 @@ _HOME = {
     "Problem": "symmplan.model",
     "backend": "symmplan.integrate.compile",
     "errors": "symmplan.errors",
+    "fsdp": "symmplan.fsdp",
     "handle": "symmplan.memory",
     "plan": "symmplan.api",
     "register_symm_mem_args": "symmplan.registry",

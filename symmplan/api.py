@@ -48,4 +48,6 @@ def plan(
         from symmplan.capture import capture_fx
 
         program = capture_fx(program, example_inputs).problem
-    return plan_problem(program, effort=effort, capacity=capacity)
+    made = plan_problem(program, effort=effort, capacity=capacity)
+    made.verify()
+    return made

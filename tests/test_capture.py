@@ -210,7 +210,7 @@ class _Watcher(fx.Interpreter):
         self.step += 1
         leaves = [t for _, t in tensor_leaves([*args, *kwargs.values(), value])]
         self.keep += leaves
-        for tensor in leaves:
+        for tensor in [] if _is_view(n) else leaves:  # a view touches no byte
             key = tensor.untyped_storage().data_ptr()
             self.touched.setdefault(key, []).append(self.step)
         for path, tensor in tensor_leaves(value):
@@ -224,9 +224,9 @@ class _Watcher(fx.Interpreter):
 
 
 def _is_view(node):
-    views = ("view", "slice", "reshape", "alias", "t")
-    target = node.target
-    return target is operator.getitem or getattr(target, "_opname", "") in views
+    views = ("aten::view", "aten::slice", "aten::as_strided")
+    name = node.target._schema.name if hasattr(node.target, "_schema") else ""
+    return node.target is operator.getitem or name in views
 
 
 @settings(

@@ -32,6 +32,7 @@ ALLOWED = {
     "memory": BASE | {"planner", "registry"},
     "integrate": BASE | {"registry", "planner", "capture", "memory"},
     "testing": BASE | {"planner"},
+    "fsdp": BASE | {"integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate"},
     "cli": BASE
     | {"registry", "planner", "capture", "memory", "integrate", "report", "testing", "api", ""},

@@ -156,6 +156,24 @@ def test_each_wrong_bound_is_named(made, change):
     assert kind_of(resized(made, home(made, "c"), **change)) == "lower_bound"
 
 
+def test_a_false_claim_to_be_optimal_is_refuted():
+    rows = [("a", 0, 2, 3), ("b", 1, 3, 3), ("c", 2, 4, 3)]
+    made = plan(Problem.from_intervals(rows))
+    wasteful = evolve(
+        made,
+        segments=(evolve(made.segments[0], nbytes=9, lower_bound_bytes=9, proof="search"),),
+        placements={n: Placement("segment0", 3 * i, 3) for i, n in enumerate("abc")},
+        optimal=True,
+    )
+    assert kind_of(wasteful) == "lower_bound"
+    honest = evolve(
+        wasteful,
+        segments=(evolve(wasteful.segments[0], lower_bound_bytes=6, proof="clique"),),
+        optimal=False,
+    )
+    honest.verify()
+
+
 def test_joint_bounds_are_checked(made):
     assert made.bounds
     assert kind_of(evolve(made, bounds=())) == "lower_bound"

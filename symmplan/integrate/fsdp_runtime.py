@@ -157,6 +157,11 @@ class Runtime:
         """The memory of the plan."""
         return self._arena[0] if self._arena else None
 
+    @property
+    def memory(self) -> str:
+        """Name of the memory backend, once the plan has its memory."""
+        return self._arena[0].memory
+
     # Handing out buffers.
 
     def open(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from symmplan.integrate.emit import SegmentInput
-    from symmplan.model import Barrier, Plan
+    from symmplan.model import Barrier, Plan, Problem
 
 __all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "refresh_values", "with_segments"]
 
@@ -142,13 +142,13 @@ class Unit:
                     for b in before.problem.buffers
                 ],
             )
-            plan = plan_problem(join([fixed, captured.problem]), effort=effort)
+            plan = _checked_plan(join([fixed, captured.problem]), effort)
             if self._keeps(before, plan):
                 for name in self.plans:
                     self.plans[name] = plan
                 self.plans[part] = plan
                 return plan
-        plan = plan_problem(captured.problem, effort=effort)
+        plan = _checked_plan(captured.problem, effort)
         self.plans[part] = plan
         return plan
 
@@ -192,6 +192,13 @@ class Unit:
         self.released = True
         for arena in self.arenas.values():
             arena.release()
+
+
+def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
+    """A plan that is verified before anything runs in it."""
+    plan = plan_problem(problem, effort=effort)
+    plan.verify()
+    return plan
 
 
 def _points(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:

@@ -102,8 +102,8 @@ def _from_ranges(later: Ints) -> Conflicts:
     """On one chain the later neighbours of an item are the ``later`` items right after it."""
     count = len(later)
     a = np.repeat(np.arange(count, dtype=np.int32), later)
-    skip = np.repeat(np.cumsum(later) - later, later)
-    b = a + 1 + (np.arange(len(a)) - skip).astype(np.int32)
+    skip = np.repeat((np.cumsum(later) - later).astype(np.int32), later)
+    b = a + 1 + np.arange(len(a), dtype=np.int32) - skip
     return _symmetric(count, a, b)
 
 
@@ -116,9 +116,10 @@ def _symmetric(count: int, first: NDArray[np.int32], second: NDArray[np.int32]) 
     # Earlier neighbours fill the front of each row, later ones the back; a stable sort keeps both
     # ascending.
     by_second = np.argsort(second, kind="stable")
-    front = np.repeat(bounds[:-1] - (np.cumsum(back) - back), back)
-    neighbours[front + np.arange(len(second))] = first[by_second]
+    counter = np.arange(len(first), dtype=np.int32)
+    front = np.repeat((bounds[:-1] - (np.cumsum(back) - back)).astype(np.int32), back)
+    neighbours[front + counter] = first[by_second]
     ahead = degree - back
-    rear = np.repeat(bounds[:-1] + back - (np.cumsum(ahead) - ahead), ahead)
-    neighbours[rear + np.arange(len(first))] = second
+    rear = np.repeat((bounds[:-1] + back - (np.cumsum(ahead) - ahead)).astype(np.int32), ahead)
+    neighbours[rear + counter] = second
     return Conflicts(bounds=bounds, neighbours=neighbours)

@@ -40,7 +40,7 @@ MAX_SEARCHED = {"fast": 1_500, "optimal": 4_000}
 #: More conflicts than this are not listed; the component is then packed by a sweep over time.
 MAX_CONFLICTS = 60_000_000
 #: Neighbours looked at by all greedy orders of a component together. The first order always runs.
-MAX_GREEDY = 40_000_000
+MAX_GREEDY = 24_000_000
 
 
 @define(eq=False)

@@ -3,7 +3,9 @@
 [Note: independence]
     Nothing in this folder imports the planner's order, items, packing or barriers. Happens-before
     is computed again from streams and edges, who may share bytes follows from one sweep over the
-    bytes, and bounds are accepted only with their witnesses.
+    bytes, and bounds are accepted only with their witnesses. Bounds that a complete search proved
+    have none: where a segment has few buffers all packings are tried, elsewhere the search is
+    taken at its word.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from symmplan.planner.verify.refute import MAX_USERS, lower_peak
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
         proven = _proven(where, witnesses, unit, segment.proof, clocks)
         searched = segment.proof == "search"
         _check_claim(where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched)
+        if searched and len(inside) <= MAX_USERS:
+            lower = lower_peak(inside, segment.lower_bound_bytes - unit + 1, clocks)
+            if lower is not None:
+                fail(
+                    "lower_bound",
+                    f"{where} claims a lower bound of {segment.lower_bound_bytes} bytes",
+                    expected=f"at most {_round(lower, unit)}, for so few are enough",
+                    got=segment.lower_bound_bytes,
+                )
     _check_joint(plan, users, owner, clocks)
     if plan.optimal != (plan.peak_bytes == plan.lower_bound_bytes):
         fail(

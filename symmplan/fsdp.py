@@ -1,0 +1,15 @@
+"""FSDP2 in planned symmetric memory: `apply` it after ``fully_shard``.
+
+>>> import symmplan
+>>> symmplan.fsdp.apply.__name__
+'apply'
+"""
+
+from __future__ import annotations
+
+from symmplan.integrate.fsdp import Handle as Handle
+from symmplan.integrate.fsdp import Stats as Stats
+from symmplan.integrate.fsdp import apply as apply
+from symmplan.integrate.fsdp_choice import Choice as Choice
+
+__all__ = ["Choice", "Handle", "Stats", "apply"]

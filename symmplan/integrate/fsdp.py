@@ -1,0 +1,219 @@
+"""`symmplan.fsdp.apply`: FSDP2's collectives in planned symmetric memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from symmplan import _compat
+from symmplan.errors import BackendError, CaptureError
+from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
+from symmplan.integrate.fsdp_runtime import Options, Runtime
+from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from symmplan.integrate.fsdp_choice import Choice
+    from symmplan.model import Plan
+
+__all__ = ["Handle", "Stats", "apply"]
+
+
+@frozen
+class Stats:
+    """What was done so far. Collectives are counted, not bytes, unless it says otherwise.
+
+    Attributes:
+        modules: FSDP modules that were found.
+        recorded: Collectives that ran before the plan was frozen, in ordinary memory.
+        rendezvous: Rendezvous made for the plan: segments times groups.
+        placed: Collectives that ran in their placement; ``staged + bound``.
+        staged: Those of them that were copied there and back, because this rank still used the
+            placement's bytes for something else.
+        bound: Those of them whose buffer FSDP2 filled or read where it lies.
+        plain: Collectives that ran in ordinary memory after the plan was frozen.
+        departures: Times that the program left the order of the plan.
+        replans: Times that the program was planned again, because it did something new.
+        reasons: Why collectives were staged or plain, and how often, most frequent first.
+        segment_bytes: Bytes of symmetric memory.
+        lower_bound_bytes: Proven minimum of those bytes.
+        unshared_bytes: Bytes that one buffer per collective would take.
+    """
+
+    modules: int = 0
+    recorded: int = 0
+    rendezvous: int = 0
+    placed: int = 0
+    staged: int = 0
+    bound: int = 0
+    plain: int = 0
+    departures: int = 0
+    replans: int = 0
+    reasons: tuple[tuple[str, int], ...] = ()
+    segment_bytes: int = 0
+    lower_bound_bytes: int = 0
+    unshared_bytes: int = 0
+
+
+class Handle:
+    """What `apply` did to a model, and how to undo it. Made by `apply`."""
+
+    def __init__(self, runtime: Runtime, modules: list[tuple[Any, Any, Any]]) -> None:
+        self._runtime = runtime
+        self._modules = modules
+        self._count = len(modules)
+
+    def __repr__(self) -> str:
+        state = "recording" if self.plan is None else "planned"
+        return f"<symmplan.fsdp.Handle: {self._count} modules, {state}>"
+
+    @property
+    def plan(self) -> Plan | None:
+        """The frozen plan; None until the first step has been recorded."""
+        return self._runtime.plan
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured to choose between symmetric memory and torch's own way."""
+        choices = self._runtime.choices
+        return () if choices is None else choices.all
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far."""
+        counts = self._runtime.counts
+        arena, plan = self._runtime.arena, self._runtime.plan
+        reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
+        return Stats(
+            modules=self._count,
+            recorded=counts.recorded,
+            rendezvous=counts.rendezvous,
+            placed=counts.bound + counts.staged,
+            staged=counts.staged,
+            bound=counts.bound,
+            plain=counts.plain,
+            departures=counts.departures,
+            replans=counts.replans,
+            reasons=tuple(reasons),
+            segment_bytes=0 if arena is None else arena.segment_bytes,
+            lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
+            unshared_bytes=0 if plan is None else plan.unshared_bytes,
+        )
+
+    def freeze(self) -> None:
+        """Plan what was recorded so far, instead of at the end of the first step.
+
+        Raises:
+            CaptureError: No FSDP collective has run yet.
+            AgreementError: Ranks recorded different programs; raised on all of them.
+
+        Collective: yes, over all groups of the model.
+        """
+        self._runtime.freeze()
+
+    def remove(self) -> None:
+        """Give FSDP2 its own collectives back, and release the segments. Idempotent.
+
+        Call it between steps, on all ranks.
+
+        Collective: no; but a rank that removes leaves the others' next collective to time out.
+        """
+        for module, gather, scatter in self._modules:
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+        self._modules.clear()
+        self._runtime.release()
+
+
+def apply(
+    model: nn.Module,
+    memory: str = "auto",
+    *,
+    choose: Literal["measure", "placed"] = "measure",
+    effort: Literal["fast", "optimal"] = "fast",
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Handle:
+    """Put the all-gathers and reduce-scatters of FSDP2 into planned symmetric memory.
+
+    Call it after ``fully_shard``. The first step (until the first forward pass after a backward
+    pass that reduced gradients) runs as always and is recorded; then all ranks agree on a plan and
+    register its memory once, and every later step follows it. Sharded gradients are not in it.
+
+    Args:
+        model: A module with modules inside to which ``fully_shard`` was applied.
+        memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
+        choose: ``"measure"`` leaves out of the plan what is faster in torch's own way, by a short
+            measurement on the real sizes when the plan is frozen; ``"placed"`` plans everything.
+        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
+        timeout: Seconds that ranks wait for each other before they raise.
+
+    Raises:
+        CaptureError: The model has no FSDP2 module, or one with custom collectives already.
+        BackendError: There is no such memory backend.
+
+    Collective: no; the end of the first recorded step is.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    _check(memory, choose)
+    runtime = Runtime(Options(memory, effort, choose, timeout))
+    found: list[tuple[str, Any, Any, Any]] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = [g for g in _compat.fsdp_param_groups(module) if id(g) not in seen]
+        seen.update(id(g) for g in groups)
+        if not groups:  # no parameters of its own, or it shares them with one before
+            continue
+        comms = [_compat.fsdp_comms(group) for group in groups]
+        for comm in (c for pair in comms for c in pair):
+            _check_plain(comm, name)
+        found.append((name or "model", module, *comms[0]))
+    if not found:
+        raise CaptureError(
+            f"{type(model).__name__} has no FSDP2 module with parameters",
+            expected="a module to which torch.distributed.fsdp.fully_shard was applied",
+            got="none",
+            fix="call fully_shard(model, ...) first",
+        )
+    for name, module, gather, scatter in found:
+        module.set_custom_all_gather(PlannedAllGather(runtime, name, gather))
+        module.set_custom_reduce_scatter(PlannedReduceScatter(runtime, name, scatter))
+    return Handle(runtime, [(module, gather, scatter) for _, module, gather, scatter in found])
+
+
+def _check(memory: str, choose: str) -> None:
+    if memory not in BACKENDS:
+        raise BackendError(
+            f"unknown memory backend {memory!r}",
+            expected=", ".join(BACKENDS),
+            got=repr(memory),
+            fix="use memory='auto'",
+            memory=memory,
+        )
+    if choose not in ("measure", "placed"):
+        raise CaptureError(
+            f"choose is {choose!r}",
+            expected="'measure' or 'placed'",
+            got=repr(choose),
+            fix="use choose='measure'",
+        )
+
+
+def _check_plain(comm: Any, name: str) -> None:
+    kind = type(comm)
+    if kind.__module__.startswith("torch.") and not kind.__name__.startswith("SymmMem"):
+        return
+    ours = isinstance(comm, PlannedAllGather | PlannedReduceScatter)
+    raise CaptureError(
+        f"FSDP module {name or 'model'!r} has custom collectives already: {kind.__name__}",
+        expected="FSDP2's own",
+        got=f"{kind.__module__}.{kind.__qualname__}",
+        fix="call handle.remove() of the first symmplan.fsdp.apply"
+        if ours
+        else "do not combine symmplan.fsdp with other custom or symmetric-memory collectives",
+        module=name,
+    )

@@ -1,0 +1,87 @@
+"""How a collective runs on symmetric bytes: one-sided on shared memory, else through the group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from symmplan import _compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["gathers", "scatters"]
+
+
+def gathers(
+    memory: str,
+    plain: Any,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool,
+) -> Callable[[], Any]:
+    """What gathers into the symmetric ``output``.
+
+    Args:
+        memory: Name of the memory backend of ``output``.
+        plain: FSDP2's own all-gather, which takes any memory.
+        output: Symmetric.
+        source: This rank's part; may be the right part of ``output``.
+        group: Over which it runs.
+        async_op: Whether FSDP2 wants a work object; shared memory needs none.
+    """
+    if memory != "shm":
+        return lambda: plain(
+            output_tensor=output, input_tensor=source, group=group, async_op=async_op
+        )
+    name = _compat.group_name(group)
+    return lambda: torch.ops.symmplan.all_gather_out(source, group.size(), name, out=output)
+
+
+def scatters(
+    memory: str,
+    plain: Any,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,
+    *,
+    async_op: bool,
+) -> Callable[[], Any] | None:
+    """What reduces and scatters the symmetric ``source``.
+
+    Args:
+        memory: Name of the memory backend of ``source``.
+        plain: FSDP2's own reduce-scatter, which takes any memory.
+        output: This rank's part of the result, in any memory.
+        source: Symmetric.
+        group: Over which it runs.
+        op: The reduction.
+        async_op: As in `gathers`.
+
+    Returns:
+        None if the backend has no such reduction.
+    """
+    if memory != "shm":
+        return lambda: plain(
+            output_tensor=output, input_tensor=source, group=group, op=op, async_op=async_op
+        )
+    reduction = _reduction(op)
+    if reduction is None:
+        return None
+    name = _compat.group_name(group)
+    return lambda: torch.ops.symmplan.reduce_scatter_out(
+        source, reduction, group.size(), name, out=output
+    )
+
+
+def _reduction(op: Any) -> str | None:
+    """The name of a reduction that needs no factor of its own."""
+    for name in ("SUM", "AVG", "MIN", "MAX"):
+        if op == getattr(dist.ReduceOp, name):
+            return name.lower()
+    return None
