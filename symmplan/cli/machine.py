@@ -157,13 +157,11 @@ def _features() -> list[Check]:
     except ImportError:
         fsdp = False
     try:
-        import torch._inductor.config as inductor
+        import torch._functorch.config as functorch
 
-        partitioner = "custom_partitioner_fn" in dir(inductor) or hasattr(
-            inductor, "custom_partitioner_fn"
-        )
+        together = hasattr(functorch, "force_non_lazy_backward_lowering")
     except ImportError:
-        partitioner = False
+        together = False
     return [
         check(
             "torch.library.Library.register_symm_mem_args",
@@ -176,9 +174,9 @@ def _features() -> list[Check]:
             "not in this torch (2.13+)",
         ),
         check(
-            "Inductor's custom partitioner hook",
-            partitioner,
-            "not in this torch: forward and backward cannot be cut by symmplan",
+            "backward compiled with its forward",
+            together,
+            "not in this torch: forward and backward get segments of their own",
         ),
     ]
 

@@ -70,12 +70,17 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
             slot,
             output_tensor,
             group,
-            lambda target: gathers(
-                self._runtime.memory, self._plain, target, input_tensor, group, async_op=async_op
+            lambda target, base: gathers(
+                self._runtime.memory,
+                self._plain,
+                target,
+                _part(input_tensor, output_tensor, base),
+                group,
+                async_op=async_op,
             ),
-            lambda: self._plain(
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
+            lambda base: self._plain(
+                output_tensor=base,
+                input_tensor=_part(input_tensor, output_tensor, base),
                 group=group,
                 async_op=async_op,
             ),
@@ -134,7 +139,7 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
             slot,
             input_tensor,
             group,
-            lambda target: scatters(
+            lambda target, _: scatters(
                 self._runtime.memory,
                 self._plain,
                 output_tensor,
@@ -143,12 +148,21 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
                 op,
                 async_op=async_op,
             ),
-            lambda: self._plain(
+            lambda base: self._plain(
                 output_tensor=output_tensor,
-                input_tensor=input_tensor,
+                input_tensor=base,
                 group=group,
                 op=op,
                 async_op=async_op,
             ),
             result=False,
         )
+
+
+def _part(part: torch.Tensor, whole: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """``part`` of ``whole``, as a part of ``base``, which has the same bytes; else itself."""
+    begin = part.data_ptr() - whole.data_ptr()
+    if not 0 <= begin < whole.numel() * whole.element_size():
+        return part
+    begin //= part.element_size()
+    return base.view(-1)[begin : begin + part.numel()].view(part.shape)

@@ -51,6 +51,7 @@ REPLANS = 8
 _LONGEST = 1 << 17
 
 _NOT_PLANNED = "the plan does not know this collective"
+_NOT_OURS = "its buffer came from elsewhere"
 _OTHER_GROUP = "it ran over another group than planned"
 _OTHER_OP = "the memory backend has no such reduction"
 _IN_USE = "its bytes were still in use"
@@ -90,7 +91,8 @@ class Slot:
 
     Attributes:
         key: Which collective.
-        address: Of the buffer.
+        base: The buffer's bytes under another storage. Collectives get this one: their threads
+            may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
         held: Whether anybody holds the buffer.
         spot: Its spot in the plan, None while recording or if the plan has none.
         tenant: Set if the buffer lies in its placement.
@@ -100,7 +102,7 @@ class Slot:
     """
 
     key: Key
-    address: int = 0
+    base: torch.Tensor
     held: bool = True
     spot: Spot | None = None
     tenant: Tenant | None = None
@@ -180,27 +182,41 @@ class Runtime:
         self._check_device(device)
         if self._turns(key):
             self._turn()
-        slot = Slot(key)
-        nbytes = key.numel * dtype.itemsize
+        spot = self._follow(key)
+        tenant = None if spot is None else self._move_in(spot, device)
+        if tenant is None:
+            base = plain()
+        else:
+            assert spot is not None
+            assert spot.place is not None
+            base = self._placed(spot.place).view(dtype)
+        slot = Slot(key, base, spot=spot, tenant=tenant)
         if self._log is not None:
-            slot.log, slot.index = self._log, self._log.begin(key, nbytes)
+            slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
+        return lend(base, slot.drop), slot
+
+    def _follow(self, key: Key) -> Spot | None:
         if self._schedule is None:
-            return _lent(slot, plain()), slot
-        slot.spot, in_order = self._schedule.follow(key)
-        if slot.spot is not None and not in_order:
+            return None
+        spot, in_order = self._schedule.follow(key)
+        if spot is not None and not in_order:
             self.counts.departures += 1
-        if slot.spot is None or slot.spot.place is None:
-            return _lent(slot, plain()), slot
-        place = slot.spot.place
-        users = self._bytes[place.segment]
-        if users.held(place.offset, place.end):
-            return _lent(slot, plain()), slot
+        return spot
+
+    def _move_in(self, spot: Spot, device: torch.device) -> Tenant | None:
+        """Take the bytes of ``spot``; None if it has none, or somebody still uses them."""
+        if spot.place is None:
+            return None
+        begin, end = spot.place.offset, spot.place.end
+        users = self._bytes[spot.place.segment]
+        if users.held(begin, end):
+            return None
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        slot.tenant = Tenant(stream)
-        users.take(place.offset, place.end, slot.tenant)
-        return _lent(slot, self._placed(place).view(dtype)), slot
+        tenant = Tenant(stream)
+        users.take(begin, end, tenant)
+        return tenant
 
     def _placed(self, place: Placement) -> torch.Tensor:
         return self._arena[0].segments[place.segment].tensor[place.offset : place.end]
@@ -223,8 +239,8 @@ class Runtime:
         slot: Slot | None,
         buffer: torch.Tensor,
         group: dist.ProcessGroup,
-        in_place: Callable[[torch.Tensor], Callable[[], Any] | None],
-        plain: Callable[[], Any],
+        in_place: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any] | None],
+        plain: Callable[[torch.Tensor], Any],
         *,
         result: bool,
     ) -> Any:
@@ -234,9 +250,9 @@ class Runtime:
             slot: What `open` gave.
             buffer: The all-gather's output or the reduce-scatter's input.
             group: Over which it runs.
-            in_place: Given the symmetric bytes as a tensor like ``buffer``, what runs the
-                collective there; None if this cannot be done.
-            plain: Runs it on ``buffer`` through the process group.
+            in_place: Given the symmetric bytes as a tensor like ``buffer``, and ``buffer`` under
+                another storage, what runs the collective there; None if this cannot be done.
+            plain: Given ``buffer`` under another storage, runs it through the process group.
             result: Whether ``buffer`` is the output.
 
         Returns:
@@ -244,19 +260,19 @@ class Runtime:
 
         Collective: yes.
         """
-        if slot is None or slot.address != buffer.data_ptr():
+        if slot is None or slot.base.data_ptr() != buffer.data_ptr():
             self.counts.plain += 1
-            self.counts.because(_NOT_PLANNED)
-            return plain()
+            self.counts.because(_NOT_OURS)
+            return plain(buffer)
         name = _compat.group_name(group)
         self._groups.setdefault(name, group)
         slot.run(name)
         self._was_backward = slot.key.backward
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
-        reason, act = self._way(slot, name, buffer, in_place)
+        reason, act = self._way(slot, name, in_place)
         done = slot.key.kind == "reduce_scatter"
         if act is None:
-            work = plain()
+            work = plain(slot.base)
             if self._schedule is None:
                 self.counts.recorded += 1
             else:
@@ -266,7 +282,7 @@ class Runtime:
             work = act()
             self.counts.bound += 1
         else:
-            work = self._stage(slot, buffer, act, result=result)
+            work = self._stage(slot, act, result=result)
             self.counts.staged += 1
             self.counts.because(_IN_USE)
         if slot.tenant is not None:
@@ -277,8 +293,7 @@ class Runtime:
         self,
         slot: Slot,
         group: str,
-        buffer: torch.Tensor,
-        in_place: Callable[[torch.Tensor], Callable[[], Any] | None],
+        in_place: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any] | None],
     ) -> tuple[str, Callable[[], Any] | None]:
         """How to run a collective in its placement, or why not; the same on all ranks."""
         if self._schedule is None:
@@ -290,16 +305,14 @@ class Runtime:
             return slot.spot.reason, None
         if slot.spot.call.group != group:
             return _OTHER_GROUP, None
-        target = self._placed(slot.spot.place).view(buffer.dtype)
-        act = in_place(target)
+        act = in_place(self._placed(slot.spot.place).view(slot.base.dtype), slot.base)
         return ("", act) if act is not None else (_OTHER_OP, None)
 
-    def _stage(
-        self, slot: Slot, buffer: torch.Tensor, act: Callable[[], Any], *, result: bool
-    ) -> None:
+    def _stage(self, slot: Slot, act: Callable[[], Any], *, result: bool) -> None:
         """See [Note: bytes in use]."""
         assert slot.spot is not None
         assert slot.spot.place is not None
+        buffer = slot.base
         target = self._placed(slot.spot.place)
         _synchronize(buffer.device)
         saved = target.clone()
@@ -403,12 +416,6 @@ class Runtime:
         if self._device is not None:
             _synchronize(self._device)
         _release(self._arena)
-
-
-def _lent(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
-    lent = lend(tensor, slot.drop)
-    slot.address = lent.data_ptr()
-    return lent
 
 
 def _fits(plan: Plan, arena: Arena) -> bool:

@@ -9,7 +9,9 @@ torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu
     - NCCL registers windows with a communicator that must exist already, so each group runs a
       small collective first. Its handle has no barrier; a one-element all-reduce, in the order
       of the stream, serves as one.
-    - NVSHMEM allocates collectively: all ranks, in the same order.
+      What its allocations release, torch 2.11 keeps registered until the process ends.
+    - NVSHMEM allocates collectively: all ranks, in the same order. The barrier of its handles let
+      a peer's older bytes be read after it (two H200, torch 2.11), so it meets as NCCL does.
     - One rendezvous registers the whole allocation; views are found by address. Placements
       therefore need none of their own.
     - Everything runs in the order of the current stream; the host waits for nothing. A release
@@ -117,8 +119,8 @@ class TorchRendezvous(Rendezvous):
         self._own = None
 
 
-class NcclRendezvous(TorchRendezvous):
-    """The same, for an allocator whose handles have no barrier."""
+class CollectiveRendezvous(TorchRendezvous):
+    """The same, for allocators whose handles have no barrier that orders peers' accesses."""
 
     def __init__(self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float) -> None:
         super().__init__(group, own, handle, timeout=timeout)
@@ -227,7 +229,10 @@ class TorchSymmBackend:
                 rank=group.rank,
                 segment=segment.spec.name,
             ) from error
-        kind = NcclRendezvous if self.name == "nccl" else TorchRendezvous
+        by_collective = self.name == "nccl" or (
+            self.name == "nvshmem" and _compat.has_nccl_backend(group.process_group)
+        )
+        kind = CollectiveRendezvous if by_collective else TorchRendezvous
         segment.add_rendezvous(kind(group, tensor, handle, timeout=segment.timeout))
 
     def settle(self) -> None:

@@ -1,0 +1,154 @@
+"""The complete search decides every target rightly; glued blocks unglue to packings."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import interval_problems, problems
+
+from symmplan.model import Problem
+from symmplan.planner.instances import cut_rectangle
+from symmplan.planner.interference import conflicts_of
+from symmplan.planner.items import items_of
+from symmplan.planner.packing.blocks import Style, glue
+from symmplan.planner.packing.search import search
+from symmplan.planner.packing.space import Space
+from symmplan.planner.packing.squeaky import squeak
+from symmplan.planner.packing.task import task_of
+from symmplan.testing import lowest_peak
+
+LIMIT = 200_000
+
+
+def prepared(problem):
+    items = items_of(problem)
+    task = task_of(items, np.arange(len(items)))
+    conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+    return task, conflicts
+
+
+def check(task, conflicts, offset, target):
+    assert (offset >= 0).all()
+    assert (offset % task.align == 0).all()
+    assert (offset + task.size).max() <= target
+    for a, b in zip(*conflicts.pairs(), strict=True):
+        assert offset[a] + task.size[a] <= offset[b] or offset[b] + task.size[b] <= offset[a]
+
+
+def decide(problem, data):
+    task, conflicts = prepared(problem)
+    names = [f"{i:02}" for i in range(len(task))]
+    pairs = {frozenset((names[a], names[b])) for a, b in zip(*conflicts.pairs(), strict=True)}
+    best = lowest_peak(
+        dict(zip(names, task.size.tolist(), strict=True)),
+        pairs,
+        dict(zip(names, task.align.tolist(), strict=True)),
+    )
+    space = Space(task, conflicts)
+    rank = np.asarray(data.draw(st.permutations(range(len(task)))), dtype=np.int64)
+    found = search(space, best, rank, LIMIT)
+    assert found.offset is not None
+    check(task, conflicts, found.offset, best)
+    below = search(space, best - 1, rank, LIMIT)
+    assert below.offset is None
+    assert below.impossible
+    offset, peak = squeak(space, rank, best, 20)
+    assert peak >= best
+    check(task, conflicts, offset, peak)
+
+
+@settings(max_examples=400, deadline=None)
+@given(interval_problems(max_buffers=7, max_time=6, max_bytes=6), st.data())
+def test_search_is_right_on_intervals(problem, data):
+    decide(problem, data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(groups=("g",), remote=False, constraints=False, pins=False, max_bytes=6), st.data())
+def test_search_is_right_on_partial_orders_with_alignments(problem, data):
+    decide(problem, data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(interval_problems(max_buffers=6, max_time=6, max_bytes=6), st.data())
+def test_search_respects_pins(problem, data):
+    task, conflicts = prepared(problem)
+    assume(len(task) > 1)
+    # Pin one item anywhere; the best peak follows from pinning it there in all packings.
+    pin = np.full(len(task), -1, dtype=np.int64)
+    which = data.draw(st.integers(0, len(task) - 1))
+    pin[which] = data.draw(st.integers(0, 8))
+    task = evolve(task, pin=pin)
+    space = Space(task, conflicts)
+    rank = np.arange(len(space))
+    total = int(task.size.sum() + pin[which])
+    results = [search(space, t, rank, LIMIT) for t in range(total + 1)]
+    feasible = [r.offset is not None for r in results]
+    assert all(r.impossible != f for r, f in zip(results, feasible, strict=True))
+    assert feasible == sorted(feasible)
+    first = feasible.index(True)
+    offset = pin.copy()
+    offset[space.free] = results[first].offset
+    check(task, conflicts, offset, max(first, int(pin[which] + task.size[which])))
+    # A brute force over all offsets of the free items agrees.
+    assert first == _lowest_with_pin(task, conflicts.matrix(), which, first)
+
+
+def _lowest_with_pin(task, clash, which, at_most):
+    free = [i for i in range(len(task)) if i != which]
+    best = at_most + 1
+
+    def place(left, placed, top):
+        nonlocal best
+        if top >= best:
+            return
+        if not left:
+            best = top
+            return
+        for i in left:
+            size, at = int(task.size[i]), 0
+            for low, high in sorted(placed[j] for j in placed if clash[i, j]):
+                if at + size > low:
+                    at = max(at, high)
+            rest = [j for j in left if j != i]
+            place(rest, {**placed, i: (at, at + size)}, max(top, at + size))
+
+    pin = int(task.pin[which])
+    place(free, {which: (pin, pin + int(task.size[which]))}, 0)
+    return best
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    interval_problems(max_buffers=12),
+    st.integers(0, 8),
+    st.builds(
+        Style,
+        power=st.integers(0, 2),
+        early=st.sampled_from((2, 4, 8)),
+        noise=st.sampled_from((0, 8)),
+        seed=st.integers(0, 99),
+    ),
+)
+def test_blocks_unglue_to_packings(problem, spare, style):
+    task, conflicts = prepared(problem)
+    space = Space(task, conflicts)
+    target = int(space.load.max()) + spare
+    for blocks in glue(space, target, style, (2, 4, 6)):
+        tops = np.append(0, np.cumsum(blocks.size))
+        offset = blocks.spread(tops[:-1], len(space))
+        check(task, conflicts, offset, int(tops[-1]))
+        # No section is fuller than the target allows.
+        load = np.zeros(space.sections, dtype=np.int64)
+        for low, high, size in zip(blocks.low, blocks.high, blocks.size, strict=True):
+            load[low:high] += size
+        assert load.max() <= target
+
+
+def test_gluing_takes_a_perfect_packing_to_few_blocks():
+    task, conflicts = prepared(Problem.from_intervals(cut_rectangle(120, seed=3, width=300)))
+    space = Space(task, conflicts)
+    *_, last = glue(space, int(space.load.max()), Style(), ())
+    assert len(last.size) < 60
