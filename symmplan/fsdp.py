@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-from symmplan.integrate.fsdp import Handle as Handle
-from symmplan.integrate.fsdp import Stats as Stats
-from symmplan.integrate.fsdp import apply as apply
-from symmplan.integrate.fsdp_choice import Choice as Choice
+from symmplan.integrate.fsdp import Handle, Stats, apply
+from symmplan.integrate.fsdp_choice import Choice
 
 __all__ = ["Choice", "Handle", "Stats", "apply"]

@@ -92,14 +92,16 @@ class Trace:
             self.add(name, parameter)
 
 
-def differences(left, right):
-    """Names of what differs between two traces."""
+def differences(left, right, close=0.0):
+    """Names of what differs between two traces, or differs by more than ``close``."""
     if [n for n, _ in left.items] != [n for n, _ in right.items]:
         return ["the programs traced different things"]
     return [
         n
         for (n, a), (_, b) in zip(left.items, right.items, strict=True)
-        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b)
+        if a.dtype != b.dtype
+        or a.shape != b.shape
+        or not (torch.allclose(a, b, close, close) if close else torch.equal(a, b))
     ]
 
 
@@ -128,7 +130,7 @@ def removed(handle):
         handle.remove()
 
 
-def both(build, program, rank, look=None, **apply):
+def both(build, program, rank, look=None, close=0.0, **apply):
     """Run ``program(model, trace, rank)`` on two equal models; see the module.
 
     Args:
@@ -136,6 +138,7 @@ def both(build, program, rank, look=None, **apply):
         program: Trains it.
         rank: This rank.
         look: Called with the handle before it is removed; its result is returned, too.
+        close: Tolerance for sums over more than two ranks, where the order of summing counts.
         apply: Arguments of `symmplan.fsdp.apply`.
 
     Returns:
@@ -166,5 +169,5 @@ def both(build, program, rank, look=None, **apply):
             result["barriers"] = len(plan.barriers)
             result["segments"] = len(plan.segments)
             result["looked"] = None if look is None else look(handle)
-    result["differences"] = differences(*traces)
+    result["differences"] = differences(*traces, close)
     return result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Block, Net, Trace, batch, both, mesh, shard, train, train_step
@@ -19,10 +20,14 @@ def plain(rank, world):
 
 
 def mixed(rank, world, param, reduce, output):
-    policy = MixedPrecisionPolicy(
-        param_dtype=param, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=True
-    )
-    return both(lambda: shard(Net(), mp_policy=policy), train, rank)
+    inner = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    outer = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+
+    def build():
+        model = shard(Net(), root=False, mp_policy=inner)
+        return fully_shard(model, mesh=mesh(world), mp_policy=outer)
+
+    return both(build, train, rank)
 
 
 def reshard(rank, world, after_forward):
@@ -170,7 +175,7 @@ def evaluation(rank, world, mode, first):
 
 def inference_only(rank, world):
     def program(model, trace, rank):
-        for step in range(12):
+        for step in range(16):
             with torch.no_grad():
                 trace.add("eval", model(batch(step, rank)))
 
@@ -275,7 +280,7 @@ def hybrid_accumulation(rank, world):
 
 def partial_reshard(rank, world):
     """``reshard_after_forward=2``: backward gathers over pairs, forward over all four."""
-    return both(lambda: shard(Net(), reshard_after_forward=2), train, rank)
+    return both(lambda: shard(Net(), reshard_after_forward=2), train, rank, close=1e-5)
 
 
 def two_dimensions(rank, world):
@@ -305,9 +310,7 @@ def two_models(rank, world):
     def run(planned):
         torch.manual_seed(7)
         models = [shard(Net(blocks=2)), shard(Net(blocks=3))]
-        handles = [
-            symmplan.fsdp.apply(m, choose="placed", timeout=30.0) for m in models if planned
-        ]
+        handles = [symmplan.fsdp.apply(m, choose="placed", timeout=30.0) for m in models if planned]
         optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in models]
         trace = Trace()
         for step in range(4):
@@ -378,39 +381,184 @@ def random_program(rank, world, blocks, hidden, options, steps):
     return both(build, program, rank)
 
 
-def holder(rank, world, who, seconds):
-    """On some ranks a thread keeps gathered buffers and gradients' inputs for a while."""
+def holder(rank, world, who, late, threads):
+    """On some ranks somebody keeps the buffers of some collectives longer than FSDP2 does.
+
+    Args:
+        who: Those ranks.
+        late: Only once the plan is frozen.
+        threads: A thread drops them after a while; else the program does, five collectives later,
+            and looks whether they are intact.
+    """
     import threading
     import time
 
     from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
 
-    def hold(tensor, expected):
-        time.sleep(seconds)
-        kept.append(expected is None or bool(torch.equal(tensor, expected)))
+    kept = []
+    intact = []
+    running = []
 
-    kept: list[bool] = []
-    threads: list[threading.Thread] = []
+    def look(tensor, expected):
+        intact.append(bool(torch.equal(tensor, expected)))
 
-    def keep(call, index):
-        def held(self, *args, **kwargs):
-            result = call(self, *args, **kwargs)
-            tensor = [*args, *kwargs.values()][index]
-            thread = threading.Thread(target=hold, args=(tensor, tensor.clone()))
-            thread.start()
-            threads.append(thread)
+    def keep(call, name):
+        def keeping(self, **kwargs):
+            result = call(self, **kwargs)
+            if late and self._runtime.plan is None:
+                return result
+            tensor = kwargs[name]
+            if threads:
+                running.append(threading.Thread(target=lambda t: time.sleep(0.01), args=(tensor,)))
+                running[-1].start()
+            else:
+                kept.append((tensor, tensor.clone()))
+                if len(kept) > 5:
+                    look(*kept.pop(0))
             return result
 
-        return held
+        return keeping
 
     with contextlib.ExitStack() as stack:
         if rank in who:
-            for kind, index in ((PlannedAllGather, 0), (PlannedReduceScatter, 1)):
+            for kind, name in (
+                (PlannedAllGather, "output_tensor"),
+                (PlannedReduceScatter, "input_tensor"),
+            ):
                 stack.callback(setattr, kind, "__call__", kind.__call__)
-                kind.__call__ = keep(kind.__call__, index)
+                kind.__call__ = keep(kind.__call__, name)
         result = both(lambda: shard(Net()), train, rank)
-        for thread in threads:
+        for thread in running:
             thread.join()
-    result["kept"] = all(kept)
+        while kept:
+            look(*kept.pop(0))
+    result["intact"] = all(intact)
+    result["looked at"] = len(intact)
     dist.barrier()
     return result
+
+
+def float8(rank, world):
+    """Weights that are gathered as bytes with a scale, as float8 training does."""
+    from fsdp_float8 import quantized
+
+    def build():
+        model = Net()
+        for block in model.blocks:
+            quantized(block.up)
+        return shard(model)
+
+    return both(build, train, rank)
+
+
+def choice(rank, world):
+    """What `choose="measure"` measured."""
+
+    def look(handle):
+        summary = handle.plan.summary()
+        return [(c.kind, c.nbytes, c.ranks, c.placed) for c in handle.choices], summary
+
+    return both(lambda: shard(Net()), train, rank, look=look, choose="measure")
+
+
+def forced_choice(rank, world, monkey):
+    """A measurement in which torch's own way wins for one kind of collective."""
+    from symmplan.integrate.fsdp_choice import Choices
+
+    original = Choices._time
+
+    def timed(self, case, group, arena):
+        original(self, case, group, arena)
+        # Ranks measure different times, as they do; the slowest counts.
+        return (1e-6 * (rank + 1), 5e-6) if case[0] == monkey else (5e-6, 1e-6)
+
+    Choices._time = timed
+    try:
+        return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
+    finally:
+        Choices._time = original
+
+
+def disagreement(rank, world):
+    """Ranks record programs that differ: on one of them a module has another name."""
+    import symmplan
+
+    model = shard(Net(), root=False)
+    if rank == 1:
+        model.others = model.blocks
+        del model.blocks
+        object.__setattr__(model, "blocks", model.others)
+    for parameter in [*model.inlet.parameters(), *model.outlet.parameters()]:
+        parameter.requires_grad_(False)
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=20.0)
+    try:
+        train(model, Trace(), rank, steps=2)
+    finally:
+        handle.remove()
+
+
+def lifecycle(rank, world):
+    """Errors, freeze by hand, remove, apply again, and a model that just goes away."""
+    import gc
+
+    import symmplan
+    from symmplan.errors import BackendError, CaptureError
+
+    told = {}
+    for name, error, act in (
+        ("no fsdp", CaptureError, lambda: symmplan.fsdp.apply(nn.Linear(2, 2))),
+        ("memory", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), memory="tape")),
+        ("choose", CaptureError, lambda: symmplan.fsdp.apply(shard(Net()), choose="dice")),
+    ):
+        with pytest.raises(error) as raised:
+            act()
+        told[name] = str(raised.value)
+    model = shard(Net())
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=20.0)
+    told["repr"] = repr(handle)
+    told["plan"] = handle.plan
+    with pytest.raises(CaptureError) as raised:
+        symmplan.fsdp.apply(model)
+    told["twice"] = str(raised.value)
+    with pytest.raises(CaptureError) as raised:
+        handle.freeze()
+    told["too early"] = str(raised.value)
+    train(model, Trace(), rank, steps=1)
+    handle.freeze()
+    handle.freeze()
+    told["frozen"] = handle.stats.rendezvous
+    train(model, Trace(), rank, steps=2)
+    told["placed"] = handle.stats.placed
+    placed = handle.stats.placed
+    handle.remove()
+    handle.remove()
+    train(model, Trace(), rank, steps=1)
+    told["after remove"] = handle.stats.placed - placed
+    again = symmplan.fsdp.apply(model, choose="placed", timeout=20.0)
+    train(model, Trace(), rank, steps=3)
+    told["again"] = again.stats.placed
+    from symmplan.memory.segment import _LIVE
+
+    told["live"] = len(_LIVE._sorted[1])
+    del model, again, handle
+    gc.collect()
+    told["live at end"] = len(_LIVE._sorted[1])
+    dist.barrier()
+    return told
+
+
+def failing_step(rank, world):
+    """A forward pass fails on all ranks in the middle, and training goes on."""
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(5):
+            if step == 2:
+                model.order = [0, 7]  # there is no block 7
+                with contextlib.suppress(IndexError):
+                    model(batch(step, rank))
+                model.order = [0, 1, 2]
+            train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    return both(lambda: shard(Net()), program, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import interval_problems, problems
 
@@ -66,6 +66,20 @@ def test_optimal_is_optimal_with_alignments(problem):
     aligns = {b.name: b.align for b in problem.buffers}
     unit = min(aligns.values())
     rounded = {n: -(-s // unit) * unit for n, s in sizes.items()}
+    lowest = lowest_peak(rounded, conflicts(problem), aligns)
+    assert made.lower_bound_bytes <= lowest == made.peak_bytes
+
+
+@SOME
+@given(problems(groups=("g",), remote=False, pins=False, max_buffers=5))
+def test_optimal_is_optimal_beside_persistent_buffers(problem):
+    assume(not problem.together and not problem.apart)
+    assume(not any(b.signal_pad for b in problem.buffers))
+    made = plan(problem, effort="optimal")
+    made.verify()
+    aligns = {b.name: b.align for b in problem.buffers}
+    unit = min(aligns.values())
+    rounded = {b.name: -(-b.nbytes // unit) * unit for b in problem.buffers}
     lowest = lowest_peak(rounded, conflicts(problem), aligns)
     assert made.lower_bound_bytes <= lowest == made.peak_bytes
 

@@ -138,43 +138,58 @@ class Recording:
         """The indices of the collectives that ran."""
         return tuple(i for i, c in enumerate(self.collectives) if c.group is not None)
 
-    def ordered(self) -> list[tuple[str, int]]:
-        """The events, those between two collectives' own sorted: threads may drop in any order."""
-        result: list[tuple[str, int]] = []
-        drops: list[int] = []
-        for what, index in self.events:
+    def drops(self) -> list[int | None]:
+        """For each buffer, how many of the other events came before its drop; None if it lives."""
+        result: list[int | None] = [None] * len(self.collectives)
+        before = 0
+        for what, index in tuple(self.events):  # other threads may append
             if what == "drop":
-                drops.append(index)
-                continue
-            result.extend(("drop", i) for i in sorted(drops))
-            drops.clear()
-            result.append((what, index))
-        result.extend(("drop", i) for i in sorted(drops))
+                result[index] = before
+            else:
+                before += 1
         return result
+
+    def with_drops(self, drops: Sequence[int | None]) -> Recording:
+        """The same with other drops, those of one moment in the order of their buffers."""
+        due: dict[int, list[int]] = {}
+        for index, before in enumerate(drops):
+            if before is not None:
+                due.setdefault(before, []).append(index)
+        events: list[tuple[str, int]] = []
+        before = 0
+        for event in [e for e in tuple(self.events) if e[0] != "drop"]:
+            events.extend(("drop", index) for index in due.get(before, ()))
+            events.append(event)
+            before += 1
+        events.extend(("drop", index) for index in due.get(before, ()))
+        return Recording(self.collectives, events)
 
 
 def problem_of(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
     left_out: Callable[[Call], str | None] = lambda _: None,
-) -> tuple[Problem, tuple[Planned, ...]]:
+) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
     """Turn recordings, one after the other, into a problem.
 
     Args:
-        recordings: Stretches of the program; nothing of one is live in the next.
+        recordings: Stretches of the program. A buffer that is live at the end of one may be live
+            at any time of any of them, and shares its bytes with none.
         ranks: ``{name of the group: its global ranks}``. Groups whose ranks are among those of
             another one run the same plan and may share a segment.
         left_out: Why a collective's buffer stays out of the plan; None to plan it.
 
     Returns:
-        The problem, and the collectives that ran, in order.
+        The problem, and for each recording the collectives that ran, in order.
     """
     operations: list[Operation] = []
     accesses: list[Access] = []
     buffers: list[Buffer] = []
     unplanned: list[Unplanned] = []
-    calls: list[Planned] = []
+    stretches: list[tuple[Planned, ...]] = []
     for number, recording in enumerate(recordings):
+        calls: list[Planned] = []
+        dropped = {index for what, index in recording.events if what == "drop"}
         names = {i: _name(number, i, recording.collectives[i].key) for i in recording.ran}
         planned: dict[int, str] = {}
         for index, name in names.items():
@@ -185,9 +200,9 @@ def problem_of(
                 unplanned.append(_unplanned(name, call, reason))
             else:
                 planned[index] = name
-                buffers.append(_buffer(name, call))
-        held = dict(planned)
-        for what, index in recording.ordered():
+                buffers.append(_buffer(name, call, persistent=index not in dropped))
+        stretches.append(tuple(calls))
+        for what, index in recording.events:
             buffer = planned.get(index)
             if buffer is None:
                 continue
@@ -202,12 +217,6 @@ def problem_of(
                 operations.append(Operation(operation))
             write = what == "begin" or (what == "run" and not reduces)
             accesses.append(Access(operation, buffer, write=write, remote=what == "run"))
-            if what == "drop":
-                del held[index]
-        if held:  # by the end of the recording: until then, at least
-            end = f"{number}.end"
-            operations.append(Operation(end))
-            accesses.extend(Access(end, buffer) for buffer in held.values())
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
         buffers=buffers,
@@ -216,7 +225,7 @@ def problem_of(
         shared_groups=_shared(groups, ranks),
         unplanned=unplanned,
     )
-    return problem, tuple(calls)
+    return problem, tuple(stretches)
 
 
 def _name(number: int, index: int, key: Key) -> str:
@@ -225,11 +234,12 @@ def _name(number: int, index: int, key: Key) -> str:
     return f"{again}{index:04d}.{phase}.{key.site}.{key.kind}"
 
 
-def _buffer(name: str, call: Call) -> Buffer:
+def _buffer(name: str, call: Call, *, persistent: bool) -> Buffer:
     return Buffer(
         name,
         call.nbytes,
         call.group,
+        persistent=persistent,
         op=_OP[call.key.kind],
         where=_WHERE[call.key.kind],
         dtype=call.key.dtype,

@@ -158,7 +158,6 @@ def apply(
     from torch.distributed.fsdp import FSDPModule
 
     _check(memory, choose)
-    runtime = Runtime(Options(memory, effort, choose, timeout))
     found: list[tuple[str, Any, Any, Any]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -179,6 +178,7 @@ def apply(
             got="none",
             fix="call fully_shard(model, ...) first",
         )
+    runtime = Runtime(Options(memory, effort, choose, timeout), len(found))
     for name, module, gather, scatter in found:
         module.set_custom_all_gather(PlannedAllGather(runtime, name, gather))
         module.set_custom_reduce_scatter(PlannedReduceScatter(runtime, name, scatter))

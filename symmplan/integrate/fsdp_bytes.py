@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
-
 import torch
+from attrs import define, field
 
 if TYPE_CHECKING:
     from collections.abc import Callable

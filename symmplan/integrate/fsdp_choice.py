@@ -8,7 +8,6 @@ out of the plan, with the two times as the reason.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,9 @@ from attrs import frozen
 
 from symmplan import _compat
 from symmplan.errors import AgreementError
+from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.fsdp_ops import gathers, scatters
 from symmplan.memory import realize
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 
@@ -137,22 +135,15 @@ class Choices:
         groups: Mapping[str, Any],
     ) -> None:
         """Let the slowest rank count, over all ranks that make one plan together."""
-        leader = _leaders(groups)
+        leader = leaders(groups)
         mine = {
             name: [t for c, t in zip(cases, times, strict=True) if leader[c[3]] == name]
-            for name in dict.fromkeys(leader.values())
+            for name in dict.fromkeys(leader[c[3]] for c in cases)
         }
-        members = resolve_groups(mine, groups)
-        exchange = Exchange(members, self._timeout)
-        try:
-            told = exchange.round("choice", {n: json.dumps(t).encode() for n, t in mine.items()})
-            exchange.finish()
-        except BaseException as error:
-            exchange.fail(error)
-            raise
+        told = tell("choice", mine, groups, self._timeout)
         slowest = {
-            name: iter(_slowest(texts, len(mine[name]), members[name]))
-            for name, texts in told.items()
+            name: iter(_slowest(rows, len(mine[name]), name, groups[name]))
+            for name, rows in told.items()
         }
         for case in cases:
             kind, nbytes, dtype, group = case
@@ -181,9 +172,7 @@ class Choices:
         acts: list[Callable[[], Any]] = []
         for memory, tensor in (("", plain), (arena.memory, placed)):
             if kind == "all_gather":
-                acts.append(
-                    gathers(memory, gather, tensor, tensor[mine], group, async_op=False)
-                )
+                acts.append(gathers(memory, gather, tensor, tensor[mine], group, async_op=False))
             else:
                 act = scatters(
                     memory,
@@ -229,24 +218,15 @@ def _probe(largest: Mapping[str, int]) -> Problem:
             Operation(f"{group}.probe", group=group, handshake=True, release=True)
             for group in largest
         ],
-        accesses=[
-            Access(f"{group}.probe", group, write=True, remote=True) for group in largest
-        ],
+        accesses=[Access(f"{group}.probe", group, write=True, remote=True) for group in largest],
     )
 
 
-def _leaders(groups: Mapping[str, Any]) -> dict[str, str]:
-    """For each group the largest one that holds it: its ranks all make the same plan."""
-    ranks = {name: frozenset(dist.get_process_group_ranks(g)) for name, g in groups.items()}
-    names = sorted(groups, key=lambda name: -len(ranks[name]))  # stable: ties in order of use
-    return {name: next(n for n in names if ranks[n] >= ranks[name]) for name in groups}
-
-
-def _slowest(texts: Sequence[bytes], count: int, group: Any) -> list[tuple[float, float]]:
+def _slowest(said: Sequence[Any], count: int, name: str, group: Any) -> list[tuple[float, float]]:
     rows = []
-    for rank, text in enumerate(texts):
+    for rank, answer in enumerate(said):
         try:
-            row = [(float(a), float(b)) for a, b in json.loads(text)]
+            row = [(float(a), float(b)) for a, b in answer]
         except (ValueError, TypeError):
             row = []
         if len(row) != count:
@@ -255,11 +235,9 @@ def _slowest(texts: Sequence[bytes], count: int, group: Any) -> list[tuple[float
                 expected=f"{count} kinds and sizes",
                 got=len(row),
                 fix="run the same program with the same shapes on every rank of the group",
-                group=group.name,
-                rank=group.rank,
-                ranks=(group.rank, rank),
+                group=name,
+                rank=group.rank(),
+                ranks=(group.rank(), rank),
             )
         rows.append(row)
-    return [
-        (max(r[i][0] for r in rows), max(r[i][1] for r in rows)) for i in range(count)
-    ]
+    return [(max(r[i][0] for r in rows), max(r[i][1] for r in rows)) for i in range(count)]

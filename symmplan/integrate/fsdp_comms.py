@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from symmplan import _compat
 from symmplan.capture.fsdp import Key
 from symmplan.integrate.fsdp_ops import gathers, scatters
@@ -19,6 +17,7 @@ from symmplan.integrate.fsdp_ops import gathers, scatters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     import torch.distributed as dist
 
     from symmplan.integrate.fsdp_runtime import Runtime, Slot

@@ -3,17 +3,18 @@
 [Note: when the plan is frozen]
     FSDP2 says nothing of steps, and all ranks must freeze at the same moment. So that moment is
     read from the sequence of collectives: the first one outside a backward pass that follows a
-    backward pass in which gradients were reduced. A program that never reduces gradients is frozen
-    when its first collective comes back for the `PATIENCE`-th time. The same moments divide later
-    steps: at one of them, a program that has used collectives that the plan does not know is
-    planned again.
+    backward pass in which gradients were reduced. A program that reduces no gradients is frozen
+    after `PATIENCE` collectives for each FSDP module, when one outside a backward pass comes again.
+    Such moments divide later steps, too: at one of them, a program that has used collectives that
+    the plan does not know is planned again.
 
 [Note: bytes in use]
     The schedule says where a collective's buffer lies, on all ranks alike. If on this rank somebody
     still holds a buffer there (a hook kept a tensor, the program changed its order), FSDP2 gets
-    ordinary memory instead, and the collective is *staged*: the held bytes are saved, the collective
-    runs in the placement as the peers expect, its result is copied, the bytes are put back. It is
-    slow, counted, and right; no other rank needs to know.
+    ordinary memory instead, and the collective is *staged*: the held bytes are saved, it runs in
+    the placement as the peers expect, its result is copied, the bytes are put back. It is slow,
+    counted, and no other rank needs to know. All work that FSDP2 and this thread have queued on
+    the held bytes is done before, so it is right unless another thread reads them meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from attrs import define, field, frozen
 from symmplan import _compat
 from symmplan.capture.fsdp import Key, Recording, problem_of
 from symmplan.errors import CaptureError
+from symmplan.integrate.fsdp_agree import merged
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Choices
 from symmplan.integrate.fsdp_schedule import Schedule
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE", "REPLANS", "Counts", "Options", "Runtime", "Slot"]
 
-#: After how many rounds a program that reduces no gradients is planned.
+#: After how many collectives per module a program that reduces no gradients is planned.
 PATIENCE = 8
 #: How often a program that keeps doing something new is planned again.
 REPLANS = 8
@@ -128,13 +130,16 @@ class Runtime:
     """All FSDP modules of one model, in one plan.
 
     Attributes:
+        options: How `apply` was asked to work.
+        modules: How many FSDP modules there are.
         plan: The frozen plan, None while recording.
         counts: See `Counts`.
         choices: What was measured.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, modules: int) -> None:
         self.options = options
+        self.modules = modules
         self.plan: Plan | None = None
         self.counts = Counts()
         self.choices: Choices | None = None
@@ -146,8 +151,7 @@ class Runtime:
         self._arena: list[Arena] = []
         self._bytes: dict[str, Bytes] = {}
         # What decides when to freeze. See [Note: when the plan is frozen].
-        self._anchor: Key | None = None
-        self._rounds = 0
+        self._seen: set[Key] = set()
         self._reduced = False
         self._was_backward = False
         self._strange = False
@@ -282,7 +286,8 @@ class Runtime:
             work = act()
             self.counts.bound += 1
         else:
-            work = self._stage(slot, act, result=result)
+            work = None
+            self._stage(slot, act, result=result)
             self.counts.staged += 1
             self.counts.because(_IN_USE)
         if slot.tenant is not None:
@@ -332,15 +337,16 @@ class Runtime:
         """Whether a new round of the program begins with ``key``."""
         if key.backward:
             return False
-        if self._anchor is None:
-            self._anchor = key
-            return False
-        return self._was_backward or key == self._anchor
+        turns = self._was_backward or key in self._seen
+        if turns:
+            self._seen.clear()
+        self._seen.add(key)
+        return turns
 
     def _turn(self) -> None:
-        self._rounds += 1
         if self._schedule is None:
-            if (self._reduced and self._was_backward) or self._rounds >= PATIENCE:
+            ran = 0 if self._log is None else len(self._log.ran)
+            if (self._reduced and self._was_backward) or ran >= PATIENCE * self.modules:
                 self.freeze()
         elif self._strange and self.counts.replans < REPLANS and self._log is not None:
             self.counts.replans += 1
@@ -373,6 +379,7 @@ class Runtime:
 
     def _make(self, recordings: Sequence[Recording]) -> None:
         assert self._device is not None
+        recordings = merged(recordings, self._groups, self.options.timeout)
         ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in self._groups.items()}
         calls = [r.collectives[i].call for r in recordings for i in r.ran]
         if self.choices is None:

@@ -103,7 +103,7 @@ def _from_ranges(later: Ints) -> Conflicts:
     count = len(later)
     a = np.repeat(np.arange(count, dtype=np.int32), later)
     skip = np.repeat((np.cumsum(later) - later).astype(np.int32), later)
-    b = a + 1 + np.arange(len(a), dtype=np.int32) - skip
+    b: NDArray[np.int32] = (a + 1 + np.arange(len(a), dtype=np.int32) - skip).astype(np.int32)
     return _symmetric(count, a, b)
 
 

@@ -35,6 +35,9 @@ __all__ = ["pack"]
 #: items; larger components get fewer nodes, as each takes longer.
 WORK = {"fast": 32_000, "optimal": 900_000}
 _USUAL = 300
+#: Up to here, items of different alignment that are bound for the whole program are packed with the
+#: others, as they may fill gaps between them; in larger tasks they are stacked beside them.
+MAX_TANGLED = 500
 #: Larger components are packed by greedy orders alone: searching them needs quadratic memory.
 MAX_SEARCHED = {"fast": 1_500, "optimal": 4_000}
 #: More conflicts than this are not listed; the component is then packed by a sweep over time.
@@ -69,7 +72,8 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
         none = np.zeros(0, dtype=np.int64)
         return Packing(offset=none, peak=0, bound=0, witness=none)
     rigid = np.flatnonzero((task.start == 0) & (task.entry < 0).any(axis=1))
-    if len(rigid) and len(rigid) < len(task) and (task.pin < 0).all():
+    simple = (task.align == task.align[0]).all() or len(task) > MAX_TANGLED
+    if len(rigid) and len(rigid) < len(task) and (task.pin < 0).all() and simple:
         return _pack_around(task, rigid, effort, goal)
     components = _components(task)
     pinned = np.flatnonzero(task.pin >= 0)
@@ -117,12 +121,16 @@ def _pack_around(task: Task, rigid: Ints, effort: str, goal: int | None) -> Pack
     else:
         offset[others] = inner.offset
         offset[stack] += above
+    # What a search proved of the others alone may be the gaps that alignment leaves between them,
+    # and rigid items could fill those. Sizes of conflicting items add up in any case.
+    even = bool((task.align == 1).all())
+    bound = inner.bound if even else int(task.size[others[inner.witness]].sum())
     return Packing(
         offset=offset,
         peak=int((offset + task.size).max()),
-        bound=inner.bound + int(task.size[rigid].sum()),
+        bound=bound + int(task.size[rigid].sum()),
         witness=np.concatenate([rigid, others[inner.witness]]),
-        proof=inner.proof,
+        proof=inner.proof if even else "clique",
     )
 
 

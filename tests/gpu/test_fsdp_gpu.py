@@ -1,0 +1,249 @@
+"""FSDP2 in placements of torch's symmetric memory, on real devices and through NCCL.
+
+    python -m pytest tests/gpu/test_fsdp_gpu.py -m gpu
+
+Two devices of one host. The model is large enough for the streams of FSDP2 to run apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+DIM = 512
+BLOCKS = 6
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, init="nccl", timeout=120) as ranks:
+        yield ranks
+        ranks.outcomes(finish)
+
+
+@pytest.fixture(scope="module")
+def zero_cta():
+    """Ranks whose NCCL gathers with copy engines instead of kernels."""
+    with RankPool(2, init="nccl", timeout=120, env={"NCCL_CTA_POLICY": "2"}) as ranks:
+        yield ranks
+        ranks.outcomes(finish)
+
+
+# Rank side.
+
+
+def finish(rank, world):
+    import torch.distributed as dist
+
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def build(world, dim=DIM, **options):
+    from fsdp_models import Net, mesh, shard
+
+    model = Net(blocks=BLOCKS, dim=dim).cuda()
+    return shard(model, mesh=mesh(world, device="cuda"), **options)
+
+
+def program(model, trace, rank, steps=20, dim=DIM):
+    from fsdp_models import batch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        loss = model(batch(step, rank, dim=dim, device="cuda")).float().pow(2).mean()
+        loss.backward()
+        trace.add(f"{step}.loss", loss)
+        trace.grads(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.parameters(model)
+
+
+def parity(rank, world, bf16, choose, after_forward):
+    from fsdp_models import both
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    options = {"reshard_after_forward": after_forward}
+    if bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def look(handle):
+        return [(c.kind, c.nbytes, c.plain_seconds, c.placed_seconds) for c in handle.choices]
+
+    return both(lambda: build(world, **options), program, rank, look, choose=choose)
+
+
+def delayed(rank, world, where, waits):
+    """Sleep kernels hold up one kind of stream; with ``waits`` off, reuse is not ordered."""
+    from fsdp_models import both
+
+    from symmplan.integrate import fsdp_bytes
+    from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
+
+    cycles = 2_000_000
+    undo = []
+
+    def slow(kind, name, when):
+        original = getattr(kind, name)
+
+        def slowed(self, *args, **kwargs):
+            if when == "before":
+                torch.cuda._sleep(cycles)
+            result = original(self, *args, **kwargs)
+            if when == "after":
+                torch.cuda._sleep(cycles)
+            return result
+
+        undo.append((kind, name, original))
+        setattr(kind, name, slowed)
+
+    def compute(model, trace, rank):
+        if where == "compute":
+            for block in model.blocks:
+                block.register_forward_hook(lambda *_: torch.cuda._sleep(cycles))
+                block.register_full_backward_hook(lambda *_: torch.cuda._sleep(cycles))
+        program(model, trace, rank, steps=6)
+
+    if where == "copy-in":
+        slow(PlannedAllGather, "allocate", "after")
+    elif where == "all-gather":
+        slow(PlannedAllGather, "__call__", "before")
+    elif where == "gradient copy-in":
+        slow(PlannedReduceScatter, "allocate", "after")
+    elif where == "reduce-scatter":
+        slow(PlannedReduceScatter, "__call__", "before")
+    if not waits:
+        undo.append((fsdp_bytes.Tenant, "wait", fsdp_bytes.Tenant.wait))
+        fsdp_bytes.Tenant.wait = lambda self: None
+    try:
+        return both(lambda: build(world), compute, rank)
+    finally:
+        for kind, name, original in undo:
+            setattr(kind, name, original)
+
+
+def kernels(rank, world, planned):
+    """Names of the communication kernels of one step after the first two."""
+    from fsdp_models import Trace
+    from torch.profiler import ProfilerActivity, profile
+
+    import symmplan
+
+    torch.manual_seed(7)
+    model = build(world, dim=2048)
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=60) if planned else None
+    program(model, Trace(), rank, steps=2, dim=2048)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        program(model, Trace(), rank, steps=1, dim=2048)
+        torch.cuda.synchronize()
+    found: dict[str, int] = {}
+    for event in profiler.events():
+        if "nccl" in event.name.lower() or "Memcpy PtoP" in event.name:
+            found[event.name] = found.get(event.name, 0) + 1
+    if handle is not None:
+        handle.remove()
+    return found
+
+
+def memory_and_host(rank, world, planned):
+    """Peak bytes, and microseconds of the host in FSDP2's calls, over some steps."""
+    import time
+
+    from fsdp_models import Trace
+
+    import symmplan
+
+    torch.manual_seed(7)
+    torch.cuda.empty_cache()
+    model = build(world, dim=1024)
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=60) if planned else None
+    program(model, Trace(), rank, steps=3, dim=1024)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    program(model, Trace(), rank, steps=10, dim=1024)
+    host = (time.perf_counter() - begin) / 10
+    torch.cuda.synchronize()
+    told = {
+        "host_ms": host * 1e3,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "segment": 0 if handle is None else handle.stats.segment_bytes,
+        "bound": 0 if handle is None else handle.stats.lower_bound_bytes,
+    }
+    if handle is not None:
+        handle.remove()
+    return told
+
+
+# Parent side.
+
+
+@pytest.mark.parametrize("after_forward", [True, False])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_twenty_steps_have_the_same_bits(pool, bf16, after_forward):
+    for result in pool.run(parity, bf16, "placed", after_forward):
+        assert result["differences"] == []
+        stats = result["stats"]
+        assert stats["plain"] == stats["staged"] == stats["departures"] == 0
+        assert stats["rendezvous"] == 1
+        assert stats["segment_bytes"] == stats["lower_bound_bytes"]
+
+
+def test_what_loses_the_measurement_stays_out_on_both_ranks(pool):
+    results = pool.run(parity, True, "measure", True)
+    assert results[0]["looked"] == results[1]["looked"]
+    print(results[0]["looked"], results[0]["stats"])
+    for result in results:
+        assert result["differences"] == []
+        assert result["stats"]["staged"] == 0
+
+
+@pytest.mark.parametrize(
+    "where", ["copy-in", "all-gather", "gradient copy-in", "reduce-scatter", "compute"]
+)
+def test_reuse_is_ordered_whatever_stream_is_late(pool, where):
+    for result in pool.run(delayed, where, True):
+        assert result["differences"] == []
+        assert result["stats"]["staged"] == result["stats"]["plain"] == 0
+
+
+def test_without_the_waits_late_streams_are_noticed(pool):
+    """The delays are long enough to see what the waits prevent."""
+    seen = [pool.run(delayed, where, False) for where in ("compute", "reduce-scatter")]
+    assert any(result["differences"] for results in seen for result in results)
+
+
+def test_planned_gathers_run_in_symmetric_kernels(pool):
+    plain, planned = (pool.run(kernels, p)[0] for p in (False, True))
+    print(plain, planned)
+    assert any("AllGather_RING" in name for name in plain)
+    assert not any("AllGather_RING" in name for name in planned)
+    assert sum(n for name, n in planned.items() if "ncclSymk" in name and "AllGather" in name) > 0
+
+
+def test_planned_gathers_run_on_copy_engines_without_multiprocessors(zero_cta):
+    planned = zero_cta.run(kernels, True)[0]
+    print(planned)
+    assert not any("AllGather" in name for name in planned)
+    assert any("Memcpy PtoP" in name for name in planned)
+
+
+def test_memory_and_host_time(pool):
+    plain, planned = (pool.run(memory_and_host, p)[0] for p in (False, True))
+    print(plain, planned)
+    assert planned["segment"] == planned["bound"]
+    assert planned["allocated"] + planned["segment"] <= plain["reserved"]
