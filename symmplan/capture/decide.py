@@ -16,7 +16,7 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
-from symmplan.capture.graphs import argument_nodes, overload_of, target_name
+from symmplan.capture.graphs import argument_nodes, is_getitem, overload_of, target_name
 from symmplan.capture.sites import Home, Site
 from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
@@ -151,6 +151,8 @@ class Decider:
         reason = self.skip(request.spec, request.requirement)
         if reason is not None:
             return reason
+        if request.node in self.waits and not self.waits[request.node]:
+            return "nobody in the graph waits for the op, so it may still run after the graph"
         fake = self.values.tensors[request.value]
         if type(fake).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
             return f"is a {type(fake).__name__}, not a plain tensor"
@@ -192,21 +194,34 @@ class Decider:
         if origin != value:
             return  # an in-place op returns its argument, whose own site speaks for it
         name = element_where(value[0].name, value[1])
-        ends = self.waits.get(value[0])
-        if root in self.escaping and ends is not None and value[1] not in ends:
-            self._leave_out(request, "it leaves the graph before anybody waits for it")
-            return
+        reason = None
         if root in self.escaping:
+            reason = "it leaves the graph"
+        elif self._untraceable(root):
+            reason = "its aliases cannot be followed"
+        if reason is not None:
+            if not self._only_waited(value):
+                self._leave_out(request, f"{reason}, and it is used other than through one wait")
+                return
             buffer = self._buffer(request, f"{name}:result", value, whole=True)
-            self._site(request, "stage", buffer.name, "it leaves the graph")
-            return
-        if self._untraceable(root):
-            buffer = self._buffer(request, f"{name}:result", value, whole=True)
-            self._site(request, "stage", buffer.name, "its aliases cannot be followed")
+            self._site(request, "stage", buffer.name, reason)
             return
         buffer = self._buffer(request, name, value, whole=True)
         self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
         self._site(request, "bind", buffer.name)
+
+    def _only_waited(self, value: Value) -> bool:
+        """Whether an asynchronous result has no other reader than the wait that ends it.
+
+        Only then can it be copied out at the wait, and the copy be given to everybody else.
+        """
+        ends = self.waits.get(value[0])
+        if ends is None:
+            return True
+        readers = [value[0]]
+        if value[1]:
+            readers = [n for n in value[0].users if is_getitem(n) and n.args[1] == value[1][0]]
+        return {user for n in readers for user in n.users} == {ends.get(value[1])}
 
     def argument(self, request: Request) -> None:
         """Decide a declared argument."""

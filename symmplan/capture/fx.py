@@ -13,13 +13,13 @@ from attrs import define, field
 from torch import fx
 
 from symmplan.capture.decide import Decider, requests_of
-from symmplan.capture.graphs import is_getitem, is_wait, overload_of, written_nodes
+from symmplan.capture.graphs import called, hidden_calls, is_getitem, is_wait, written_nodes
 from symmplan.capture.producers import Write, writes_inductor
 from symmplan.capture.sites import Captured, Site
 from symmplan.capture.steps import Steps
 from symmplan.capture.values import Value, Values, example_values, is_pure_view
 from symmplan.errors import CaptureError
-from symmplan.model import OpSpec, Problem, Requirement
+from symmplan.model import OpSpec, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
@@ -103,24 +103,26 @@ class _Builder:
         for value in self.values.tensors:
             classes.setdefault(self.values.find(value), []).append(value)
         ends = [n for n in self.graph.nodes if is_wait(n)]
+        waits = {n: self._waits_of(n, ends) for n, s in declared if s.asynchronous}
         self.decider = Decider(
             prefix=self.prefix,
             order=self.order,
             values=self.values,
             classes=classes,
-            escaping=self._escaping(),
-            waits={n: self._waits_of(n, ends) for n, s in declared if s.asynchronous},
+            escaping=self._escaping(waits),
+            waits=waits,
             producer=self.producer,
             skip=self.skip,
         )
         requests = [r for node, spec in declared for r in requests_of(node, spec, self.values)]
-        self.specs = {r.node: r.spec for r in requests}
+        self.specs = dict(declared)
         for request in requests:
             if request.kind == "result":
                 self.decider.result(request)
         for request in requests:
             if request.kind == "argument":
                 self.decider.argument(request)
+        self.decider.unplanned += self._hidden()
         sites = sorted(self.decider.sites, key=lambda s: self.order[s.node])
         return Captured(
             problem=self._problem(sites),
@@ -132,16 +134,27 @@ class _Builder:
             prefix=self.prefix,
         )
 
-    def _escaping(self) -> set[Value]:
+    def _escaping(self, waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]) -> set[Value]:
+        """The storages that somebody may use after the graph: its results, and work under way."""
         (output,) = (n for n in self.graph.nodes if n.op == "output")
-        leaving = (v for n in output.all_input_nodes for v in self.values.of_node(n))
-        return {self.values.find(v) for v in leaving}
+        leaving = list(output.all_input_nodes)
+        for node, ends in waits.items():
+            if not ends:
+                leaving += [node, *node.all_input_nodes]
+        return {self.values.find(v) for n in leaving for v in self.values.of_node(n)}
 
     def _spec(self, node: fx.Node) -> OpSpec | None:
-        if node.op != "call_function":
-            return None
-        overload = overload_of(node.target)
+        overload = called(node)
         return None if overload is None else self.lookup(overload)
+
+    def _hidden(self) -> list[Unplanned]:
+        """What is declared of ops that the graph runs, but not as nodes of its own."""
+        return [
+            Unplanned(f"{self.prefix}{node.name}", spec.op, r.where, self.skip(spec, r) or why)
+            for node, overload, why in hidden_calls(self.graph, self.module)
+            if (spec := self.lookup(overload)) is not None
+            for r in spec.requirements
+        ]
 
     def _require_values(self, node: fx.Node, spec: OpSpec, fakes: dict[fx.Node, Any]) -> None:
         for needed in [*node.all_input_nodes, node]:
@@ -199,7 +212,7 @@ class _Builder:
         touched: dict[str, bool] = {}
         if is_wait(node):
             return touched
-        overload = overload_of(node.target) if node.op == "call_function" else None
+        overload = called(node)
         writes = written_nodes(overload, node)
         for source in node.all_input_nodes:
             if is_getitem(node) and not isinstance(self.values.fakes[source], torch.Tensor):

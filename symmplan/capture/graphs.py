@@ -11,9 +11,18 @@ from torch import fx
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["argument_nodes", "is_getitem", "is_wait", "overload_of", "target_name", "written_nodes"]
+__all__ = [
+    "argument_nodes",
+    "called",
+    "hidden_calls",
+    "is_getitem",
+    "is_wait",
+    "overload_of",
+    "target_name",
+    "written_nodes",
+]
 
 
 def overload_of(target: Any) -> torch._ops.OpOverload | None:
@@ -30,6 +39,35 @@ def overload_of(target: Any) -> torch._ops.OpOverload | None:
     return inner if isinstance(inner, torch._ops.OpOverload) else None
 
 
+def called(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The overload that a node calls itself, or None."""
+    return overload_of(node.target) if node.op == "call_function" else None
+
+
+def hidden_calls(
+    graph: fx.Graph, module: torch.nn.Module | None
+) -> Iterator[tuple[fx.Node, torch._ops.OpOverload, str]]:
+    """Yield ``(node, overload, why)`` of every call that is not a node of the graph itself.
+
+    Those are the calls that a node of a higher-order op makes: of the op that it functionalizes,
+    and of the ops in its subgraphs (``torch.cond`` and the like).
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            wrapped = overload_of(node.args[0]) if node.args else None
+            if wrapped is not None:
+                yield node, wrapped, f"its op is wrapped in {node.target.name()}"
+        inner = getattr(module, node.target, None) if node.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            why = f"its op is inside {node.target}, a graph that another op runs"
+            for call in inner.graph.nodes:
+                overload = called(call)
+                if overload is not None:
+                    yield call, overload, why
+            for call, overload, _ in hidden_calls(inner.graph, inner):
+                yield call, overload, why
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Whether the node picks one of several results."""
     return node.target is operator.getitem
@@ -37,7 +75,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node ends asynchronous work."""
-    overload = overload_of(node.target) if node.op == "call_function" else None
+    overload = called(node)
     return overload is not None and overload._schema.name == "_c10d_functional::wait_tensor"
 
 

@@ -42,8 +42,7 @@ class Steps:
     operations: list[Operation] = field(init=False, factory=list)
     accesses: dict[tuple[str, str], Access] = field(init=False, factory=dict)
     # Buffers that asynchronous work holds until a wait node.
-    held: dict[fx.Node, list[str]] = field(init=False, factory=dict)
-    unended: list[str] = field(init=False, factory=list)
+    held: dict[fx.Node, list[Access]] = field(init=False, factory=list)
     after: dict[fx.Node, list[Site]] = field(init=False, factory=dict)
     ends: dict[fx.Node, tuple[str | None, bool]] = field(init=False, factory=dict)
 
@@ -81,39 +80,39 @@ class Steps:
             for site in placed:
                 write = site.kind == "result" or site.writes
                 self._access(name, site, write=write, remote=True)
-            self._schedule_end(node, placed, spec, group)
         elif touched or node in self.held:
             group, release = self.ends.get(node, (None, False))
             op = getattr(node.target, "name", lambda: str(node.target))()
             self._operation(Operation(name, group=group, release=release, op=op))
         for buffer, write in touched.items():
             self._merge(Access(name, buffer, write=write))
-        for buffer in self.held.pop(node, []):
-            self._merge(Access(name, buffer, write=True, remote=True))
+        self._schedule_end(node, placed, touched, group)
+        for access in self.held.pop(node, []):
+            self._merge(access)
         for site in self.after.pop(node, []):
             self._copy_after(site)
 
     def _schedule_end(
-        self, node: fx.Node, placed: list[Site], spec: OpSpec, group: str | None
+        self, node: fx.Node, placed: list[Site], touched: dict[str, bool], group: str | None
     ) -> None:
         """Say where the op's hold on its buffers ends, and its copies out happen."""
-        if not spec.asynchronous:
+        spec = self.specs.get(node)
+        if spec is None or not spec.asynchronous or not (placed or touched):
             self.after.setdefault(node, []).extend(placed)
             return
-        buffers = [s.buffer for s in placed if s.buffer is not None]
-        waits = self.waits.get(node, {})
-        if not waits:
-            # Nobody waits: the work may run until the program ends.
-            self.unended.extend(buffers)
-            self.after.setdefault(node, []).extend(placed)
-            return
+        waits = self.waits[node]  # never empty: else nothing of the op would be in a placement
         last = max(waits.values(), key=self.order.__getitem__)
-        self.held.setdefault(last, []).extend(buffers)
+        end = f"{self.prefix}{last.name}"
+        held = self.held.setdefault(last, [])
+        held += [Access(end, b, write=write) for b, write in touched.items()]
+        if not placed:
+            return
+        held += [Access(end, s.buffer, write=True, remote=True) for s in placed if s.buffer]
         self.ends[last] = (group, spec.release)
         for site in placed:
             # A staged result is copied out at its own wait: its readers may come before the last.
-            end = waits.get(site.path, last) if site.kind == "result" else last
-            self.after.setdefault(end, []).append(site)
+            at = waits.get(site.path, last) if site.kind == "result" else last
+            self.after.setdefault(at, []).append(site)
 
     def _copy_after(self, site: Site) -> None:
         if site.how != "stage":
@@ -128,12 +127,7 @@ class Steps:
         self._access(name, site, write=False, remote=False)
 
     def finish(self) -> tuple[tuple[Operation, ...], tuple[Access, ...]]:
-        """All operations and accesses; work that nobody waits for ends with the program."""
-        if self.unended:
-            name = f"{self.prefix}:end"
-            self._operation(Operation(name, op="end of program"))
-            for buffer in self.unended:
-                self._merge(Access(name, buffer, write=True, remote=True))
+        """All operations and accesses."""
         return tuple(self.operations), tuple(self.accesses.values())
 
     def _operation(self, operation: Operation) -> None:

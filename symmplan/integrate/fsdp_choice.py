@@ -20,15 +20,11 @@ from symmplan import _compat
 from symmplan.errors import AgreementError
 from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.fsdp_ops import gathers, scatters
-from symmplan.memory import realize
-from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call
-    from symmplan.memory import Arena
 
 __all__ = ["Choice", "Choices"]
 
@@ -80,13 +76,11 @@ class Choices:
     """What was measured so far.
 
     Args:
-        memory: Name of the memory backend.
         device: Where buffers lie.
         timeout: Seconds that ranks wait for each other.
     """
 
-    def __init__(self, memory: str, device: torch.device, timeout: float) -> None:
-        self._memory = memory
+    def __init__(self, device: torch.device, timeout: float) -> None:
         self._device = device
         self._timeout = timeout
         self._found: dict[_Case, Choice] = {}
@@ -101,32 +95,29 @@ class Choices:
         choice = self._found.get(_case(call))
         return None if choice is None else choice.reason
 
-    def measure(self, calls: Sequence[Call], groups: Mapping[str, Any]) -> None:
-        """Time every kind and size of collective that was not timed before.
+    def measure(
+        self,
+        memory: str,
+        placed: Sequence[tuple[Call, torch.Tensor]],
+        groups: Mapping[str, Any],
+    ) -> None:
+        """Time every kind and size of collective, each once.
 
         Args:
-            calls: The collectives, in the order of the program.
+            memory: Name of the memory backend.
+            placed: The collectives, in the order of the program, and the bytes of their placements,
+                which nobody uses yet.
             groups: ``{name: process group}``.
 
         Collective: yes, over those groups.
         """
-        cases = [c for c in dict.fromkeys(map(_case, calls)) if c not in self._found]
-        if not cases:
-            return
-        largest: dict[str, int] = {}
-        for _, nbytes, _, group in cases:
-            largest[group] = max(nbytes, largest.get(group, 0))
-        with realize(
-            plan_problem(_probe(largest)),
-            memory=self._memory,
-            device=self._device,
-            groups=groups,
-            timeout=self._timeout,
-        ) as arena:
-            times = [self._time(case, groups[case[3]], arena) for case in cases]
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self._agree(cases, times, groups)
+        cases: dict[_Case, torch.Tensor] = {}
+        for call, tensor in placed:
+            cases.setdefault(_case(call), tensor)
+        times = [self._time(case, groups[case[3]], memory, cases[case]) for case in cases]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._agree(list(cases), times, groups)
 
     def _agree(
         self,
@@ -159,23 +150,24 @@ class Choices:
                 plain > placed * _CLEARLY,
             )
 
-    def _time(self, case: _Case, group: Any, arena: Arena) -> tuple[float, float]:
+    def _time(
+        self, case: _Case, group: Any, memory: str, placed: torch.Tensor
+    ) -> tuple[float, float]:
         """Seconds of torch's own way and of symmetric memory, each the median of some runs."""
-        kind, nbytes, name, group_name = case
-        dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-        placed = arena.tensor(group_name, dtype)[: nbytes // dtype.itemsize]
+        kind, _, name, _ = case
+        placed = placed.view(getattr(torch, name.removeprefix("torch.")))
         placed.zero_()
         plain = torch.zeros_like(placed)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = _compat.fsdp_comms(None)
         acts: list[Callable[[], Any]] = []
-        for memory, tensor in (("", plain), (arena.memory, placed)):
+        for backend, tensor in (("", plain), (memory, placed)):
             if kind == "all_gather":
-                acts.append(gathers(memory, gather, tensor, tensor[mine], group, async_op=False))
+                acts.append(gathers(backend, gather, tensor, tensor[mine], group, async_op=False))
             else:
                 act = scatters(
-                    memory,
+                    backend,
                     scatter,
                     plain.new_zeros(count),
                     tensor,
@@ -208,18 +200,6 @@ class Choices:
 
 def _case(call: Call) -> _Case:
     return call.key.kind, call.nbytes, call.key.dtype, call.group
-
-
-def _probe(largest: Mapping[str, int]) -> Problem:
-    """One buffer for each group."""
-    return Problem(
-        buffers=[Buffer(group, nbytes, group) for group, nbytes in largest.items()],
-        operations=[
-            Operation(f"{group}.probe", group=group, handshake=True, release=True)
-            for group in largest
-        ],
-        accesses=[Access(f"{group}.probe", group, write=True, remote=True) for group in largest],
-    )
 
 
 def _slowest(said: Sequence[Any], count: int, name: str, group: Any) -> list[tuple[float, float]]:

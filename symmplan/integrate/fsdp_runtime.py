@@ -30,15 +30,17 @@ from symmplan import _compat
 from symmplan.capture.fsdp import Key, Recording, problem_of
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp_agree import merged
+from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Choices
 from symmplan.integrate.fsdp_schedule import Schedule
-from symmplan.memory import agree, realize
+from symmplan.memory import agree
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from symmplan.capture.fsdp import Planned
     from symmplan.integrate.fsdp_schedule import Spot
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
@@ -156,7 +158,7 @@ class Runtime:
         self._was_backward = False
         self._strange = False
         # Not a method of this object, which must be able to end.
-        weakref.finalize(self, _release, self._arena).atexit = False
+        weakref.finalize(self, give_back, self._arena).atexit = False
 
     @property
     def arena(self) -> Arena | None:
@@ -319,7 +321,7 @@ class Runtime:
         assert slot.spot.place is not None
         buffer = slot.base
         target = self._placed(slot.spot.place)
-        _synchronize(buffer.device)
+        synchronize(buffer.device)
         saved = target.clone()
         if not result:
             target.view(buffer.dtype).copy_(buffer)
@@ -329,7 +331,7 @@ class Runtime:
         if result:
             buffer.copy_(target.view(buffer.dtype))
         target.copy_(saved)
-        _synchronize(buffer.device)
+        synchronize(buffer.device)
 
     # Freezing.
 
@@ -379,38 +381,53 @@ class Runtime:
 
     def _make(self, recordings: Sequence[Recording]) -> None:
         assert self._device is not None
+        first = self.choices is None
+        self.choices = self.choices or Choices(self._device, self.options.timeout)
         recordings = merged(recordings, self._groups, self.options.timeout)
+        plan, stretches = self._planned(recordings)
+        # Later, bytes are in use, which a measurement would overwrite.
+        if first and self.options.choose == "measure":
+            placed = [
+                (p.call, self._placed(plan.placements[p.buffer]))
+                for stretch in stretches
+                for p in stretch
+                if p.buffer is not None
+            ]
+            self.choices.measure(self.memory, placed, self._groups)
+            if any(not choice.placed for choice in self.choices.all):
+                plan, stretches = self._planned(recordings)
+        self.plan = plan
+        self._kept = list(recordings)
+        self._schedule = Schedule(plan, stretches)
+
+    def _planned(
+        self, recordings: Sequence[Recording]
+    ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
+        """Plan what was not left out, and give the plan its memory."""
+        assert self.choices is not None
         ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in self._groups.items()}
-        calls = [r.collectives[i].call for r in recordings for i in r.ran]
-        if self.choices is None:
-            self.choices = Choices(self.options.memory, self._device, self.options.timeout)
-        if self.options.choose == "measure":
-            self.choices.measure(calls, self._groups)
-        problem, planned = problem_of(recordings, ranks, self.choices.reason)
+        problem, stretches = problem_of(recordings, ranks, self.choices.reason)
         plan = plan_problem(problem, effort=self.options.effort)
         plan.verify()
         self._hold(plan)
-        self.plan = plan
-        self._kept = list(recordings)
-        self._schedule = Schedule(plan, planned)
+        return plan, stretches
 
     def _hold(self, plan: Plan) -> None:
-        """Give the plan its memory: what is there if it fits, else new."""
-        old = self.arena
-        if old is not None and _fits(plan, old):
+        """Give the plan memory: what this model has if it fits, else other."""
+        if self.arena is not None and fits(plan, self.arena):
             agree(plan, self._groups, self.options.timeout)
             return
         assert self._device is not None
         # Peers may reach into the old segments until their work is done, too.
-        _synchronize(self._device)
-        arena = realize(
+        synchronize(self._device)
+        arena = obtain(
             plan,
+            self._groups,
             memory=self.options.memory,
             device=self._device,
-            groups=self._groups,
             timeout=self.options.timeout,
         )
-        _release(self._arena)
+        give_back(self._arena)
         self._arena.append(arena)
         self.counts.rendezvous += arena.rendezvous
         self._bytes = {name: Bytes() for name in arena.segments}
@@ -421,25 +438,5 @@ class Runtime:
         Collective: no.
         """
         if self._device is not None:
-            _synchronize(self._device)
-        _release(self._arena)
-
-
-def _fits(plan: Plan, arena: Arena) -> bool:
-    return all(
-        spec.name in arena.segments
-        and spec.nbytes <= arena.segments[spec.name].nbytes
-        and spec.groups == arena.segments[spec.name].spec.groups
-        for spec in plan.segments
-    )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _release(arenas: list[Arena]) -> None:
-    for arena in arenas:
-        arena.release()
-    arenas.clear()
+            synchronize(self._device)
+        give_back(self._arena)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,14 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
 
 from symmplan.integrate import ops
 from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 ops.load()
 _fence: Any = fallback_handler(torch.ops.symmplan.fence_.default, add_to_fallback_set=False)
@@ -102,7 +103,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     mode = fake_mode_of(inputs)
     _run_passes(gm, inputs, mode, is_inference=part == "inference")
     rewritten = unit.rewrite(gm, part, mode)
-    with inductor_config.patch(_off()):
+    with inductor_config.patch(_off()), _types_as_given():
         if rewritten is None:
             return inductor.compile_fx_inner(gm, inputs, **kwargs)
         added = [n for n in gm.graph.nodes if n.op == "placeholder"][-len(rewritten.inputs) :]
@@ -122,6 +123,25 @@ def _lower_fence(segments: Sequence[Any]) -> Any:
     for segment in segments:
         V.graph.mark_buffer_mutated(segment.get_name())
     return _fence(segments) if len(segments) > 1 else None
+
+
+@contextlib.contextmanager
+def _types_as_given() -> Iterator[None]:
+    """Lower collectives without type promotion.
+
+    Inductor promotes the tensors of a collective together with its numbers: a bool tensor and a
+    ``group_size`` become int64, so that the op would write a converted copy of its placement.
+    """
+    saved = {op: f for op, f in lowerings.items() if _is_collective(op)}
+    lowerings.update({op: getattr(f, "__wrapped__", f) for op, f in saved.items()})
+    try:
+        yield
+    finally:
+        lowerings.update(saved)
+
+
+def _is_collective(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional"
 
 
 def _off() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from attrs import define, evolve, field, frozen
 from torch import fx
 
 from symmplan.capture import Captured, capture_fx, join
-from symmplan.capture.graphs import overload_of
+from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
 from symmplan.integrate.lowering import Lowerings
@@ -82,34 +82,41 @@ class Unit:
     released: bool = field(init=False, default=False)
 
     def declares(self, module: fx.GraphModule) -> bool:
-        """Whether any op of the graph has something declared."""
+        """Whether any op of the graph, or of what its nodes run, has something declared."""
+        hidden = (overload for _, overload, _ in hidden_calls(module.graph, module))
+        return any(spec_for(o) for o in [*hidden, *map(called, module.graph.nodes)] if o)
+
+    def _prepare(self, module: fx.GraphModule) -> Lowerings:
+        """How declared ops run; decided by the groups of the first part that has any."""
+        if self.lowerings is not None:
+            return self.lowerings
         names: dict[str, None] = {}
         for node in module.graph.nodes:
-            overload = overload_of(node.target) if node.op == "call_function" else None
+            overload = called(node)
             spec = None if overload is None else spec_for(overload)
             if overload is not None and spec is not None:
                 names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
-        if names and self.lowerings is None:
-            groups = resolve_groups(names)
-            backend = resolve_backend(self.settings.memory, self.device, groups)
-            self.lowerings = Lowerings(backend.name)
-        return bool(names)
+        backend = resolve_backend(self.settings.memory, self.device, resolve_groups(names))
+        lowerings = Lowerings(backend.name)
+        if names:
+            self.lowerings = lowerings
+        return lowerings
 
     def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
         """Make one part follow its plan; None if it has nothing in symmetric memory."""
         if not self.declares(module):
             return None
-        assert self.lowerings is not None
+        lowerings = self._prepare(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
-        producer = functools.partial(self.lowerings.producer, other=other)
+        producer = functools.partial(lowerings.producer, other=other)
         captured = capture_fx(
             module,
             prefix=f"{part}.",
-            lookup=self.lowerings.lookup,
-            skip=self.lowerings.skip,
+            lookup=lowerings.lookup,
+            skip=lowerings.skip,
             producer=producer,
         )
-        if not captured.sites:
+        if not captured.sites and not captured.problem.unplanned:
             return None
         self.captured[part] = captured
         plan = self._plan(captured, part)
@@ -124,7 +131,7 @@ class Unit:
             captured,
             plan,
             self.barriers[part],
-            self.lowerings,
+            lowerings,
             fake_mode,
             debug=self.settings.debug,
         )

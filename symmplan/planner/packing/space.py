@@ -36,7 +36,7 @@ class Space:
         hull_high: The same.
         neighbours: Per item, those it conflicts with.
         least: Smallest size among the neighbours of each; 0 without neighbours.
-        twins: Per item, the items with the same size, neighbours and alignment, itself excluded.
+        twins: Per item, others with the same size, alignment, neighbours and pinned neighbours.
         load: Units of each section.
         crossing: Per boundary between sections, how many hulls cross it.
         members: Items of section 0, of section 1, ...
@@ -57,8 +57,8 @@ class Space:
             [int(self.size[n].min()) if len(n) else 0 for n in self.neighbours], dtype=np.int64
         )
         self._sections(task.start[free], task.end[free], task.stop[free])
-        self.twins = self._twins(near)
         self.blocked = self._blocked(task, matrix)
+        self.twins = self._twins(near)
 
     def __len__(self) -> int:
         return len(self.size)
@@ -94,13 +94,14 @@ class Space:
             self.crossing[a + 1 : b] += 1
 
     def _twins(self, near: NDArray[np.bool_]) -> list[Ints]:
-        alike: dict[tuple[bytes, int, int], list[int]] = {}
+        alike: dict[tuple[object, ...], list[int]] = {}
         keys = []
         for i in range(len(self)):
             row = near[i].copy()
             row[i] = True
             align = 1 if self.align is None else int(self.align[i])
-            key = (np.packbits(row).tobytes(), int(self.size[i]), align)
+            pins = tuple(self.blocked.get(i, ()))
+            key = (np.packbits(row).tobytes(), int(self.size[i]), align, pins)
             keys.append(key)
             alike.setdefault(key, []).append(i)
         return [

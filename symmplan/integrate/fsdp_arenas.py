@@ -1,0 +1,115 @@
+"""The segments of FSDP2 models, which on devices outlive their models.
+
+[Note: windows that stay]
+    Torch 2.11 registers a segment as a window of NCCL's communicator and frees it without taking
+    the window back. NCCL finds windows by address, so it would take ordinary memory that comes to
+    lie at that address later for symmetric, and reach into peers' memory that is something else.
+    So segments on devices are never freed while the process lives: when their model lets go of
+    them they are kept, and the next model of the same groups gets them if its plan fits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from symmplan.integrate.fsdp_agree import leaders, tell
+from symmplan.memory import agree, realize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from symmplan.memory import Arena
+    from symmplan.model import Plan
+
+__all__ = ["fits", "give_back", "obtain", "synchronize"]
+
+
+@frozen(eq=False)
+class _Spare:
+    """An arena that no model uses.
+
+    Attributes:
+        number: Counts the arenas that were given back; equal on ranks that did the same.
+        device: Where it lies.
+        arena: The arena.
+    """
+
+    number: int
+    device: torch.device
+    arena: Arena
+
+
+_SPARE: list[_Spare] = []
+_COUNT = [0]
+
+
+def fits(plan: Plan, arena: Arena) -> bool:
+    """Whether the segments of ``arena`` have room for those of ``plan``, for the same groups."""
+    return all(
+        spec.name in arena.segments
+        and spec.nbytes <= arena.segments[spec.name].nbytes
+        and spec.groups == arena.segments[spec.name].spec.groups
+        for spec in plan.segments
+    )
+
+
+def obtain(
+    plan: Plan,
+    groups: Mapping[str, Any],
+    *,
+    memory: str,
+    device: torch.device,
+    timeout: float,
+) -> Arena:
+    """Memory for ``plan``: a spare arena that all ranks have, or a new one.
+
+    Args:
+        plan: What must fit.
+        groups: ``{name: process group}`` of all groups of the model.
+        memory: Name of the memory backend.
+        device: Where it must lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Raises:
+        AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
+
+    Collective: yes, over those groups.
+    """
+    if device.type == "cuda":
+        spare = next((s for s in _SPARE if s.device == device and _serves(s, plan, memory)), None)
+        number = -1 if spare is None else spare.number
+        names = dict.fromkeys(leaders(groups).values())
+        said = tell("spare", dict.fromkeys(names, number), groups, timeout)
+        if spare is not None and all(n == number for ns in said.values() for n in ns):
+            agree(plan, groups, timeout)
+            _SPARE.remove(spare)
+            return spare.arena
+    return realize(plan, memory=memory, device=device, groups=groups, timeout=timeout)
+
+
+def give_back(arenas: list[Arena]) -> None:
+    """Nobody uses the arenas any more; empties the list. See [Note: windows that stay].
+
+    Collective: no.
+    """
+    for arena in arenas:
+        device = next((s.tensor.device for s in arena.segments.values()), None)
+        if device is None or device.type != "cuda":
+            arena.release()
+        else:
+            _COUNT[0] += 1
+            _SPARE.append(_Spare(_COUNT[0], device, arena))
+    arenas.clear()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work that is queued on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _serves(spare: _Spare, plan: Plan, memory: str) -> bool:
+    return memory in ("auto", spare.arena.memory) and fits(plan, spare.arena)
