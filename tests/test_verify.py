@@ -266,3 +266,65 @@ def test_verify_is_fast_enough_for_large_plans(problem):
     begin = time.process_time()
     made.verify()
     assert time.process_time() - begin < 10  # about 0.5 s; quadratic code takes minutes
+
+
+def _one_buffer(*operations, accesses):
+    return Problem(buffers=[Buffer("x", 64, "g")], operations=operations, accesses=accesses)
+
+
+@pytest.mark.parametrize(
+    ("problem", "before"),
+    [
+        (  # peers read what they cannot know to be written
+            _one_buffer(
+                Operation("fill"),
+                Operation("pull", group="g", release=True),
+                accesses=[Access("fill", "x", write=True), Access("pull", "x", remote=True)],
+            ),
+            {"pull"},
+        ),
+        (  # we read what peers may not have written yet
+            _one_buffer(
+                Operation("push", group="g", handshake=True),
+                Operation("read"),
+                accesses=[Access("push", "x", write=True, remote=True), Access("read", "x")],
+            ),
+            {"read"},
+        ),
+        (  # an asynchronous gather of x, while we read x, too: nothing changes
+            _one_buffer(
+                Operation("fill"),
+                Operation("start", group="g", handshake=True),
+                Operation("read"),
+                Operation("wait", group="g", release=True),
+                accesses=[
+                    Access("fill", "x", write=True),
+                    Access("start", "x", remote=True),
+                    Access("read", "x"),
+                    Access("wait", "x", remote=True),
+                ],
+            ),
+            set(),
+        ),
+        (  # a collective meets by itself
+            _one_buffer(
+                Operation("fill"),
+                Operation("reduce", group="g", handshake=True, release=True),
+                Operation("read"),
+                accesses=[
+                    Access("fill", "x", write=True),
+                    Access("reduce", "x", write=True, remote=True),
+                    Access("read", "x"),
+                ],
+            ),
+            set(),
+        ),
+    ],
+)
+def test_bytes_of_one_buffer_pass_between_ranks_only_where_they_meet(problem, before):
+    made = plan(problem)
+    made.verify()
+    assert {b.before for b in made.barriers} == before
+    if before:
+        assert kind_of(evolve(made, barriers=())) == "barrier"
+    assert not unsynchronised(made)

@@ -42,7 +42,7 @@ class Steps:
     operations: list[Operation] = field(init=False, factory=list)
     accesses: dict[tuple[str, str], Access] = field(init=False, factory=dict)
     # Buffers that asynchronous work holds until a wait node.
-    held: dict[fx.Node, list[Access]] = field(init=False, factory=list)
+    held: dict[fx.Node, list[Access]] = field(init=False, factory=dict)
     after: dict[fx.Node, list[Site]] = field(init=False, factory=dict)
     ends: dict[fx.Node, tuple[str | None, bool]] = field(init=False, factory=dict)
 

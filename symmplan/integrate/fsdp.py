@@ -9,7 +9,8 @@ from attrs import frozen
 from symmplan import _compat
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
-from symmplan.integrate.fsdp_runtime import Options, Runtime
+from symmplan.integrate.fsdp_runtime import Runtime
+from symmplan.integrate.fsdp_slots import Options
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Stats:
         departures: Times that the program left the order of the plan.
         replans: Times that the program was planned again, because it did something new.
         reasons: Why collectives were staged or plain, and how often, most frequent first.
-        segment_bytes: Bytes of symmetric memory.
+        segment_bytes: Bytes of symmetric memory. More than the plan needs where measurement left
+            something out after the segment was made, or the segment was another model's.
         lower_bound_bytes: Proven minimum of those bytes.
         unshared_bytes: Bytes that one buffer per collective would take.
     """
@@ -116,7 +118,8 @@ class Handle:
     def remove(self) -> None:
         """Give FSDP2 its own collectives back, and release the segments. Idempotent.
 
-        Call it between steps, on all ranks.
+        Call it between steps, on all ranks. On devices the segments are kept for the next `apply`
+        in this process: torch 2.11 frees them without telling NCCL.
 
         Collective: no; but a rank that removes leaves the others' next collective to time out.
         """

@@ -63,7 +63,7 @@ def obtain(
     memory: str,
     device: torch.device,
     timeout: float,
-) -> Arena:
+) -> tuple[Arena, bool]:
     """Memory for ``plan``: a spare arena that all ranks have, or a new one.
 
     Args:
@@ -72,6 +72,9 @@ def obtain(
         memory: Name of the memory backend.
         device: Where it must lie.
         timeout: Seconds that ranks wait for each other.
+
+    Returns:
+        The arena, and whether it is new.
 
     Raises:
         AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
@@ -86,8 +89,8 @@ def obtain(
         if spare is not None and all(n == number for ns in said.values() for n in ns):
             agree(plan, groups, timeout)
             _SPARE.remove(spare)
-            return spare.arena
-    return realize(plan, memory=memory, device=device, groups=groups, timeout=timeout)
+            return spare.arena, False
+    return realize(plan, memory=memory, device=device, groups=groups, timeout=timeout), True
 
 
 def give_back(arenas: list[Arena]) -> None:

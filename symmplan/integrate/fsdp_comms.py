@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from symmplan.integrate.fsdp_runtime import Runtime, Slot
+    from symmplan.integrate.fsdp_runtime import Runtime
+    from symmplan.integrate.fsdp_slots import Slot
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter"]
 

@@ -20,11 +20,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
 
 from symmplan import _compat
 from symmplan.capture.fsdp import Key, Recording, problem_of
@@ -34,6 +33,7 @@ from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Choices
 from symmplan.integrate.fsdp_schedule import Schedule
+from symmplan.integrate.fsdp_slots import Counts, Options, Slot
 from symmplan.memory import agree
 from symmplan.planner import plan as plan_problem
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
 
-__all__ = ["PATIENCE", "REPLANS", "Counts", "Options", "Runtime", "Slot"]
+__all__ = ["PATIENCE", "REPLANS", "Runtime"]
 
 #: After how many collectives per module a program that reduces no gradients is planned.
 PATIENCE = 8
@@ -59,73 +59,6 @@ _NOT_OURS = "its buffer came from elsewhere"
 _OTHER_GROUP = "it ran over another group than planned"
 _OTHER_OP = "the memory backend has no such reduction"
 _IN_USE = "its bytes were still in use"
-
-
-@frozen
-class Options:
-    """How `apply` was asked to work; see there."""
-
-    memory: str
-    effort: Literal["fast", "optimal"]
-    choose: Literal["measure", "placed"]
-    timeout: float
-
-
-@define(eq=False)
-class Counts:
-    """What was served how, in numbers of collectives."""
-
-    recorded: int = 0
-    bound: int = 0
-    staged: int = 0
-    plain: int = 0
-    departures: int = 0
-    replans: int = 0
-    rendezvous: int = 0
-    reasons: dict[str, int] = field(factory=dict)
-
-    def because(self, reason: str) -> None:
-        """Count ``reason``."""
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-
-
-@define(eq=False)
-class Slot:
-    """The buffer that was handed out for a collective, until that collective runs.
-
-    Attributes:
-        key: Which collective.
-        base: The buffer's bytes under another storage. Collectives get this one: their threads
-            may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
-        held: Whether anybody holds the buffer.
-        spot: Its spot in the plan, None while recording or if the plan has none.
-        tenant: Set if the buffer lies in its placement.
-        index: Its index in ``log``.
-        log: The recording it is in.
-        served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
-    """
-
-    key: Key
-    base: torch.Tensor
-    held: bool = True
-    spot: Spot | None = None
-    tenant: Tenant | None = None
-    index: int = 0
-    log: Recording | None = None
-    served: int = 1
-
-    def drop(self) -> None:
-        """Nobody holds the buffer any more. In any thread."""
-        if self.tenant is not None:
-            self.tenant.drop()
-        if self.log is not None:
-            self.log.drop(self.index)
-        self.held = False
-
-    def run(self, group: str) -> None:
-        """The collective runs."""
-        if self.log is not None:
-            self.log.run(self.index, group)
 
 
 class Runtime:
@@ -420,7 +353,7 @@ class Runtime:
         assert self._device is not None
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self._device)
-        arena = obtain(
+        arena, made = obtain(
             plan,
             self._groups,
             memory=self.options.memory,
@@ -429,7 +362,7 @@ class Runtime:
         )
         give_back(self._arena)
         self._arena.append(arena)
-        self.counts.rendezvous += arena.rendezvous
+        self.counts.rendezvous += arena.rendezvous if made else 0
         self._bytes = {name: Bytes() for name in arena.segments}
 
     def release(self) -> None:

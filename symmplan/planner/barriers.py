@@ -8,6 +8,9 @@
     consecutive ones have to be looked at. The last users of one run of the program and the first
     of the next need the same.
 
+    Bytes of one item need it, too, where they are written here before peers take part, and where
+    peers took part before they are touched here; unless both only read.
+
     Needs are met as late as possible, right before b, in the canonical order: on one chain that
     gives the fewest barriers there are.
 """
@@ -58,7 +61,8 @@ def barriers_of(
     barriers: list[tuple[int, int, Barrier]] = []
     for g, group in enumerate(items.groups):
         line = _Line(problem, order, group)
-        inside = line.unsettled(_needs(within, items, touches, g))
+        own = _own_needs(problem, items, touches, line, g)
+        inside = line.unsettled(sorted({*_needs(within, items, touches, g), *own}, key=_by_later))
         around = line.unsettled(_needs(across, items, touches, g))
         line.meet(inside)
         line.meet_around(around)
@@ -154,7 +158,49 @@ def _needs(
             for other, to_peers in touches[b]:
                 if from_peers or (to_peers and items.group[b] == group):
                     needs.add((op, other, a, b))
-    return sorted(needs, key=lambda n: (n[1], n))
+    return sorted(needs, key=_by_later)
+
+
+def _by_later(need: Need) -> tuple[int, Need]:
+    return need[1], need
+
+
+def _own_needs(
+    problem: Problem,
+    items: Items,
+    touches: list[list[tuple[int, bool]]],
+    line: _Line,
+    group: int,
+) -> set[Need]:
+    """Needs between the operations of one item: from here to peers, and from peers to here."""
+    order = line.order
+    owner = {name: i for i, names in enumerate(items.members) for name in names}
+    writes = {(owner[a.buffer], order.index[a.operation]) for a in problem.accesses if a.write}
+    needs: set[Need] = set()
+    for i, mine in enumerate(touches):
+        if items.group[i] != group or not any(remote for _, remote in mine):
+            continue
+        written: list[int] = []
+        shared: list[int] = []
+        for op, remote in mine:
+            if remote:
+                needs.update((x, op, i, i) for x in written if order.precedes(x, op))
+                # In a total order, who follows this operation follows its meetings, too.
+                if order.chains == 1 and op in line.handshakes:
+                    written.clear()
+                if order.chains == 1 and op in line.releases:
+                    shared.clear()
+                else:
+                    shared.append(op)
+                continue
+            needs.update(
+                (x, op, i, i)
+                for x in shared
+                if order.precedes(x, op) and ((i, op) in writes or (i, x) in writes)
+            )
+            if (i, op) in writes:
+                written.append(op)
+    return needs
 
 
 class _Line:

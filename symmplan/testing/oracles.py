@@ -144,9 +144,13 @@ def unsynchronised(plan: Plan) -> list[tuple[str, str, str]]:
     problem = plan.problem
     before = happens_before(problem)
     remote: dict[str, dict[str, bool]] = {}
+    writers: dict[str, set[str]] = {}
     for access in problem.accesses:
         ops = remote.setdefault(access.buffer, {})
         ops[access.operation] = ops.get(access.operation, False) or access.remote
+        writers.setdefault(access.buffer, set())
+        if access.write:
+            writers[access.buffer].add(access.operation)
     group = {b.name: b.group for b in problem.buffers}
     pool = {n: p for p in _pools(problem) for n in p}
     found = []
@@ -161,6 +165,17 @@ def unsynchronised(plan: Plan) -> list[tuple[str, str, str]]:
                     found.append((a, b, g))
                 if not _meets(plan, before, a, b, g, 1):
                     found.append((a, b, g))
+    for names in sorted(dict.fromkeys(map(tuple, map(sorted, _pools(problem))))):
+        ops = {}
+        for name in names:
+            for op, far in remote[name].items():
+                ops[op] = ops.get(op, False) or far
+        writes = set().union(*(writers[name] for name in names))
+        for (a, a_far), (b, b_far) in product(ops.items(), repeat=2):
+            changed = a in writes or (a_far and b in writes)
+            apart = a_far != b_far and changed and (a, b) in before
+            if apart and not _meets(plan, before, a, b, group[names[0]], 0):
+                found.append((a, b, group[names[0]]))
     return found
 
 

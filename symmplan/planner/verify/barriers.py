@@ -7,6 +7,7 @@ precedes the operation, a release to the operation itself, and edges carry them 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy as np
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from symmplan.model import Plan
@@ -51,6 +54,8 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
                         _need(needs, users[a].group, (op, other, a, b), clocks)
                     if other_remote:
                         _need(needs, users[b].group, (op, other, a, b), clocks)
+    for need in _handed_over(users, clocks):
+        within.setdefault(users[need[2]].group, set()).add(need)
     for group in sorted(within.keys() | across.keys()):
         _check_within(group, sorted(within.get(group, ())), users, barred, clocks)
         _check_across(group, sorted(across.get(group, ())), users, barred, clocks)
@@ -62,6 +67,40 @@ def _need(needs: dict[str, set[Need]], group: str, need: Need, clocks: Clocks) -
     if (earlier.group == group and earlier.release) or (later.group == group and later.handshake):
         return
     needs.setdefault(group, set()).add(need)
+
+
+def _handed_over(users: list[User], clocks: Clocks) -> list[Need]:
+    """Ordered operations of one user, one of them ours alone and one also the peers'.
+
+    Left out are pairs that only read, and what peers read before and we read after.
+    """
+    found: list[Need] = []
+    for u, user in enumerate(users):
+        far = {clocks.number[o] for o, remote in user.accesses if remote}
+        if not far:
+            continue
+        near = {clocks.number[o] for o, _ in user.accesses} - far
+        writers = {clocks.number[o] for o in user.writers}
+        for sources, targets in (
+            (near & writers, far),
+            (far & writers, near),
+            (far - writers, near & writers),
+        ):
+            found += ((x, y, u, u) for x, y in _following(sources, targets, clocks))
+    if not found:
+        return []
+    table = np.asarray(found, dtype=np.int64)
+    ordered = clocks.ordered(table[:, 0], table[:, 1])
+    return [need for need, holds in zip(found, ordered.tolist(), strict=True) if holds]
+
+
+def _following(sources: set[int], targets: set[int], clocks: Clocks) -> Iterator[tuple[int, int]]:
+    """Pairs of a source and a target behind it; in a total order the nearest stands for all."""
+    behind = sorted(targets)
+    for x in sorted(sources):
+        k = bisect_right(behind, x)
+        for y in behind[k : k + 1] if clocks.streams == 1 else behind[k:]:
+            yield x, y
 
 
 def _barred(plan: Plan, clocks: Clocks) -> set[tuple[int, str]]:

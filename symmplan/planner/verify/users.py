@@ -26,6 +26,7 @@ class User:
         persistent: Whether one of them is bound for the whole program.
         pinned: Whether one of them has a fixed offset.
         accesses: Operation names and whether peers take part.
+        writers: Operations that may change bytes.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class User:
     persistent: bool
     pinned: bool
     accesses: tuple[tuple[str, bool], ...] = field(repr=False)
+    writers: frozenset[str] = field(repr=False)
 
 
 def users_of(plan: Plan) -> list[User]:
@@ -50,8 +52,11 @@ def users_of(plan: Plan) -> list[User]:
         links.setdefault(a, []).append(b)
         links.setdefault(b, []).append(a)
     touched: dict[str, list[tuple[str, bool]]] = {}
+    writers: dict[str, set[str]] = {}
     for access in plan.problem.accesses:
         touched.setdefault(access.buffer, []).append((access.operation, access.remote))
+        if access.write:
+            writers.setdefault(access.buffer, set()).add(access.operation)
     buffers = {b.name: b for b in plan.problem.buffers}
     seen: set[str] = set()
     users: list[User] = []
@@ -73,6 +78,7 @@ def users_of(plan: Plan) -> list[User]:
                 persistent=any(b.persistent for b in merged),
                 pinned=any(b.offset is not None for b in merged),
                 accesses=tuple(a for n in names for a in touched[n]),
+                writers=frozenset(o for n in names for o in writers.get(n, ())),
             )
         )
     return users

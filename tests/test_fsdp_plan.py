@@ -1,0 +1,252 @@
+"""Recordings of FSDP2 steps to problems, and plans that are followed: no ranks needed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symmplan.capture.fsdp import Call, Key, Planned, Recording, problem_of
+from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
+from symmplan.integrate.fsdp_schedule import Schedule
+from symmplan.planner import plan as plan_problem
+
+
+def key(site, kind="all_gather", numel=64, *, backward=False):
+    return Key(site, kind, numel, "torch.float32", backward)
+
+
+def record(*events):
+    """A recording from ``"+a"`` (ask for a buffer), ``"a"`` (run) and ``"-a"`` (drop)."""
+    recording = Recording()
+    index = {}
+    for event in events:
+        name = event.lstrip("+-")
+        if event[0] == "+":
+            kind = "reduce_scatter" if name.isupper() else "all_gather"
+            index[name] = recording.begin(key(name, kind), 256)
+        elif event[0] == "-":
+            recording.drop(index[name])
+        else:
+            recording.run(index[name], "world")
+    return recording
+
+
+RANKS = {"world": (0, 1, 2, 3), "pair": (0, 1), "other": (4, 5)}
+
+
+def solve(*recordings, left_out=lambda _: None):
+    problem, stretches = problem_of(recordings, RANKS, left_out)
+    plan = plan_problem(problem)
+    plan.verify()
+    return plan, stretches
+
+
+def test_buffers_that_are_never_live_together_share_bytes():
+    plan, _ = solve(record("+a", "a", "+b", "b", "-a", "+C", "C", "-b", "-C"))
+    assert plan.peak_bytes == plan.lower_bound_bytes == 2 * 256
+    assert plan.barriers == ()
+    assert [b.op for b in plan.problem.buffers] == [
+        "c10d::_allgather_base_",
+        "c10d::_allgather_base_",
+        "c10d::_reduce_scatter_base_",
+    ]
+
+
+def test_buffers_that_no_collective_ran_on_are_not_planned():
+    plan, stretches = solve(record("+a", "-a", "+b", "b", "-b"))
+    assert list(plan.placements) == ["0001.forward.b.all_gather"]
+    assert [[p.call.key.site for p in s] for s in stretches] == [["b"]]
+
+
+def test_a_buffer_that_outlives_its_recording_shares_with_none():
+    plan, _ = solve(record("+a", "a", "-a", "+b", "b", "-b", "+c", "c"))
+    assert plan.peak_bytes == 2 * 256
+    kept = plan.placements["0002.forward.c.all_gather"]
+    assert all(
+        p.end <= kept.offset or kept.end <= p.offset
+        for name, p in plan.placements.items()
+        if ".c." not in name
+    )
+
+
+def test_what_was_left_out_is_explained():
+    plan, stretches = solve(
+        record("+a", "a", "-a", "+B", "B", "-B"),
+        left_out=lambda call: "slow" if call.key.kind == "reduce_scatter" else None,
+    )
+    (out,) = plan.unplanned
+    assert (out.reason, out.where, out.nbytes) == ("slow", "input", 256)
+    assert [p.buffer is None for p in stretches[0]] == [False, True]
+
+
+def test_groups_inside_another_share_its_segment_and_others_do_not():
+    recording = Recording()
+    for site, group in (("a", "world"), ("b", "pair"), ("c", "other")):
+        index = recording.begin(key(site), 256)
+        recording.run(index, group)
+        recording.drop(index)
+    plan, _ = solve(recording)
+    assert sorted(s.groups for s in plan.segments) == [("other",), ("pair", "world")]
+    assert plan.peak_bytes == 2 * 256
+
+
+def test_drops_survive_being_told_to_others():
+    recording = record("+a", "a", "+b", "-a", "b", "+c", "c", "-c", "-b")
+    drops = recording.drops()
+    assert drops == [3, 6, 6]
+    again = recording.with_drops(drops)
+    assert again.drops() == drops
+    assert [e for e in again.events if e[0] != "drop"] == [
+        e for e in recording.events if e[0] != "drop"
+    ]
+    assert recording.with_drops([None, 4, 99]).drops() == [None, 4, None]
+
+
+def schedule(*stretches):
+    """A schedule of sites, each stretch a text; capitals are left out of the plan."""
+    recordings = []
+    for stretch in stretches:
+        recording = Recording()
+        for site in stretch:
+            index = recording.begin(key(site), 256)
+            recording.run(index, "world")
+            recording.drop(index)
+        recordings.append(recording)
+    plan, calls = solve(*recordings)
+    return Schedule(plan, calls)
+
+
+def follow(made, sites):
+    """Index of each site's spot (None: unknown), and whether all came in order."""
+    found = [made.follow(key(site)) for site in sites]
+    return [None if s is None else made.spots.index(s) for s, _ in found], [o for _, o in found]
+
+
+def test_a_schedule_is_followed_again_and_again():
+    spots, in_order = follow(schedule("abcb"), "abcbabcb")
+    assert spots == [0, 1, 2, 3] * 2
+    assert all(in_order)
+
+
+@pytest.mark.parametrize(
+    ("sites", "spots", "in_order"),
+    [
+        ("acb", [0, 2, 3], [True, False, True]),  # one is skipped
+        ("abab", [0, 1, 0, 1], [True, True, False, True]),  # broken off, begun again
+        ("axbc", [0, None, 1, 2], [True, False, True, True]),  # one is unknown
+        ("aaab", [0, 0, 0, 1], [True, False, False, True]),  # used three times
+    ],
+)
+def test_departures_go_on_from_where_the_program_is(sites, spots, in_order):
+    assert follow(schedule("abcb"), sites) == (spots, in_order)
+
+
+def test_the_newest_stretch_is_followed_first():
+    made = schedule("ab", "acb")
+    assert follow(made, "acbacb") == ([2, 3, 4] * 2, [True] * 6)
+    assert follow(made, "ab")[0] == [2, 4]
+
+
+@given(
+    stretches=st.lists(st.text("abcd", min_size=1, max_size=6), min_size=1, max_size=3),
+    sites=st.text("abcde", max_size=20),
+)
+def test_a_schedule_is_a_function_of_the_sequence(stretches, sites):
+    """Two ranks that see the same collectives give the same answers, and the right ones."""
+    one, other = schedule(*stretches), schedule(*stretches)
+    known = set("".join(stretches))
+    for site in sites:
+        spot, in_order = one.follow(key(site))
+        spot_there, in_order_there = other.follow(key(site))
+        assert in_order == in_order_there
+        assert (spot is None) == (spot_there is None) == (site not in known)
+        if spot is not None:
+            assert spot.call == spot_there.call
+            assert spot.place == spot_there.place
+            assert spot.call.key.site == site
+
+
+def test_what_is_left_out_has_no_place():
+    call = Call(key("a"), 256, "world")
+    plan, _ = solve(record("+b", "b", "-b"))
+    made = Schedule(plan, [[Planned(call, None, "slow")]])
+    spot, _ = made.follow(call.key)
+    assert spot.place is None
+    assert spot.reason == "slow"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_lent_bytes_come_back_when_the_last_view_goes(dtype):
+    segment = torch.zeros(1024, dtype=torch.uint8)
+    came_back = []
+    lent = lend(segment[256:768].view(dtype), lambda: came_back.append(1))
+    assert lent.data_ptr() == segment.data_ptr() + 256
+    assert lent.dtype == dtype
+    view = lent.view(2, -1)[1]
+    lent.fill_(1)
+    assert segment[256:768].any()
+    assert not segment[:256].any()
+    del lent
+    assert not came_back
+    del view
+    assert came_back == [1]
+
+
+def test_lent_bytes_keep_their_memory():
+    lent = lend(torch.full((1 << 16,), 7.0), lambda: None)
+    gc.collect()
+    assert bool((lent == 7.0).all())
+
+
+def test_nothing_lent_is_back_at_once():
+    came_back = []
+    lend(torch.empty(0), lambda: came_back.append(1))
+    assert came_back == [1]
+
+
+def test_bytes_may_come_back_in_any_thread():
+    came_back = []
+    lent = [lend(torch.zeros(4), lambda: came_back.append(threading.get_ident()))]
+    thread = threading.Thread(target=lent.clear)
+    thread.start()
+    thread.join()
+    assert len(came_back) == 1
+
+
+class Waits(Tenant):
+    """A tenant that notes who waited for it."""
+
+    def wait(self):
+        self._marks.append("waited")
+
+    @property
+    def waits(self):
+        return len(self._marks)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 16)), max_size=30),
+)
+def test_whoever_takes_bytes_waits_for_all_who_had_them(ranges):
+    """A model: each byte remembers its last tenant; a new one waits for exactly those."""
+    users = Bytes()
+    last = [None] * 32
+    for begin, length in ranges:
+        end = begin + length
+        before = {t: t.waits for t in last if t is not None}
+        old = {t for t in last[begin:end] if t is not None}
+        tenant = Waits()
+        users.take(begin, end, tenant)
+        assert {t for t in before if t.waits > before[t]} == old
+        last[begin:end] = [tenant] * length
+        assert users.held(begin, end)
+        for byte in range(32):
+            assert users.held(byte, byte + 1) == (last[byte] is not None and last[byte].live)
+        if begin % 3 == 0:
+            tenant.drop()
+            assert not users.held(begin, end)
