@@ -14,8 +14,9 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
     peers touch ours. Local order says nothing about them, so two facts of an operation do:
     with ``handshake`` it touches no symmetric byte before every rank of its group has finished all
     that happens-before the operation; with ``release`` it ends only when every rank of its group
-    has finished the accesses of this operation. Where bytes are reused and neither lies between
-    the old and the new access, the plan lists a `Barrier`, and whoever runs the plan must run it.
+    has finished the accesses of this operation. Where bytes pass from one buffer to another, or
+    within one buffer from a write here to the peers or from the peers to this rank, and neither
+    lies in between, the plan lists a `Barrier`, and whoever runs the plan must run it.
     A program repeats, so this holds from its end to its start, too.
 """
 
