@@ -2,7 +2,8 @@
 
 ``peer_mean`` reads its peers' input and ends without a release; ``push_next`` writes its result
 into the next rank's memory, through an out variant and without a handshake: the plan must add the
-barriers. ``bump`` updates its argument in place. The first two fall back to c10d when their tensors
+barriers. ``bump`` updates its argument in place. ``peer_sum`` cannot write its declared result into
+given memory; ``scale`` can, through an out variant that returns what it was given. The first two fall back to c10d when their tensors
 have no placement, so that the same program runs without symmplan.
 """
 
@@ -40,6 +41,10 @@ def _peer_mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
     return _mean([placed.peer(r) for r in range(placed.world_size)])
 
 
+def _peer_sum(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return functools.reduce(torch.add, list(_gathered(x, group_name)))
+
+
 def _push_next(x: torch.Tensor, group_name: str) -> torch.Tensor:
     group = _group(group_name)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -58,6 +63,10 @@ def _bump(x: torch.Tensor, group_name: str) -> None:
     x.mul_(0.5)
 
 
+def _scale_out(x: torch.Tensor, _group: str, *, out: torch.Tensor) -> torch.Tensor:
+    return torch.mul(x, 3, out=out)
+
+
 @functools.cache
 def load() -> None:
     """Define and declare the ops, once per process."""
@@ -69,6 +78,18 @@ def load() -> None:
     lib.define("push_next(Tensor x, str group_name) -> Tensor")
     lib.define("push_next_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()")
     lib.define("bump(Tensor(a!) x, str group_name) -> ()")
+    lib.define("peer_sum(Tensor x, str group_name) -> Tensor")
+    lib.impl("peer_sum", _peer_sum, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "symmplan_test::peer_sum", lambda x, _g: torch.empty_like(x), lib=lib
+    )
+    symmplan.register_symm_mem_args("symmplan_test::peer_sum", ["return"], group="group_name")
+    lib.define("scale(Tensor x, str group_name) -> Tensor")
+    lib.define("scale.out(Tensor x, str group_name, *, Tensor(a!) out) -> Tensor(a!)")
+    lib.impl("scale", lambda x, _g: x * 3, "CompositeExplicitAutograd")
+    lib.impl("scale.out", _scale_out, "CompositeExplicitAutograd")
+    torch.library.register_fake("symmplan_test::scale", lambda x, _g: torch.empty_like(x), lib=lib)
+    torch.library.register_fake("symmplan_test::scale.out", lambda _x, _g, *, out: out, lib=lib)
     lib.impl("bump", _bump, "CompositeExplicitAutograd")
     torch.library.register_fake("symmplan_test::bump", lambda _x, _g: None, lib=lib)
     lib.impl("peer_mean", _peer_mean, "CompositeExplicitAutograd")
@@ -87,6 +108,9 @@ def load() -> None:
     )
     symmplan.register_symm_mem_args(
         "symmplan_test::peer_mean", ["x"], group="group_name", handshake=True
+    )
+    symmplan.register_symm_mem_args(
+        "symmplan_test::scale", ["return"], group="group_name", out="symmplan_test::scale.out"
     )
     symmplan.register_symm_mem_args("symmplan_test::bump", ["x"], group="group_name")
     symmplan.register_symm_mem_args(

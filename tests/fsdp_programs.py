@@ -283,6 +283,19 @@ def partial_reshard(rank, world):
     return both(lambda: shard(Net(), reshard_after_forward=2), train, rank, close=1e-5)
 
 
+def other_groups(rank, world):
+    """Backward gathers over pairs at first, and over all ranks later."""
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(6):
+            if step == 3:
+                model.set_reshard_after_forward(True)
+            train_step(model, optimizer, trace, step, rank)
+
+    return both(lambda: shard(Net(), reshard_after_forward=2), program, rank, close=1e-5)
+
+
 def two_dimensions(rank, world):
     """Tensor parallelism inside, FSDP2 outside."""
     from torch.distributed.tensor.parallel import (
@@ -435,6 +448,35 @@ def holder(rank, world, who, late, threads):
     result["intact"] = all(intact)
     result["looked at"] = len(intact)
     dist.barrier()
+    return result
+
+
+def lingering(rank, world):
+    """The process group holds on to its tensors for a while after a collective, as gloo may."""
+    import threading
+    import time
+
+    running = []
+
+    def linger(call):
+        def lingering(self, **kwargs):
+            result = call(self, **kwargs)
+            tensors = [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
+            running.append(threading.Thread(target=lambda _: time.sleep(0.05), args=(tensors,)))
+            running[-1].start()
+            return result
+
+        return lingering
+
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+
+    with contextlib.ExitStack() as stack:
+        for kind in (own.DefaultAllGather, own.DefaultReduceScatter):
+            stack.callback(setattr, kind, "__call__", kind.__call__)
+            kind.__call__ = linger(kind.__call__)
+        result = both(lambda: shard(Net()), train, rank)
+    for thread in running:
+        thread.join()
     return result
 
 

@@ -47,7 +47,7 @@ def programs(draw, *, groups: int = 2, custom: bool = True, max_steps: int = 12)
         "gather", "scatter", "reduce", "start", "gathers", "gather", "scatter",
     ]  # fmt: skip
     if custom:
-        kinds += ["peers", "push", "bump"]
+        kinds += ["peers", "push", "bump", "scale", "sum"]
     for _ in range(draw(st.integers(1, max_steps))):
         kind = draw(st.sampled_from(kinds))
         ready = [i for i, k in enumerate(known) if not k.pending]
@@ -92,7 +92,7 @@ def programs(draw, *, groups: int = 2, custom: bool = True, max_steps: int = 12)
         elif kind == "scatter" and value.rows > 2:
             steps.append((kind, i, group))
             known.append(_Known(value.rows // 2, value.dtype, fresh=True))
-        elif kind in ("reduce", "peers", "push"):
+        elif kind in ("reduce", "peers", "push", "scale", "sum"):
             steps.append((kind, i, group))
             known.append(_Known(value.rows, value.dtype, fresh=True))
         elif kind == "start" and value.rows < 16:
@@ -173,7 +173,13 @@ def run(program: Program, groups: list[str], *tensors: torch.Tensor) -> tuple[to
             values.append(torch.ops.symmplan_test.peer_mean(x, group))
         elif kind == "push":
             values.append(torch.ops.symmplan_test.push_next(x, group))
+        elif kind == "sum":
+            values.append(torch.ops.symmplan_test.peer_sum(x, group))
+        elif kind == "scale":
+            values.append(torch.ops.symmplan_test.scale(x, group))
     return tuple(values[i] for i in program.outputs)
 
 
-_GROUPED = frozenset({"gather", "start", "gathers", "scatter", "reduce", "peers", "push", "bump"})
+_GROUPED = frozenset(
+    {"gather", "start", "gathers", "scatter", "reduce", "peers", "push", "bump", "scale", "sum"}
+)

@@ -320,7 +320,7 @@ def _as_data(error: BaseException) -> RankError:
         if name.startswith("_"):
             continue
         try:
-            pickle.dumps(value)
+            pickle.loads(pickle.dumps(value))
         except Exception:
             value = str(value)
         fields[name] = value

@@ -74,14 +74,98 @@ def test_an_asynchronous_op_holds_its_buffers_until_its_wait(groups):
     assert by_name["wait_tensor"].group == groups[0]
 
 
-def test_work_that_nobody_waits_for_lasts_until_the_end(groups):
+def test_work_that_nobody_waits_for_touches_no_placement(groups):
     def program(x):
-        F.all_reduce(torch.relu(x), "sum", groups[0])
-        return torch.sin(x)
+        h = torch.relu(x)
+        F.all_gather_into_tensor(h, 2, groups[0])  # reads h, nobody knows until when
+        again = F.wait_tensor(F.all_gather_into_tensor(h, 2, groups[0])) + 1
+        return again, F.all_gather_into_tensor(torch.sin(x), 2, groups[0])
 
-    gm = trace(program, torch.ones(4, 8))
-    problem = capture_fx(gm).problem
-    assert {a.operation for a in problem.accesses if a.buffer == "relu"} >= {":end"}
+    captured = capture_fx(trace(program, torch.ones(4, 8)))
+    decided = how(captured)
+    for node in ("all_gather_into_tensor", "all_gather_into_tensor_2"):
+        for where in ("input", "return"):
+            state, reason = decided[node, where]
+            assert state is None
+            assert "nobody in the graph waits" in reason
+    assert decided["all_gather_into_tensor_1", "input"] == ("stage", "its storage leaves the graph")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda a: (a, F.wait_tensor(a) + 1),
+        lambda a: (a[:2], F.wait_tensor(a) + 1),
+        lambda a: (F.wait_tensor(a), F.wait_tensor(a)),
+        lambda a: (v := a.view(-1), F.wait_tensor(a), v.sin()),
+    ],
+)
+def test_a_result_that_leaves_by_two_ways_is_left_out(groups, program):
+    """It can be copied out only where everybody gets the copy."""
+    captured = capture_fx(
+        trace(lambda x: program(F.all_gather_into_tensor(x.relu(), 2, groups[0])), torch.ones(4, 8))
+    )
+    state, reason = how(captured)["all_gather_into_tensor", "return"]
+    assert state is None
+    assert "used other than through one wait" in reason
+
+
+def test_work_on_a_placement_holds_it_though_the_op_declares_something_else(groups):
+    """An op whose own requirement is not met may still read a buffer until its wait."""
+
+    def program(x):
+        h = torch.relu(x)
+        gathered = F.wait_tensor(F.all_gather_into_tensor(h, 2, groups[0]))
+        started = F.all_to_all_single(h, [2, 2], [2, 2], groups[0])
+        other = gathered.sin()
+        return F.wait_tensor(started) + 1, other + 1
+
+    def skip(spec, _requirement):
+        return "not this one" if "all_to_all" in spec.op else None
+
+    problem = capture_fx(trace(program, torch.ones(4, 8)), skip=skip).problem
+    held = {a.operation for a in problem.accesses if a.buffer == "relu"}
+    assert held >= {"all_to_all_single", "wait_tensor_1"}
+
+
+def test_a_result_that_the_op_cannot_write_itself_counts_as_staged(groups):
+    def program(x):
+        return torch.ops.symmplan_test.peer_sum(x, groups[0]) + 1
+
+    captured = capture_fx(trace(program, torch.ones(4, 8)))
+    state, reason = how(captured)["peer_sum", "return"]
+    assert state == "stage"
+    assert "symmplan_test::peer_sum.default has no variant" in reason
+    assert not any(o.name.endswith(":out") for o in captured.problem.operations)
+
+
+def test_what_subgraphs_declare_is_left_out_with_the_reason(groups):
+    def program(x):
+        def gather(t):
+            return F.wait_tensor(F.all_gather_into_tensor(t.sin(), 2, groups[0])) + 1
+
+        return torch.cond(x.sum() > 0, gather, lambda t: torch.cat([t, t]), (x,))
+
+    plan = symmplan.plan(trace(program, torch.ones(4, 8)))
+    assert [(u.op, u.where) for u in plan.unplanned] == [
+        ("_c10d_functional::all_gather_into_tensor.default", "input"),
+        ("_c10d_functional::all_gather_into_tensor.default", "return"),
+    ]
+    assert all("inside true_graph_0" in u.reason for u in plan.unplanned)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+def test_what_is_functionalized_is_left_out_with_the_reason(groups):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            h = x.relu()
+            torch.ops.symmplan_test.bump(h, groups[0])
+            return h + 1
+
+    exported = torch.export.export(Model(), (torch.ones(4, 8),)).run_decompositions()
+    (left,) = symmplan.plan(exported).unplanned
+    assert (left.op, left.where) == ("symmplan_test::bump.default", "x")
+    assert "auto_functionalized" in left.reason
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,16 @@ def test_the_life_of_a_handle(two, shared_memory_is_left_clean):
         assert told["again"] == 2 * 11
         assert told["live"] == 1
         assert told["live at end"] == 0
+
+
+def test_a_module_that_changes_its_group_is_plain_once_and_then_planned(four):
+    results = four.run(programs.other_groups)
+    stats = check(results, plain=4, replans=1, rendezvous=None, departures=None)
+    assert stats["reasons"] == {"it ran over another group than planned": 4}
+
+
+def test_tensors_that_a_collective_holds_longer_do_not_count_as_held(two):
+    (plain,) = {r["bytes"] for r in two.run(programs.plain)}
+    results = two.run(programs.lingering)
+    check(results)
+    assert {r["bytes"] for r in results} == {plain}

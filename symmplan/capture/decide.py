@@ -132,6 +132,8 @@ class Decider:
         how: Literal["bind", "stage"] | None,
         buffer: str | None,
         reason: str = "",
+        *,
+        stays: bool = False,
     ) -> None:
         self.sites.append(
             Site(
@@ -144,6 +146,7 @@ class Decider:
                 source=request.value[0],
                 path=request.value[1],
                 writes=request.writes,
+                stays=stays,
             )
         )
 
@@ -194,6 +197,10 @@ class Decider:
         if origin != value:
             return  # an in-place op returns its argument, whose own site speaks for it
         name = element_where(value[0].name, value[1])
+        copied = self._why_copied(request)
+        if copied is not None and value[0] in self.waits:
+            self._leave_out(request, f"{copied}, and a copy would not wait for it")
+            return
         reason = None
         if root in self.escaping:
             reason = "it leaves the graph"
@@ -208,7 +215,16 @@ class Decider:
             return
         buffer = self._buffer(request, name, value, whole=True)
         self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
-        self._site(request, "bind", buffer.name)
+        how: Literal["bind", "stage"] = "bind" if copied is None else "stage"
+        self._site(request, how, buffer.name, copied or "", stays=True)
+
+    def _why_copied(self, request: Request) -> str | None:
+        """Why a result is copied into its placement, or None if the op writes it there."""
+        spec = request.spec
+        writes = spec.out is not None or self.producer(request.node) == "declared"
+        if writes or spec.origin == "catalogue":  # how those run is up to whoever runs them
+            return None
+        return f"{spec.op} has no variant that writes into given memory"
 
     def _only_waited(self, value: Value) -> bool:
         """Whether an asynchronous result has no other reader than the wait that ends it.

@@ -30,6 +30,7 @@ class Site:
         source: The node that holds the value (of an argument), or the op's node (of a result).
         path: Where the value sits in the result of ``source``.
         writes: Whether the op writes it (arguments only).
+        stays: Whether a staged result is copied into its placement rather than out of it.
     """
 
     node: fx.Node
@@ -41,6 +42,12 @@ class Site:
     source: fx.Node | None = None
     path: tuple[int, ...] = ()
     writes: bool = False
+    stays: bool = False
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is a result that is copied out of its placement."""
+        return self.kind == "result" and self.how == "stage" and not self.stays
 
 
 @frozen(eq=False)

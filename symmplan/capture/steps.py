@@ -115,11 +115,9 @@ class Steps:
             self.after.setdefault(at, []).append(site)
 
     def _copy_after(self, site: Site) -> None:
-        if site.how != "stage":
-            return
-        if site.kind == "result":
+        if site.leaves:
             name = copy_out_name(self.prefix, site)
-        elif site.writes:
+        elif site.how == "stage" and site.kind == "argument" and site.writes:
             name = copy_back_name(self.prefix, site)
         else:
             return

@@ -244,6 +244,7 @@ class Runtime:
         if slot.spot.place is None:
             return slot.spot.reason, None
         if slot.spot.call.group != group:
+            self._strange = True
             return _OTHER_GROUP, None
         act = in_place(self._placed(slot.spot.place).view(slot.base.dtype), slot.base)
         return ("", act) if act is not None else (_OTHER_OP, None)

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-__all__ = ["load"]
+__all__ = ["load", "without_returns"]
 
 
 @functools.cache
@@ -33,6 +33,28 @@ def load() -> None:
     lib.impl("addmm_out", _addmm_out, "CompositeExplicitAutograd")
     for name in ("mm_out", "bmm_out", "addmm_out", "fence_", "poison_"):
         torch.library.register_fake(f"symmplan::{name}", _nothing, lib=lib)
+
+
+@functools.cache
+def without_returns(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """An op that does the same as an out-variant but returns nothing; defined when first asked for.
+
+    Inductor takes no op that returns a tensor it was given.
+    """
+    if not op._schema.returns:
+        return op
+    name = f"{op.name()}_{op._overloadname}".replace("::", "_").replace(".", "_")
+    arguments = str(op._schema).partition("(")[2].rpartition(" -> ")[0]
+    lib = torch.library.Library("symmplan", "FRAGMENT")
+    _KEEP.append(lib)
+    lib.define(f"{name}({arguments} -> ()")
+
+    def run(*args: object, **kwargs: object) -> None:
+        op(*args, **kwargs)
+
+    lib.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"symmplan::{name}", _nothing, lib=lib)
+    return getattr(torch.ops.symmplan, name).default  # type: ignore[no-any-return]
 
 
 _KEEP: list[torch.library.Library] = []

@@ -16,6 +16,7 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.emit import Emitter, SegmentInput
 from symmplan.integrate.homes import make_homes
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
+from symmplan.integrate.ops import without_returns
 from symmplan.integrate.order import keep_order, poison_the_dead
 from symmplan.registry import bind_arguments, resolve_group_name
 
@@ -218,7 +219,7 @@ class _Declared:
             kwargs = {
                 a.name: v for v, a in zip(values, op._schema.arguments, strict=True) if a.kwarg_only
             }
-            self.emitter.call(op, args, kwargs)
+            self.emitter.call(without_returns(op), args, kwargs)
             return results
         args = tuple(bound[a.name] for a in overload._schema.arguments if not a.kwarg_only)
         kwargs = {a.name: bound[a.name] for a in overload._schema.arguments if a.kwarg_only}
@@ -248,9 +249,7 @@ class _Declared:
         with self.graph.inserting_before(node):
             anchor = self.graph.call_function(_anchor)  # where code after the op goes
         for site in sites:
-            if site.how != "stage":
-                continue
-            if site.kind == "result":
+            if site.leaves:
                 wait = waits.get(site.path)
                 with self._behind(wait or anchor):
                     value = wait or results[site.path]
@@ -260,7 +259,7 @@ class _Declared:
                     results[site.path] = copied
                 else:
                     _redirect(wait, copied, but=copied)
-            elif site.writes:
+            elif site.how == "stage" and site.kind == "argument" and site.writes:
                 self._copy_back(site, *staged[site], anchor, waits, results)
         self.graph.erase_node(anchor)
         self._hand_over(node, results)
