@@ -3,8 +3,9 @@
 ``peer_mean`` reads its peers' input and ends without a release; ``push_next`` writes its result
 into the next rank's memory, through an out variant and without a handshake: the plan must add the
 barriers. ``bump`` updates its argument in place. ``peer_sum`` cannot write its declared result into
-given memory; ``scale`` can, through an out variant that returns what it was given. The first two fall back to c10d when their tensors
-have no placement, so that the same program runs without symmplan.
+given memory; ``scale`` can, through an out variant that returns what it was given. The first two
+fall back to c10d when their tensors have no placement, so that the same program runs without
+symmplan.
 """
 
 from __future__ import annotations

@@ -316,6 +316,18 @@ def two_dimensions(rank, world):
     return both(build, lambda model, trace, rank: train(model, trace, rank // 2), rank)
 
 
+def alone(rank, world):
+    """One rank: FSDP2 asks for buffers and runs no collective."""
+    import symmplan
+
+    model = shard(Net())
+    handle = symmplan.fsdp.apply(model, timeout=20.0)
+    train(model, Trace(), rank, steps=3)
+    told = (handle.plan, handle.stats.recorded, handle.stats.placed, handle.stats.plain)
+    handle.remove()
+    return told
+
+
 def two_models(rank, world):
     """Two models whose steps interleave, with a plan each."""
     import symmplan

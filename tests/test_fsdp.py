@@ -5,7 +5,7 @@ from __future__ import annotations
 import fsdp_programs as programs
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -258,3 +258,7 @@ def test_tensors_that_a_collective_holds_longer_do_not_count_as_held(two):
     results = two.run(programs.lingering)
     check(results)
     assert {r["bytes"] for r in results} == {plain}
+
+
+def test_one_rank_needs_no_plan():
+    assert run_ranks(programs.alone, 1) == [(None, 0, 0, 0)]

@@ -4,7 +4,9 @@ argument, made in the graph by an op that can write     bind   produced in its p
 argument, made by a declared op, or a view of a bound    bind   used where it lies
 argument from outside, or that leaves the graph, ...     stage  copied in before the op
 result                                                   bind   written there by the op
-result that leaves the graph                             stage  copied out after the op
+result that leaves the graph                             stage  copied out after the op or its wait
+result of a user's op that cannot write given memory     stage  copied in after the op
+any, of work whose end is not in the graph               none   `Unplanned`, with the reason
 no size, empty, symbolic                                 none   `Unplanned`, with the reason
 """
 

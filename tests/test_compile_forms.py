@@ -1,0 +1,148 @@
+"""The compile backend on unusual forms of ops: out variants, subgraphs, stray waits, bool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool, RanksFailed
+
+pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
+T = torch.ops.symmplan_test
+
+
+def _gather_out(x, group, size):
+    out = torch.zeros(16, 8)
+    gathered = F.wait_tensor(F.all_gather_into_tensor_out(x.relu(), size, group, out=out[4:12]))
+    return gathered + 1, out * 2
+
+
+def _scatter_out(x, group, size):
+    out = x.new_empty(2, 8)
+    return F.wait_tensor(F.reduce_scatter_tensor_out(x.sin(), "sum", size, group, out=out)) + 1
+
+
+def _only_in_place(x, group, _size):
+    h = x.relu()
+    T.bump(h, group)
+    return h + 1
+
+
+def _out_that_is_returned(x, group, _size):
+    return T.scale(x.relu(), group) + 1, T.peer_sum(x.sin(), group) * 2
+
+
+def _branches(x, group, size):
+    def gather(t):
+        return F.wait_tensor(F.all_gather_into_tensor(t.sin(), size, group)) + 1
+
+    return torch.cond(x.sum() > -1e9, gather, lambda t: torch.cat([t, t]), (x,))
+
+
+def _raw_and_waited(x, group, size):
+    started = F.all_gather_into_tensor(x.relu(), size, group)
+    return started, F.wait_tensor(started) + 1
+
+
+def _view_before_wait(x, group, size):
+    started = F.all_gather_into_tensor(x.relu(), size, group)
+    view = started[:2]
+    return view, F.wait_tensor(started) + 1
+
+
+def _waited_twice(x, group, size):
+    started = F.all_gather_into_tensor(x.relu(), size, group)
+    return F.wait_tensor(started), F.wait_tensor(started)
+
+
+def _waited_outside(x, group, size):
+    return F.all_gather_into_tensor(x.relu(), size, group), x + 1
+
+
+def _bool(x, group, size):
+    return F.wait_tensor(F.all_gather_into_tensor(x > 0, size, group)).clone()
+
+
+def _compare(rank, size, program, inner):
+    """Run a program plainly and compiled; its statistics, and why tensors were left out."""
+    import custom_ops
+    import torch.distributed as dist
+
+    import symmplan
+
+    custom_ops.load()
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    x = torch.randn(4, 8)
+    group = dist.group.WORLD.group_name
+
+    def settled(results):
+        return torch.utils._pytree.tree_map(F.wait_tensor, results)
+
+    expected = settled(program(x.clone(), group, size))
+    backend = symmplan.backend(inner=inner, timeout=30.0, debug=True)
+    compiled = torch.compile(lambda t: program(t, group, size), backend=backend, fullgraph=True)
+    try:
+        for _ in range(2):
+            got = settled(compiled(x.clone()))
+            dist.barrier()
+            for unit in backend._units:
+                for arena in unit.arenas.values():
+                    for segment in arena.segments.values():
+                        segment.tensor.fill_(255)  # results must not lie there
+            torch.testing.assert_close(got, expected)
+            dist.barrier()
+        return backend.stats, sorted({u.reason for p in backend.plans for u in p.unplanned})
+    finally:
+        backend.release()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=120.0) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def single():
+    """Memory of one process: collectives stay asynchronous there."""
+    with RankPool(1, timeout=120.0) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "program", [_gather_out, _scatter_out, _only_in_place, _out_that_is_returned]
+)
+def test_out_and_in_place_forms_are_planned(pair, program, inner):
+    try:
+        first, second = pair.run(_compare, program, inner)
+    except RanksFailed as error:
+        if "We only support functionalizing" not in str(error):
+            raise
+        pytest.skip("this torch does not compile collectives with an out argument at all")
+    assert first == second
+    assert first[0].placed >= 1
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_what_branches_declare_is_counted_and_explained(pair, inner):
+    (stats, reasons), _ = pair.run(_compare, _branches, inner)
+    assert stats.placed == 0
+    assert stats.unplanned == 2
+    assert any("inside true_graph_0" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "program", [_raw_and_waited, _view_before_wait, _waited_twice, _waited_outside]
+)
+def test_asynchronous_results_leave_no_placement_behind(single, program):
+    ((stats, reasons),) = single.run(_compare, program, "eager")
+    assert stats.unplanned >= 1
+    assert any("wait" in reason for reason in reasons)
+
+
+def test_bool_stays_bool_through_inductor(single):
+    ((stats, _),) = single.run(_compare, _bool, "inductor")
+    assert stats.placed == 2
