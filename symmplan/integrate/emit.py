@@ -21,14 +21,11 @@
 from __future__ import annotations
 
 import operator
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
 from torch import fx
-
-from symmplan import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Emitter", "SegmentInput"]
 
-# Inductor's code cache keys on names, too: code that another version made is not for this one.
-_SYMMPLAN = f"symmplan_{re.sub(r'[^0-9a-z]', '_', __version__)}"
+# Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
+# the same graph has to be compiled anew.
+_SEGMENT = "symmplan2"
 
 
 @frozen
@@ -85,7 +83,7 @@ class Emitter:
             body = next(n for n in self.graph.nodes if n.op != "placeholder")
             with self.graph.inserting_before(body):
                 name = str(dtype).removeprefix("torch.")
-                node = self.graph.placeholder(f"{_SYMMPLAN}_{segment}_{name}")
+                node = self.graph.placeholder(f"{_SEGMENT}_{segment}_{name}")
             with self.fake_mode:
                 node.meta["val"] = torch.empty(key.numel, dtype=dtype, device=self.device)
             self.inputs[key] = node

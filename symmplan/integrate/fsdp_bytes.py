@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,8 @@ class _Owner:
             self.__cuda_array_interface__ = interface
 
     def __del__(self) -> None:
-        self._on_drop()
+        if not sys.is_finalizing():  # then half of torch is gone, and nobody reuses the bytes
+            self._on_drop()
 
 
 def lend(tensor: torch.Tensor, on_drop: Callable[[], None]) -> torch.Tensor:
