@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.integrate.emit import Emitter
 
-__all__ = ["keep_order", "poison_the_dead"]
+__all__ = ["keep_order"]
 
 
 def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[str, str]]) -> None:
@@ -42,49 +42,6 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
         with emitter.graph.inserting_before(at):
             emitter.call(torch.ops.symmplan.barrier_.default, (node, group))
         emitter.fence(at)
-
-
-def poison_the_dead(emitter: Emitter, captured: Captured) -> None:
-    """Overwrite every placement once its buffer is dead: whoever reads it later gets nonsense.
-
-    Buffers that peers may touch until a later barrier are left alone.
-
-    Args:
-        emitter: Its graph has been rewritten, and its order not yet been kept.
-        captured: The graph's decisions.
-    """
-    problem = captured.problem
-    rank = {o.name: i for i, o in enumerate(problem.operations)}
-    last = {}
-    for access in sorted(problem.accesses, key=lambda a: rank[a.operation]):
-        last[access.buffer] = rank[access.operation]
-    unreleased = {
-        a.buffer
-        for a in problem.accesses
-        if a.remote and not problem.operations[rank[a.operation]].release
-    }
-    released = {
-        a.buffer
-        for a in problem.accesses
-        if a.remote and problem.operations[rank[a.operation]].release
-    }
-    by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
-    output = next(n for n in emitter.graph.nodes if n.op == "output")
-    for buffer in problem.buffers:
-        if buffer.name in unreleased - released:
-            continue
-        following = problem.operations[last[buffer.name] + 1 :]
-        at = output
-        if following:
-            name = following[0].name
-            at = emitter.first.get(name) or by_name.get(name, output)
-        dtype = getattr(torch, buffer.dtype)
-        like = torch.empty(buffer.nbytes // dtype.itemsize, dtype=dtype, device="meta")
-        with emitter.graph.inserting_before(at):
-            view = emitter.view(buffer.name, like)
-        emitter.fence(at)
-        with emitter.graph.inserting_before(at):
-            emitter.call(torch.ops.symmplan.poison_.default, (view,))
 
 
 def _written_inputs(emitter: Emitter, captured: Captured, operation: str) -> list[fx.Node]:

@@ -17,7 +17,8 @@ from symmplan.integrate.emit import Emitter, SegmentInput
 from symmplan.integrate.homes import make_homes
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
 from symmplan.integrate.ops import without_returns
-from symmplan.integrate.order import keep_order, poison_the_dead
+from symmplan.integrate.order import keep_order
+from symmplan.integrate.poison import poison
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def rewrite(
     barriers: Sequence[tuple[str, str]],
     lowerings: Lowerings,
     fake_mode: Any,
-    *,
-    debug: bool = False,
 ) -> tuple[SegmentInput, ...]:
     """Change ``module`` in place so that it follows ``plan``.
 
@@ -48,7 +47,6 @@ def rewrite(
         barriers: ``(operation, group)`` of each barrier to be run right before an operation.
         lowerings: How each op is run on the memory backend.
         fake_mode: The mode of the graph's fake tensors.
-        debug: Overwrite placements when their buffers die.
 
     Returns:
         The inputs that the graph now takes after its own, in order.
@@ -61,8 +59,7 @@ def rewrite(
     emitter = Emitter(module.graph, plan, device, fake_mode)
     make_homes(emitter, captured)
     _Declared(emitter, captured, lowerings).run()
-    if debug:
-        poison_the_dead(emitter, captured)
+    poison(emitter, captured)
     keep_order(emitter, captured, barriers)
     module.graph.lint()
     module.recompile()

@@ -14,6 +14,7 @@ from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
 from symmplan.integrate.lowering import Lowerings
+from symmplan.integrate.poison import plan_poison
 from symmplan.integrate.rewrite import rewrite
 from symmplan.memory import realize, resolve_backend
 from symmplan.memory.groups import resolve_groups
@@ -118,6 +119,8 @@ class Unit:
         )
         if not captured.sites and not captured.problem.unplanned:
             return None
+        if self.settings.debug:
+            captured = evolve(captured, problem=plan_poison(captured.problem))
         self.captured[part] = captured
         plan = self._plan(captured, part)
         if not captured.problem.buffers:
@@ -133,7 +136,6 @@ class Unit:
             self.barriers[part],
             lowerings,
             fake_mode,
-            debug=self.settings.debug,
         )
         return Rewritten(part, inputs)
 

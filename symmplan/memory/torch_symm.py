@@ -9,7 +9,8 @@ torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu
     - NCCL registers windows with a communicator that must exist already, so each group runs a
       small collective first. Its handle has no barrier; a one-element all-reduce, in the order
       of the stream, serves as one.
-      What its allocations release, torch 2.11 keeps registered until the process ends.
+      Torch 2.11 frees an allocation without taking its window back, and what later lies at the
+      address is then treated as symmetric. So NCCL segments are kept until the process ends.
     - NVSHMEM allocates collectively: all ranks, in the same order. The barrier of its handles let
       a peer's older bytes be read after it (two H200, torch 2.11), so it meets as NCCL does.
     - One rendezvous registers the whole allocation; views are found by address. Placements
@@ -41,6 +42,9 @@ __all__ = ["TorchSymmBackend", "serves_nccl"]
 
 #: The channel of the signal pad that symmplan's barriers use.
 _CHANNEL = 0
+
+#: NCCL's segments, released or not. See [Note: torch's allocators].
+_KEPT: list[torch.Tensor] = []
 
 
 def serves_nccl(groups: Mapping[str, Group]) -> bool:
@@ -187,6 +191,8 @@ class TorchSymmBackend:
         try:
             with torch.cuda.device(device):
                 tensor = _compat.symm_mem_empty(spec.nbytes, device)
+            if self.name == "nccl":
+                _KEPT.append(tensor)
         except RuntimeError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise OutOfSharedMemoryError(

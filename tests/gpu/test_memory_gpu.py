@@ -258,8 +258,8 @@ def test_groups(pool):
 
 def test_memory_comes_back(pool):
     for free in pool.run(again_and_again, pool.memory):
-        if pool.memory == "nccl" and free[-1] < free[0] - 32 * MiB:
-            pytest.skip(f"this torch keeps NCCL's windows until the process ends: {free}")
+        if pool.memory == "nccl":
+            pytest.skip(f"NCCL's segments are kept until the process ends: {free}")
         assert free[-1] >= free[0] - 32 * MiB, free
 
 
