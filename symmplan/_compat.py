@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "copy_engine_options",
     "fsdp_comm_bases",
     "fsdp_comms",
     "fsdp_param_groups",
     "group_by_name",
     "group_name",
     "group_store",
+    "has_copy_engine_policy",
     "has_nccl_backend",
     "has_process_groups",
     "in_backward",
@@ -160,3 +162,24 @@ def fsdp_comm_bases() -> tuple[type, type]:
     except ImportError:
         return object, object
     return AllGather, ReduceScatter
+
+
+#: NCCL_CTA_POLICY_ZERO of nccl.h: no kernels where copy engines can do it.
+_CTA_POLICY_ZERO = 2
+
+
+def has_copy_engine_policy() -> bool:
+    """Whether a communicator of NCCL can be asked to use copy engines."""
+    import torch.distributed as dist
+
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    return nccl is not None and hasattr(getattr(nccl, "NCCLConfig", None), "cta_policy")
+
+
+def copy_engine_options() -> Any:
+    """Options of an NCCL communicator that uses copy engines; see `has_copy_engine_policy`."""
+    import torch.distributed as dist
+
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = _CTA_POLICY_ZERO
+    return options

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -515,6 +516,24 @@ def choice(rank, world):
     return both(lambda: shard(Net()), train, rank, look=look, choose="measure")
 
 
+def by_all_to_all(rank, world, prefetch):
+    """Reduce-scatters as an all-to-all into a second placement and a local sum."""
+
+    def look(handle):
+        return [b.where for b in handle.plan.problem.buffers]
+
+    def build():
+        model = shard(Net())
+        if prefetch:
+            blocks = list(model.blocks)
+            for block, after in itertools.pairwise(blocks):
+                block.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([block])
+        return model
+
+    return both(build, train, rank, look=look, choose="copy engine")
+
+
 def forced_choice(rank, world, monkey):
     """A measurement in which torch's own way wins for one kind of collective."""
     from symmplan.integrate.fsdp_choice import Choices
@@ -522,9 +541,10 @@ def forced_choice(rank, world, monkey):
     original = Choices._time
 
     def timed(self, case, *args):
-        original(self, case, *args)
+        ways = original(self, case, *args)
         # Ranks measure different times, as they do; the slowest counts.
-        return (1e-6 * (rank + 1), 5e-6) if case[0] == monkey else (5e-6, 1e-6)
+        fast, slow = 1e-6 * (rank + 1), 5e-6
+        return {w: fast if (w == "default") == (case[0] == monkey) else slow for w in ways}
 
     Choices._time = timed
     try:

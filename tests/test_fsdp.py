@@ -209,6 +209,14 @@ def test_ranks_that_record_different_programs_all_raise(two):
     assert all(o.seconds < 15 for o in outcomes)
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_reduce_scatters_as_an_all_to_all_and_a_sum(two, prefetch):
+    results = two.run(programs.by_all_to_all, prefetch)
+    stats = check(results)
+    assert stats["segment_bytes"] == stats["lower_bound_bytes"]
+    assert all(r["looked"].count("output, copy engine") > 4 for r in results)
+
+
 def test_each_kind_and_size_is_measured_once(two):
     for result in two.run(programs.choice):
         assert result["differences"] == []

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.capture.fsdp import Call, Key, Planned, Recording, problem_of
+from symmplan.capture.fsdp import Call, Key, Planned, Recording, Way, problem_of
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_schedule import Schedule
 from symmplan.planner import plan as plan_problem
@@ -39,8 +39,8 @@ def record(*events):
 RANKS = {"world": (0, 1, 2, 3), "pair": (0, 1), "other": (4, 5)}
 
 
-def solve(*recordings, left_out=lambda _: None):
-    problem, stretches = problem_of(recordings, RANKS, left_out)
+def solve(*recordings, way_of=lambda _: Way("symmetric")):
+    problem, stretches = problem_of(recordings, RANKS, way_of)
     plan = plan_problem(problem)
     plan.verify()
     return plan, stretches
@@ -77,11 +77,28 @@ def test_a_buffer_that_outlives_its_recording_shares_with_none():
 def test_what_was_left_out_is_explained():
     plan, stretches = solve(
         record("+a", "a", "-a", "+B", "B", "-B"),
-        left_out=lambda call: "slow" if call.key.kind == "reduce_scatter" else None,
+        way_of=lambda call: (
+            Way("default", "slow") if call.key.kind == "reduce_scatter" else Way("symmetric")
+        ),
     )
     (out,) = plan.unplanned
     assert (out.reason, out.where, out.nbytes) == ("slow", "input", 256)
     assert [p.buffer is None for p in stretches[0]] == [False, True]
+
+
+def test_what_an_all_to_all_receives_has_bytes_of_its_own_while_it_runs():
+    plan, stretches = solve(
+        record("+a", "a", "+B", "B", "-B", "-a", "+C", "C", "-C"),
+        way_of=lambda _: Way("copy engine"),
+    )
+    # While B runs there are a's, B's and what B receives.
+    assert plan.peak_bytes == plan.lower_bound_bytes == 3 * 256
+    assert [p.received for p in stretches[0]] == [
+        None,
+        "0001.forward.B.reduce_scatter.received",
+        "0002.forward.C.reduce_scatter.received",
+    ]
+    assert "output, copy engine" in {b.where for b in plan.problem.buffers}
 
 
 def test_groups_inside_another_share_its_segment_and_others_do_not():
@@ -174,10 +191,10 @@ def test_a_schedule_is_a_function_of_the_sequence(stretches, sites):
 def test_what_is_left_out_has_no_place():
     call = Call(key("a"), 256, "world")
     plan, _ = solve(record("+b", "b", "-b"))
-    made = Schedule(plan, [[Planned(call, None, "slow")]])
+    made = Schedule(plan, [[Planned(call, None, way=Way("default", "slow"))]])
     spot, _ = made.follow(call.key)
     assert spot.place is None
-    assert spot.reason == "slow"
+    assert spot.way.reason == "slow"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -22,7 +22,7 @@ from symmplan.model import Access, Buffer, Operation, Problem, Unplanned
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Call", "Collective", "Key", "Planned", "Recording", "problem_of"]
+__all__ = ["Call", "Collective", "Key", "Planned", "Recording", "Way", "problem_of"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 
@@ -69,18 +69,35 @@ class Call:
 
 
 @frozen
+class Way:
+    """How a collective runs.
+
+    Attributes:
+        name: ``"default"``: in ordinary memory. ``"symmetric"``: in its placement, through the
+            program's own communicator. ``"copy engine"``: in its placement, without kernels; a
+            reduce-scatter as an all-to-all into a second placement, which is summed locally.
+        reason: Why it stays in ordinary memory.
+    """
+
+    name: Literal["default", "symmetric", "copy engine"]
+    reason: str = ""
+
+
+@frozen
 class Planned:
     """A collective of a problem.
 
     Attributes:
         call: Which.
         buffer: Name of its buffer in the problem; None if it was left out.
-        reason: Why it was.
+        received: Name of the buffer of an all-to-all's output; None if it needs none.
+        way: How it runs.
     """
 
     call: Call
     buffer: str | None
-    reason: str = ""
+    received: str | None = None
+    way: Way = Way("symmetric")
 
 
 @define(eq=False)
@@ -168,7 +185,7 @@ class Recording:
 def problem_of(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
-    left_out: Callable[[Call], str | None] = lambda _: None,
+    way_of: Callable[[Call], Way] = lambda _: Way("symmetric"),
 ) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
     """Turn recordings, one after the other, into a problem.
 
@@ -177,7 +194,7 @@ def problem_of(
             at any time of any of them, and shares its bytes with none.
         ranks: ``{name of the group: its global ranks}``. Groups whose ranks are among those of
             another one run the same plan and may share a segment.
-        left_out: Why a collective's buffer stays out of the plan; None to plan it.
+        way_of: How a collective runs.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.
@@ -192,15 +209,20 @@ def problem_of(
         dropped = {index for what, index in recording.events if what == "drop"}
         names = {i: _name(number, i, recording.collectives[i].key) for i in recording.ran}
         planned: dict[int, str] = {}
+        received: dict[int, str] = {}
         for index, name in names.items():
             call = recording.collectives[index].call
-            reason = left_out(call)
-            calls.append(Planned(call, None if reason else name, reason or ""))
-            if reason:
-                unplanned.append(_unplanned(name, call, reason))
-            else:
-                planned[index] = name
-                buffers.append(_buffer(name, call, persistent=index not in dropped))
+            way = way_of(call)
+            if way.name == "default":
+                calls.append(Planned(call, None, way=way))
+                unplanned.append(_unplanned(name, call, way.reason))
+                continue
+            planned[index] = name
+            buffers.append(_buffer(name, call, way, persistent=index not in dropped))
+            if way.name == "copy engine" and call.key.kind == "reduce_scatter":
+                received[index] = f"{name}.received"
+                buffers.append(_received(received[index], call, way))
+            calls.append(Planned(call, name, received.get(index), way))
         stretches.append(tuple(calls))
         for what, index in recording.events:
             buffer = planned.get(index)
@@ -217,6 +239,8 @@ def problem_of(
                 operations.append(Operation(operation))
             write = what == "begin" or (what == "run" and not reduces)
             accesses.append(Access(operation, buffer, write=write, remote=what == "run"))
+            if what == "run" and index in received:
+                accesses.append(Access(operation, received[index], write=True, remote=True))
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
         buffers=buffers,
@@ -234,14 +258,27 @@ def _name(number: int, index: int, key: Key) -> str:
     return f"{again}{index:04d}.{phase}.{key.site}.{key.kind}"
 
 
-def _buffer(name: str, call: Call, *, persistent: bool) -> Buffer:
+def _buffer(name: str, call: Call, way: Way, *, persistent: bool) -> Buffer:
     return Buffer(
         name,
         call.nbytes,
         call.group,
         persistent=persistent,
         op=_OP[call.key.kind],
-        where=_WHERE[call.key.kind],
+        where=f"{_WHERE[call.key.kind]}, {way.name}",
+        dtype=call.key.dtype,
+        shape=(call.key.numel,),
+    )
+
+
+def _received(name: str, call: Call, way: Way) -> Buffer:
+    """Where the parts of all ranks arrive that this one sums."""
+    return Buffer(
+        name,
+        call.nbytes,
+        call.group,
+        op="c10d::alltoall_base_",
+        where=f"output, {way.name}",
         dtype=call.key.dtype,
         shape=(call.key.numel,),
     )

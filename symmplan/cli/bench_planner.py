@@ -124,9 +124,9 @@ def _version(package: str) -> str | None:
 # Instances ----------------------------------------------------------------------------------------
 
 
-def _files(paths: list[str]) -> Iterator[tuple[str, Problem]]:
-    for path in paths:
-        yield Path(path).name, Problem.from_csv(path)
+def _files(paths: list[str]) -> list[tuple[str, Problem]]:
+    """All of them at once: a bad file must not cost the minutes of those before it."""
+    return [(Path(path).name, Problem.from_csv(path)) for path in paths]
 
 
 def _generated(size: str) -> Iterator[tuple[str, Problem]]:

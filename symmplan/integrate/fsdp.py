@@ -29,7 +29,8 @@ class Stats:
     Attributes:
         modules: FSDP modules that were found.
         recorded: Collectives that ran before the plan was frozen, in ordinary memory.
-        rendezvous: Rendezvous made for the plan: segments times groups.
+        rendezvous: Rendezvous made for the plan: segments times groups, and times the
+            communicators for copy engines.
         placed: Collectives that ran in their placement; ``staged + bound``.
         staged: Those of them that were copied there and back, because this rank still used the
             placement's bytes for something else.
@@ -134,7 +135,7 @@ def apply(
     model: nn.Module,
     memory: str = "auto",
     *,
-    choose: Literal["measure", "placed"] = "measure",
+    choose: Literal["measure", "placed", "copy engine"] = "measure",
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Handle:
@@ -147,8 +148,11 @@ def apply(
     Args:
         model: A module with modules inside to which ``fully_shard`` was applied.
         memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
-        choose: ``"measure"`` leaves out of the plan what is faster in torch's own way, by a short
-            measurement on the real sizes when the plan is frozen; ``"placed"`` plans everything.
+        choose: ``"measure"`` runs each collective in the fastest way, by a short measurement on
+            the real sizes when the plan is frozen; see `Choice`. Without measurement,
+            ``"placed"`` runs all of them in symmetric memory over the model's own groups, and
+            ``"copy engine"`` without kernels where the backend has copy engines,
+            reduce-scatters as an all-to-all and a local sum.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
 
@@ -197,10 +201,10 @@ def _check(memory: str, choose: str) -> None:
             fix="use memory='auto'",
             memory=memory,
         )
-    if choose not in ("measure", "placed"):
+    if choose not in ("measure", "placed", "copy engine"):
         raise CaptureError(
             f"choose is {choose!r}",
-            expected="'measure' or 'placed'",
+            expected="'measure', 'placed' or 'copy engine'",
             got=repr(choose),
             fix="use choose='measure'",
         )

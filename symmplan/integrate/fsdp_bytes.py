@@ -136,6 +136,10 @@ class Bytes:
         """Whether a live buffer has any of the bytes ``[begin, end)``."""
         return any(t.live and b < end and begin < e for b, e, t in self._pieces)
 
+    def live(self) -> list[tuple[int, int]]:
+        """The ``[begin, end)`` of live buffers."""
+        return [(b, e) for b, e, t in self._pieces if t.live]
+
     def take(self, begin: int, end: int, tenant: Tenant) -> None:
         """Give ``[begin, end)`` to ``tenant``, after all who had any of these bytes."""
         pieces = []

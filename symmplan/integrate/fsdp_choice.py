@@ -1,9 +1,12 @@
-"""Symmetric memory or torch's own way, for each collective: measured once, the same on all ranks.
+"""The way that each collective runs: measured once, the same on all ranks.
 
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
-than the ordinary one, and small all-gathers gain nothing. So at freeze each kind, size and group of
-collective is timed both ways on real bytes, the slowest rank counts, and what loses clearly stays
-out of the plan, with the two times as the reason.
+than the ordinary one, and small all-gathers gain nothing. And what a collective costs is not its
+own time: its kernels take multiprocessors from the program's, copy engines do not. So at freeze
+each kind, size and group of collective is timed in every way there is, on real bytes. On a device
+the time is that of the collective *and* matrix products of about its length on another stream,
+from the first's begin to the last's end. The slowest rank counts. Ways that are about as fast are
+told apart by what else they cost: multiprocessors, then symmetric bytes.
 """
 
 from __future__ import annotations
@@ -14,24 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import field, frozen
 
 from symmplan import _compat
+from symmplan.capture.fsdp import Way
 from symmplan.errors import AgreementError
 from symmplan.integrate.fsdp_agree import leaders, tell
-from symmplan.integrate.fsdp_ops import gathers, scatters
+from symmplan.integrate.fsdp_ops import exchanges, gathers, scatters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call
+    from symmplan.integrate.fsdp_engines import Engines
 
 __all__ = ["Choice", "Choices"]
 
-#: Symmetric memory stays unless torch's own way takes at most this part of its time.
-_CLEARLY = 0.95
+#: The first of these that takes at most 1 / `_ALIKE` of the fastest's time is chosen.
+_WAYS = ("copy engine", "symmetric", "default")
+_ALIKE = 0.97
 _WARM_UP = 2
-_REPETITIONS = 5
+_REPETITIONS = 7
+#: Rows of the square matrices whose products run beside a collective.
+_ROWS = 4096
 
 
 @frozen
@@ -44,9 +52,8 @@ class Choice:
         dtype: Element type.
         group: Name of the process group.
         ranks: How many ranks it has.
-        plain_seconds: Time of torch's own way, of the slowest rank.
-        placed_seconds: Time in symmetric memory, of the slowest rank.
-        placed: Whether symmetric memory was chosen.
+        seconds: ``{way: time of the slowest rank}``; beside matrix products on devices.
+        way: The way that was chosen: ``"default"``, ``"symmetric"`` or ``"copy engine"``.
     """
 
     kind: str
@@ -54,22 +61,42 @@ class Choice:
     dtype: str
     group: str
     ranks: int
-    plain_seconds: float
-    placed_seconds: float
-    placed: bool
+    seconds: Mapping[str, float] = field(hash=False)
+    way: str
 
     @property
-    def reason(self) -> str | None:
-        """Why it stays out of the plan, None if it does not."""
+    def placed(self) -> bool:
+        """Whether it runs in symmetric memory."""
+        return self.way != "default"
+
+    @property
+    def reason(self) -> str:
+        """Why it stays in ordinary memory, empty if it does not."""
         if self.placed:
-            return None
+            return ""
+        best = min((t, way) for way, t in self.seconds.items() if way != "default")
         return (
-            f"torch's own way was faster: {self.plain_seconds * 1e6:.0f} us against "
-            f"{self.placed_seconds * 1e6:.0f} us in symmetric memory"
+            f"torch's own way was faster: {self.seconds['default'] * 1e6:.0f} us against "
+            f"{best[0] * 1e6:.0f} us in symmetric memory"
         )
 
 
 _Case = tuple[str, int, str, str]
+
+
+@frozen(eq=False)
+class Bench:
+    """What a kind and size of collective can be timed in.
+
+    Attributes:
+        call: The collective.
+        placed: The bytes of its placement.
+        received: Those of its all-to-all's output; None if there is none.
+    """
+
+    call: Call
+    placed: torch.Tensor
+    received: torch.Tensor | None = None
 
 
 class Choices:
@@ -78,11 +105,13 @@ class Choices:
     Args:
         device: Where buffers lie.
         timeout: Seconds that ranks wait for each other.
+        fixed: The way of what was not measured.
     """
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
+    def __init__(self, device: torch.device, timeout: float, fixed: Way) -> None:
         self._device = device
         self._timeout = timeout
+        self._fixed = fixed
         self._found: dict[_Case, Choice] = {}
 
     @property
@@ -90,31 +119,42 @@ class Choices:
         """Every choice, in the order of the program."""
         return tuple(self._found.values())
 
-    def reason(self, call: Call) -> str | None:
-        """Why ``call`` stays out of the plan; None if it does not."""
+    def way(self, call: Call) -> Way:
+        """How ``call`` runs."""
         choice = self._found.get(_case(call))
-        return None if choice is None else choice.reason
+        if choice is None:
+            return self._fixed
+        return Way(choice.way, choice.reason)  # type: ignore[arg-type]
+
+    def measured(self, call: Call) -> bool:
+        """Whether such a collective was measured."""
+        return _case(call) in self._found
 
     def measure(
         self,
         memory: str,
-        placed: Sequence[tuple[Call, torch.Tensor]],
+        benches: Sequence[Bench],
         groups: Mapping[str, Any],
+        engines: Mapping[str, Engines],
     ) -> None:
         """Time every kind and size of collective, each once.
 
         Args:
             memory: Name of the memory backend.
-            placed: The collectives, in the order of the program, and the bytes of their placements,
-                which nobody uses yet.
+            benches: The collectives, in the order of the program, and bytes that nobody uses.
             groups: ``{name: process group}``.
+            engines: ``{name: communicators}`` of the groups that have them.
 
         Collective: yes, over those groups.
         """
-        cases: dict[_Case, torch.Tensor] = {}
-        for call, tensor in placed:
-            cases.setdefault(_case(call), tensor)
-        times = [self._time(case, groups[case[3]], memory, cases[case]) for case in cases]
+        cases: dict[_Case, Bench] = {}
+        for bench in benches:
+            cases.setdefault(_case(bench.call), bench)
+        times = []
+        for case, bench in cases.items():
+            group = groups[case[3]]
+            acts = self._acts(bench, group, memory, engines.get(case[3]))
+            times.append(self._time(case, acts))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._agree(list(cases), times, groups)
@@ -122,102 +162,132 @@ class Choices:
     def _agree(
         self,
         cases: Sequence[_Case],
-        times: Sequence[tuple[float, float]],
+        times: Sequence[Mapping[str, float]],
         groups: Mapping[str, Any],
     ) -> None:
         """Let the slowest rank count, over all ranks that make one plan together."""
         leader = leaders(groups)
         mine = {
-            name: [t for c, t in zip(cases, times, strict=True) if leader[c[3]] == name]
+            name: [dict(t) for c, t in zip(cases, times, strict=True) if leader[c[3]] == name]
             for name in dict.fromkeys(leader[c[3]] for c in cases)
         }
         told = tell("choice", mine, groups, self._timeout)
         slowest = {
-            name: iter(_slowest(rows, len(mine[name]), name, groups[name]))
+            name: iter(_slowest(rows, mine[name], name, groups[name]))
             for name, rows in told.items()
         }
         for case in cases:
             kind, nbytes, dtype, group = case
-            plain, placed = next(slowest[leader[group]])
+            seconds = next(slowest[leader[group]])
+            enough = min(seconds.values()) / _ALIKE
+            way = next(w for w in _WAYS if seconds.get(w, float("inf")) <= enough)
             self._found[case] = Choice(
-                kind,
-                nbytes,
-                dtype,
-                group,
-                groups[group].size(),
-                plain,
-                placed,
-                plain > placed * _CLEARLY,
+                kind, nbytes, dtype, group, groups[group].size(), seconds, way
             )
 
-    def _time(
-        self, case: _Case, group: Any, memory: str, placed: torch.Tensor
-    ) -> tuple[float, float]:
-        """Seconds of torch's own way and of symmetric memory, each the median of some runs."""
-        kind, _, name, _ = case
-        placed = placed.view(getattr(torch, name.removeprefix("torch.")))
+    def _acts(
+        self, bench: Bench, group: Any, memory: str, engines: Engines | None
+    ) -> dict[str, Callable[[], Any]]:
+        """What runs the collective in each way."""
+        placed = bench.placed
         placed.zero_()
         plain = torch.zeros_like(placed)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = _compat.fsdp_comms(None)
-        acts: list[Callable[[], Any]] = []
-        for backend, tensor in (("", plain), (memory, placed)):
-            if kind == "all_gather":
-                acts.append(gathers(backend, gather, tensor, tensor[mine], group, async_op=False))
-            else:
-                act = scatters(
-                    backend,
-                    scatter,
-                    plain.new_zeros(count),
-                    tensor,
-                    group,
-                    dist.ReduceOp.SUM,
-                    async_op=False,
+        ways: list[tuple[str, str, torch.Tensor, Any]] = [
+            ("default", "", plain, group),
+            ("symmetric", memory, placed, group),
+        ]
+        acts: dict[str, Callable[[], Any] | None] = {}
+        if bench.call.key.kind == "all_gather":
+            if engines is not None:
+                ways.append(("copy engine", memory, placed, engines.gather))
+            for way, backend, tensor, over in ways:
+                acts[way] = gathers(backend, gather, tensor, tensor[mine], over, async_op=False)
+        else:
+            output = plain.new_zeros(count)
+            total = dist.ReduceOp.SUM
+            for way, backend, tensor, over in ways:
+                acts[way] = scatters(backend, scatter, output, tensor, over, total, async_op=False)
+            if engines is not None and bench.received is not None:
+                acts["copy engine"] = exchanges(
+                    output, placed, bench.received, engines.exchange, total
                 )
-                assert act is not None
-                acts.append(act)
-        runs: tuple[list[float], list[float]] = ([], [])
-        for repetition in range(_WARM_UP + _REPETITIONS):
-            for act, seconds in zip(acts, runs, strict=True):
-                duration = self._once(act)
-                if repetition >= _WARM_UP:
-                    seconds.append(duration)
-        return statistics.median(runs[0]), statistics.median(runs[1])
+        return {way: act for way, act in acts.items() if act is not None}
 
-    def _once(self, act: Callable[[], Any]) -> float:
-        if self._device.type != "cuda":
-            begin = time.perf_counter()
-            act()
-            return time.perf_counter() - begin
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        act()
-        after.record()
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3
+    def _time(self, case: _Case, acts: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        """Seconds of each way, the median of some runs."""
+        del case
+        once = self._on_device(acts) if self._device.type == "cuda" else _on_host
+        runs: dict[str, list[float]] = {way: [] for way in acts}
+        for repetition in range(_WARM_UP + _REPETITIONS):
+            for way, act in acts.items():
+                seconds = once(act)
+                if repetition >= _WARM_UP:
+                    runs[way].append(seconds)
+        return {way: statistics.median(seconds) for way, seconds in runs.items()}
+
+    def _on_device(
+        self, acts: Mapping[str, Callable[[], Any]]
+    ) -> Callable[[Callable[[], Any]], float]:
+        """What times a collective beside matrix products that take about as long."""
+        products = torch.cuda.current_stream(self._device)
+        side = torch.cuda.Stream(self._device)
+        a, b = (
+            torch.zeros(_ROWS, _ROWS, dtype=torch.bfloat16, device=self._device) for _ in range(2)
+        )
+        out = torch.empty_like(a)
+
+        def once(act: Callable[[], Any], count: int) -> float:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(products)
+            side.wait_stream(products)
+            with torch.cuda.stream(side):
+                act()
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+            products.wait_stream(side)
+            after.record(products)
+            after.synchronize()
+            return float(before.elapsed_time(after)) / 1e3
+
+        def nothing() -> None: ...
+
+        for _ in range(_WARM_UP):
+            once(acts["default"], 1)
+        alone = once(acts["default"], 0)
+        product = once(nothing, 8) / 8
+        count = min(256, max(1, round(1.5 * alone / product)))
+        return lambda act: once(act, count)
+
+
+def _on_host(act: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
 
 
 def _case(call: Call) -> _Case:
     return call.key.kind, call.nbytes, call.key.dtype, call.group
 
 
-def _slowest(said: Sequence[Any], count: int, name: str, group: Any) -> list[tuple[float, float]]:
-    rows = []
+def _slowest(
+    said: Sequence[Any], mine: Sequence[Mapping[str, float]], name: str, group: Any
+) -> list[dict[str, float]]:
+    rows: list[list[dict[str, float]]] = []
     for rank, answer in enumerate(said):
         try:
-            row = [(float(a), float(b)) for a, b in answer]
-        except (ValueError, TypeError):
-            row = []
-        if len(row) != count:
+            row = [{way: float(a[way]) for way in m} for a, m in zip(answer, mine, strict=True)]
+        except (ValueError, TypeError, KeyError):
             raise AgreementError(
                 f"rank {rank} measured other collectives",
-                expected=f"{count} kinds and sizes",
-                got=len(row),
+                expected=f"{len(mine)} kinds and sizes",
+                got=repr(answer)[:200],
                 fix="run the same program with the same shapes on every rank of the group",
                 group=name,
                 rank=group.rank(),
                 ranks=(group.rank(), rank),
-            )
+            ) from None
         rows.append(row)
-    return [(max(r[i][0] for r in rows), max(r[i][1] for r in rows)) for i in range(count)]
+    return [{way: max(r[i][way] for r in rows) for way in m} for i, m in enumerate(mine)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan import _compat
 from symmplan.capture.fsdp import Key
-from symmplan.integrate.fsdp_ops import gathers, scatters
+from symmplan.integrate.fsdp_ops import exchanges, gathers, scatters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,12 +70,12 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
             slot,
             output_tensor,
             group,
-            lambda target, base: gathers(
+            lambda where: gathers(
                 self._runtime.memory,
                 self._plain,
-                target,
-                _part(input_tensor, output_tensor, base),
-                group,
+                where.target,
+                _part(input_tensor, output_tensor, where.base),
+                where.group,
                 async_op=async_op,
             ),
             lambda base: self._plain(
@@ -139,14 +139,18 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
             slot,
             input_tensor,
             group,
-            lambda target, _: scatters(
-                self._runtime.memory,
-                self._plain,
-                output_tensor,
-                target,
-                group,
-                op,
-                async_op=async_op,
+            lambda where: (
+                scatters(
+                    self._runtime.memory,
+                    self._plain,
+                    output_tensor,
+                    where.target,
+                    where.group,
+                    op,
+                    async_op=async_op,
+                )
+                if where.received is None
+                else exchanges(output_tensor, where.target, where.received, where.group, op)
             ),
             lambda base: self._plain(
                 output_tensor=output_tensor,

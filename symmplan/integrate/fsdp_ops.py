@@ -12,7 +12,7 @@ from symmplan import _compat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["gathers", "scatters"]
+__all__ = ["exchanges", "gathers", "scatters"]
 
 
 def gathers(
@@ -77,6 +77,41 @@ def scatters(
     return lambda: torch.ops.symmplan.reduce_scatter_out(
         source, reduction, group.size(), name, out=output
     )
+
+
+def exchanges(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    received: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,
+) -> Callable[[], Any] | None:
+    """What reduces and scatters ``source`` as an all-to-all and a local sum.
+
+    The sum runs over the ranks in their order, rounded once: 16-bit floats are accumulated in 32
+    bits. NCCL's own kernels round otherwise, so the last bits differ.
+
+    Args:
+        output: This rank's part of the result, in any memory.
+        source: Symmetric.
+        received: Symmetric, as large as ``source``: where the parts of all ranks arrive.
+        group: Over which it runs.
+        op: The reduction.
+
+    Returns:
+        None if the reduction is neither a sum nor an average.
+    """
+    reduction = _reduction(op)
+    reduce = {"sum": torch.sum, "avg": torch.mean}.get(reduction or "")
+    if reduce is None:
+        return None
+    parts = received.view(group.size(), -1)
+
+    def act() -> None:
+        dist.all_to_all_single(received, source, group=group)
+        reduce(parts, 0, out=output.view(-1))
+
+    return act
 
 
 def _reduction(op: Any) -> str | None:

@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat
-from symmplan.capture.fsdp import Key, Recording, problem_of
+from symmplan.capture.fsdp import Key, Recording, Way, problem_of
 from symmplan.errors import CaptureError
-from symmplan.integrate.fsdp_agree import merged
+from symmplan.integrate.fsdp_agree import leaders, merged, tell
 from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
-from symmplan.integrate.fsdp_choice import Choices
+from symmplan.integrate.fsdp_choice import Bench, Choices
+from symmplan.integrate.fsdp_engines import Engines, engines_of
 from symmplan.integrate.fsdp_schedule import Schedule
-from symmplan.integrate.fsdp_slots import Counts, Options, Slot
+from symmplan.integrate.fsdp_slots import Counts, Options, Slot, Where
 from symmplan.memory import agree
 from symmplan.planner import plan as plan_problem
 
@@ -85,6 +86,7 @@ class Runtime:
         self._schedule: Schedule | None = None
         self._arena: list[Arena] = []
         self._bytes: dict[str, Bytes] = {}
+        self._engines: dict[str, Engines] = {}
         # What decides when to freeze. See [Note: when the plan is frozen].
         self._seen: set[Key] = set()
         self._reduced = False
@@ -178,7 +180,7 @@ class Runtime:
         slot: Slot | None,
         buffer: torch.Tensor,
         group: dist.ProcessGroup,
-        in_place: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any] | None],
+        in_place: Callable[[Where], Callable[[], Any] | None],
         plain: Callable[[torch.Tensor], Any],
         *,
         result: bool,
@@ -189,8 +191,7 @@ class Runtime:
             slot: What `open` gave.
             buffer: The all-gather's output or the reduce-scatter's input.
             group: Over which it runs.
-            in_place: Given the symmetric bytes as a tensor like ``buffer``, and ``buffer`` under
-                another storage, what runs the collective there; None if this cannot be done.
+            in_place: What runs the collective in symmetric memory; None if this cannot be done.
             plain: Given ``buffer`` under another storage, runs it through the process group.
             result: Whether ``buffer`` is the output.
 
@@ -233,7 +234,7 @@ class Runtime:
         self,
         slot: Slot,
         group: str,
-        in_place: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any] | None],
+        in_place: Callable[[Where], Callable[[], Any] | None],
     ) -> tuple[str, Callable[[], Any] | None]:
         """How to run a collective in its placement, or why not; the same on all ranks."""
         if self._schedule is None:
@@ -242,12 +243,48 @@ class Runtime:
             self._strange = True
             return _NOT_PLANNED, None
         if slot.spot.place is None:
-            return slot.spot.reason, None
+            return slot.spot.way.reason, None
         if slot.spot.call.group != group:
             self._strange = True
             return _OTHER_GROUP, None
-        act = in_place(self._placed(slot.spot.place).view(slot.base.dtype), slot.base)
+        act = in_place(self._where(slot.spot, slot.base))
+        if act is not None and slot.spot.received is not None:
+            act = self._receiving(slot.spot.received, act)
         return ("", act) if act is not None else (_OTHER_OP, None)
+
+    def _where(self, spot: Spot, base: torch.Tensor) -> Where:
+        assert spot.place is not None
+        engines = self._engines.get(spot.call.group) if spot.way.name == "copy engine" else None
+        group = self._groups[spot.call.group]
+        if engines is not None:
+            gather = spot.call.key.kind == "all_gather"
+            group = engines.gather if gather else engines.exchange
+        received = None if spot.received is None else self._placed(spot.received).view(base.dtype)
+        return Where(self._placed(spot.place).view(base.dtype), base, group, received)
+
+    def _receiving(self, place: Placement, act: Callable[[], Any]) -> Callable[[], Any]:
+        """``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
+
+        def alone() -> Any:
+            assert self._device is not None
+            users = self._bytes[place.segment]
+            stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
+            if users.held(place.offset, place.end):
+                target = self._placed(place)
+                synchronize(self._device)
+                saved = target.clone()
+                work = act()
+                target.copy_(saved)
+                synchronize(self._device)
+                return work
+            tenant = Tenant(stream)
+            users.take(place.offset, place.end, tenant)
+            work = act()
+            tenant.ran(work, done=True)
+            tenant.drop()
+            return work
+
+        return alone
 
     def _stage(self, slot: Slot, act: Callable[[], Any], *, result: bool) -> None:
         """See [Note: bytes in use]."""
@@ -315,24 +352,63 @@ class Runtime:
 
     def _make(self, recordings: Sequence[Recording]) -> None:
         assert self._device is not None
-        first = self.choices is None
-        self.choices = self.choices or Choices(self._device, self.options.timeout)
+        if self.choices is None:
+            self.choices = Choices(self._device, self.options.timeout, self._unmeasured())
         recordings = merged(recordings, self._groups, self.options.timeout)
         plan, stretches = self._planned(recordings)
-        # Later, bytes are in use, which a measurement would overwrite.
-        if first and self.options.choose == "measure":
-            placed = [
-                (p.call, self._placed(plan.placements[p.buffer]))
-                for stretch in stretches
-                for p in stretch
-                if p.buffer is not None
+        if self.options.choose == "measure":
+            new = [
+                p for s in stretches for p in s if p.buffer and not self.choices.measured(p.call)
             ]
-            self.choices.measure(self.memory, placed, self._groups)
-            if any(not choice.placed for choice in self.choices.all):
+            if new:
+                self._measure(plan, new)
                 plan, stretches = self._planned(recordings)
         self.plan = plan
         self._kept = list(recordings)
         self._schedule = Schedule(plan, stretches)
+
+    def _unmeasured(self) -> Way:
+        """The way of what was not measured; to be measured, the one that needs most bytes."""
+        assert self._device is not None
+        if self.options.choose == "measure":
+            engines = self._device.type == "cuda" and _compat.has_copy_engine_policy()
+            return Way("copy engine" if engines else "symmetric")
+        return Way("copy engine" if self.options.choose == "copy engine" else "symmetric")
+
+    def _measure(self, plan: Plan, new: Sequence[Planned]) -> None:
+        """Measure in the placements of ``plan``. What lies there is saved and put back."""
+        assert self._device is not None
+        assert self.choices is not None
+        synchronize(self._device)
+        saved = [
+            (tensor, tensor.clone())
+            for name, users in self._bytes.items()
+            for tensor in (self._arena[0].segments[name].tensor[b:e] for b, e in users.live())
+        ]
+        synchronize(self._device)
+        benches = []
+        for p in new:
+            assert p.buffer is not None
+            dtype = getattr(torch, p.call.key.dtype.removeprefix("torch."))
+            received = None if p.received is None else plan.placements[p.received]
+            benches.append(
+                Bench(
+                    p.call,
+                    self._placed(plan.placements[p.buffer]).view(dtype),
+                    None if received is None else self._placed(received).view(dtype),
+                )
+            )
+        # No rank may write before all ranks have saved: the agreement on the plan is older.
+        tell(
+            "measuring",
+            dict.fromkeys(leaders(self._groups).values(), 0),
+            self._groups,
+            self.options.timeout,
+        )
+        self.choices.measure(self.memory, benches, self._groups, self._engines)
+        for tensor, copy in saved:
+            tensor.copy_(copy)
+        synchronize(self._device)
 
     def _planned(
         self, recordings: Sequence[Recording]
@@ -340,7 +416,7 @@ class Runtime:
         """Plan what was not left out, and give the plan its memory."""
         assert self.choices is not None
         ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in self._groups.items()}
-        problem, stretches = problem_of(recordings, ranks, self.choices.reason)
+        problem, stretches = problem_of(recordings, ranks, self.choices.way)
         plan = plan_problem(problem, effort=self.options.effort)
         plan.verify()
         self._hold(plan)
@@ -363,7 +439,17 @@ class Runtime:
         )
         give_back(self._arena)
         self._arena.append(arena)
-        self.counts.rendezvous += arena.rendezvous if made else 0
+        self._engines = {}
+        if self.options.choose != "placed":
+            self._engines = engines_of(self._groups, arena.memory, self.options.timeout)
+        more = {name: engines.groups for name, engines in self._engines.items()}
+        joined = arena.join(
+            {
+                spec.name: {n: g for group in spec.groups for n, g in more.get(group, {}).items()}
+                for spec in plan.segments
+            }
+        )
+        self.counts.rendezvous += joined + (arena.rendezvous if made else 0)
         self._bytes = {name: Bytes() for name in arena.segments}
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.capture.fsdp import Call, Key, Planned
+    from symmplan.capture.fsdp import Call, Key, Planned, Way
     from symmplan.model import Placement, Plan
 
 __all__ = ["Schedule", "Spot"]
@@ -30,12 +30,14 @@ class Spot:
     Attributes:
         call: Which.
         place: Where its buffer lies; None if it stays in ordinary memory.
-        reason: Why it does.
+        received: Where the output of its all-to-all lies; None if it has none.
+        way: How it runs.
     """
 
     call: Call
     place: Placement | None
-    reason: str = ""
+    received: Placement | None
+    way: Way
 
 
 class Schedule:
@@ -48,7 +50,12 @@ class Schedule:
 
     def __init__(self, plan: Plan, stretches: Sequence[Sequence[Planned]]) -> None:
         self.spots = tuple(
-            Spot(c.call, None if c.buffer is None else plan.placements[c.buffer], c.reason)
+            Spot(
+                c.call,
+                None if c.buffer is None else plan.placements[c.buffer],
+                None if c.received is None else plan.placements[c.received],
+                c.way,
+            )
             for stretch in stretches
             for c in stretch
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field, frozen
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp_bytes import Tenant
     from symmplan.integrate.fsdp_schedule import Spot
 
-__all__ = ["Counts", "Options", "Slot"]
+__all__ = ["Counts", "Options", "Slot", "Where"]
 
 
 @frozen
@@ -22,8 +22,25 @@ class Options:
 
     memory: str
     effort: Literal["fast", "optimal"]
-    choose: Literal["measure", "placed"]
+    choose: Literal["measure", "placed", "copy engine"]
     timeout: float
+
+
+@frozen(eq=False)
+class Where:
+    """Where a collective runs.
+
+    Attributes:
+        target: The bytes of its placement, as a tensor like the buffer that FSDP2 has.
+        base: That buffer, under another storage.
+        group: The process group over which it runs.
+        received: Where the output of its all-to-all lies; None if it has none.
+    """
+
+    target: torch.Tensor
+    base: torch.Tensor
+    group: Any
+    received: torch.Tensor | None = None
 
 
 @define(eq=False)

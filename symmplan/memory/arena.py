@@ -126,6 +126,47 @@ class Arena:
         view = flat[:nbytes].view(wanted)
         return view if shape is None else view.view(tuple(shape))
 
+    def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
+        """Register segments with further groups: the same ranks over other communicators.
+
+        Args:
+            more: ``{segment: {name of a group: process group}}``. What a segment met already costs
+                nothing.
+
+        Returns:
+            How many rendezvous were made.
+
+        Raises:
+            BackendError: A segment cannot be registered; raised on every rank of the group.
+            PeerTimeoutError, PeerLostError: As `realize`.
+
+        Collective: yes, over those groups.
+        """
+        new = [
+            (self.segments[segment], name, group)
+            for segment, groups in more.items()
+            for name, group in groups.items()
+            if name not in self.segments[segment].rendezvous
+        ]
+        if not new:
+            return 0
+        named = {name: group for _, name, group in new}
+        members = resolve_groups(named, named)
+        exchange = Exchange(members, self.timeout)
+        try:
+            backend = resolve_backend(self.memory, new[0][0].tensor.device, members)
+            exchange.round("joining", b"")
+            for segment, name, _ in new:
+                backend.rendezvous(segment, members[name], exchange)
+            exchange.round("joined", b"")
+            backend.settle()
+            exchange.finish()
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        self.rendezvous += len(new)
+        return len(new)
+
     def release(self) -> None:
         """Give all segments back. Idempotent.
 
