@@ -30,6 +30,7 @@ __all__ = [
     "set_symm_mem_backend",
     "symm_mem_backend",
     "symm_mem_empty",
+    "symm_mem_pool",
     "symm_mem_rendezvous",
     "world_name",
 ]
@@ -116,6 +117,13 @@ def symm_mem_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def symm_mem_pool(device: torch.device) -> Any:
+    """Torch's caching pool of symmetric memory."""
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    return symm_mem.get_mem_pool(device)
 
 
 def symm_mem_rendezvous(tensor: torch.Tensor, group: str) -> Any:
