@@ -16,10 +16,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "all_gather_coalesced",
     "copy_engine_options",
+    "fsdp_can_be_replaced",
     "fsdp_comm_bases",
     "fsdp_comms",
+    "fsdp_has_direct_seam",
+    "fsdp_one_mesh",
     "fsdp_param_groups",
+    "fsdp_release_gather",
+    "fsdp_shards",
     "group_by_name",
     "group_name",
     "group_store",
@@ -191,3 +197,86 @@ def copy_engine_options() -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = _CTA_POLICY_ZERO
     return options
+
+
+def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:
+    """One all-gather of several tensors, in one launch; on the current stream. Collective."""
+    from torch.distributed.distributed_c10d import _coalescing_manager, all_gather_into_tensor
+
+    with _coalescing_manager(group):
+        for output, part in zip(outputs, inputs, strict=True):
+            all_gather_into_tensor(output, part, group=group)
+
+
+#: What `symmplan.integrate.fsdp_direct` uses of a parameter group and of its parameters.
+_SEAM_OF_GROUP = (
+    "_all_gather_process_group",
+    "_all_gather_result",
+    "_to_sharded",
+    "_to_unsharded",
+    "_training_state",
+    "_use_post_forward_mesh",
+    "comm_ctx",
+    "device",
+    "fsdp_params",
+    "is_sharded",
+    "is_unsharded",
+    "mesh_info",
+    "unshard",
+    "unshard_in_backward",
+    "wait_for_unshard",
+)
+_SEAM_OF_PARAMETER = (
+    "_orig_size",
+    "_sharded_local_tensor",
+    "_sharded_param_data",
+    "all_gather_outputs",
+    "free_unsharded_param",
+    "fsdp_placement",
+    "init_unsharded_param",
+    "offload_to_cpu",
+    "orig_dtype",
+    "param_dtype",
+)
+
+
+def fsdp_has_direct_seam(group: Any) -> bool:
+    """Whether an FSDP2 parameter group has what its direct form replaces and uses.
+
+    After its lazy initialization; before, only what it replaces can be seen.
+    """
+    return (
+        all(hasattr(group, name) for name in _SEAM_OF_GROUP)
+        and all(hasattr(p, name) for p in group.fsdp_params for name in _SEAM_OF_PARAMETER)
+        and hasattr(group.comm_ctx, "get_all_gather_streams")
+    )
+
+
+def fsdp_can_be_replaced(group: Any) -> bool:
+    """Whether an FSDP2 parameter group has the methods that its direct form replaces."""
+    return all(hasattr(group, name) for name in ("unshard", "wait_for_unshard", "_to_sharded"))
+
+
+def fsdp_shards(group: Any) -> bool:
+    """Whether a parameter group is sharded, not only replicated."""
+    return getattr(group.mesh_info, "shard_mesh_dim", None) is not None
+
+
+def fsdp_one_mesh(group: Any) -> bool:
+    """Whether every parameter of a group is resharded to the mesh it is sharded on."""
+    return getattr(group, "post_forward_mesh_info", None) in (None, group.mesh_info)
+
+
+def fsdp_release_gather(group: Any) -> None:
+    """Let go of the flat all-gather that FSDP2 keeps until the next one has been waited for."""
+    context = group.comm_ctx
+    if group._training_state.name != "FORWARD":
+        return
+    release = getattr(context, "release_all_gather_state_for_comm_reuse", None)
+    if release is not None:
+        release()
+        return
+    state = context.all_gather_state
+    if state is not None:
+        group._wait_all_gather_streams_on_event(state.event)
+        context.all_gather_state = None

@@ -269,3 +269,13 @@ def test_the_map_of_the_tests_names_every_file():
         if not any(path.match(pattern) for pattern in patterns)
     ]
     assert not unnamed
+
+
+def test_no_name_hides_one_that_attrs_uses_in_its_methods():
+    """Methods that attrs generates look for ``_compat`` in their module's globals."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "attrs" in text and re.search(
+            r"^(from|import) attrs|^    from attrs", text, re.MULTILINE
+        ):
+            assert not re.search(r"^from symmplan import _compat$", text, re.MULTILINE), path

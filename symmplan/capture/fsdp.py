@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from symmplan.model import Access, Buffer, Operation, Problem, Unplanned
 
@@ -92,12 +92,14 @@ class Planned:
         buffer: Name of its buffer in the problem; None if it was left out.
         received: Name of the buffer of an all-to-all's output; None if it needs none.
         way: How it runs.
+        direct: Whether its buffer is the parameters themselves.
     """
 
     call: Call
     buffer: str | None
     received: str | None = None
     way: Way = Way("symmetric")
+    direct: bool = False
 
 
 @define(eq=False)
@@ -128,7 +130,8 @@ class Recording:
 
     Attributes:
         collectives: Every buffer that FSDP2 asked for, in order.
-        events: ``(what, index in collectives)`` with ``"begin"``, ``"run"`` or ``"drop"``.
+        events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
+            ``"release"``: the module is done with the parameters that this all-gather gathered.
     """
 
     collectives: list[Collective] = field(factory=list)
@@ -149,6 +152,10 @@ class Recording:
     def drop(self, index: int) -> None:
         """Nobody holds buffer ``index`` any more. May be called from any thread."""
         self.events.append(("drop", index))
+
+    def release(self, index: int) -> None:
+        """The parameters that all-gather ``index`` gathered are resharded."""
+        self.events.append(("release", index))
 
     @property
     def ran(self) -> tuple[int, ...]:
@@ -186,6 +193,7 @@ def problem_of(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
     way_of: Callable[[Call], Way] = lambda _: Way("symmetric"),
+    direct: Mapping[str, int] | None = None,
 ) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
     """Turn recordings, one after the other, into a problem.
 
@@ -195,6 +203,9 @@ def problem_of(
         ranks: ``{name of the group: its global ranks}``. Groups whose ranks are among those of
             another one run the same plan and may share a segment.
         way_of: How a collective runs.
+        direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
+            one address for all of a module's, in use until the parameters are released. See
+            [Note: released late] in `symmplan.integrate.fsdp_direct`.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.
@@ -204,9 +215,18 @@ def problem_of(
     buffers: list[Buffer] = []
     unplanned: list[Unplanned] = []
     stretches: list[tuple[Planned, ...]] = []
+    together: list[tuple[str, str]] = []
+    first: dict[str, str] = {}
     for number, recording in enumerate(recordings):
         calls: list[Planned] = []
-        dropped = {index for what, index in recording.events if what == "drop"}
+        inside = {
+            i
+            for i in recording.ran
+            if recording.collectives[i].key.kind == "all_gather"
+            and recording.collectives[i].key.site in (direct or {})
+        }
+        events = _released_late(recording, inside)
+        dropped = {index for what, index in events if what == "drop"}
         names = {i: _name(number, i, recording.collectives[i].key) for i in recording.ran}
         planned: dict[int, str] = {}
         received: dict[int, str] = {}
@@ -218,13 +238,22 @@ def problem_of(
                 unplanned.append(_unplanned(name, call, way.reason))
                 continue
             planned[index] = name
-            buffers.append(_buffer(name, call, way, persistent=index not in dropped))
+            made = _buffer(name, call, way, persistent=index not in dropped)
+            if index in inside:
+                assert direct is not None
+                site = call.key.site
+                where = f"{made.where}, the parameters themselves"
+                made = evolve(made, nbytes=direct[site], where=where)
+                first.setdefault(site, name)
+                if first[site] != name:
+                    together.append((first[site], name))
+            buffers.append(made)
             if way.name == "copy engine" and call.key.kind == "reduce_scatter":
                 received[index] = f"{name}.received"
                 buffers.append(_received(received[index], call, way))
-            calls.append(Planned(call, name, received.get(index), way))
+            calls.append(Planned(call, name, received.get(index), way, index in inside))
         stretches.append(tuple(calls))
-        for what, index in recording.events:
+        for what, index in events:
             buffer = planned.get(index)
             if buffer is None:
                 continue
@@ -246,10 +275,46 @@ def problem_of(
         buffers=buffers,
         operations=operations,
         accesses=accesses,
+        together=together,
         shared_groups=_shared(groups, ranks),
         unplanned=unplanned,
     )
     return problem, tuple(stretches)
+
+
+def _released_late(recording: Recording, direct: set[int]) -> list[tuple[str, int]]:
+    """The events, in which buffers of ``direct`` drop when their bytes are free to be reused.
+
+    That is when the next gather was started, unless one was started before the release or the next
+    is the same module's. See [Note: released late] in `symmplan.integrate.fsdp_direct`.
+    """
+    events: list[tuple[str, int]] = []
+    late: list[int] = []
+    live: list[int] = []
+    for what, index in tuple(recording.events):
+        if index not in direct:
+            if what != "release":
+                events.append((what, index))
+            continue
+        site = recording.collectives[index].key.site
+        if what == "release":
+            ahead = live[live.index(index) + 1 :] if index in live else []
+            live = [i for i in live if i != index]
+            if ahead:
+                events.append(("drop", index))
+            else:
+                late.append(index)
+        elif what == "begin":
+            own = [i for i in late if recording.collectives[i].key.site == site]
+            events += [("drop", i) for i in own]
+            late = [i for i in late if i not in own]
+            live.append(index)
+            events.append((what, index))
+        elif what == "run":
+            events.append((what, index))
+            events += [("drop", i) for i in late]
+            late = []
+    return events + [("drop", i) for i in late]
 
 
 def _name(number: int, index: int, key: Key) -> str:

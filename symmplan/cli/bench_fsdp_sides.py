@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import symmplan
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.cli.bench_fsdp_mixin import PooledAllGather
 from symmplan.cli.bench_fsdp_models import Llama, mlp, parts
 from symmplan.cli.bench_fsdp_profile import profile
@@ -33,7 +33,7 @@ _HOST = ("unshard", "wait_for_unshard", "post_backward")
 
 def sides_of(device: str) -> tuple[str, ...]:
     """The sides that can be compared on ``device``."""
-    pooled = device == "cuda" and _compat.has_copy_engine_policy()
+    pooled = device == "cuda" and compat.has_copy_engine_policy()
     return ("plain", *(["pooled"] if pooled else []), "symmplan", "unsharded")
 
 
@@ -175,20 +175,20 @@ class Side:
     def _mesh(self, options: dict[str, Any]) -> DeviceMesh:
         if self.name != "pooled":
             return init_device_mesh(options["device"], (options["ranks"],))
-        group = dist.new_group(backend="nccl", pg_options=_compat.copy_engine_options())
+        group = dist.new_group(backend="nccl", pg_options=compat.copy_engine_options())
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return DeviceMesh.from_group(group, options["device"])
 
     def _groups(self) -> list[Any]:
         modules = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
-        return [group for module in modules for group in _compat.fsdp_param_groups(module)]
+        return [group for module in modules for group in compat.fsdp_param_groups(module)]
 
     def _each(self, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         """Give FSDP2 other collectives."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                for group in _compat.fsdp_param_groups(module):
-                    gather, scatter = change(*_compat.fsdp_comms(group))
+                for group in compat.fsdp_param_groups(module):
+                    gather, scatter = change(*compat.fsdp_comms(group))
                     module.set_custom_all_gather(gather)
                     module.set_custom_reduce_scatter(scatter)
 

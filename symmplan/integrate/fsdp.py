@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
+from symmplan.integrate.fsdp_direct import Direct
 from symmplan.integrate.fsdp_runtime import Runtime
 from symmplan.integrate.fsdp_slots import Options
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
@@ -170,11 +171,11 @@ def apply(
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups = [g for g in _compat.fsdp_param_groups(module) if id(g) not in seen]
+        groups = [g for g in compat.fsdp_param_groups(module) if id(g) not in seen]
         seen.update(id(g) for g in groups)
         if not groups:  # no parameters of its own, or it shares them with one before
             continue
-        comms = [_compat.fsdp_comms(group) for group in groups]
+        comms = [compat.fsdp_comms(group) for group in groups]
         for comm in (c for pair in comms for c in pair):
             _check_plain(comm, name)
         found.append((name or "model", module, *comms[0]))
@@ -187,6 +188,9 @@ def apply(
         )
     runtime = Runtime(Options(memory, effort, choose, timeout), len(found))
     for name, module, gather, scatter in found:
+        groups = compat.fsdp_param_groups(module)
+        if len(groups) == 1 and compat.fsdp_can_be_replaced(groups[0]):
+            runtime.directs.append(Direct(runtime, name, groups[0]))
         module.set_custom_all_gather(PlannedAllGather(runtime, name, gather))
         module.set_custom_reduce_scatter(PlannedReduceScatter(runtime, name, scatter))
     return Handle(runtime, [(module, gather, scatter) for _, module, gather, scatter in found])

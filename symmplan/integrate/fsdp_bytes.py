@@ -112,6 +112,10 @@ class Tenant:
             self._marks.append(event.wait)
         self._at_drop = not done
 
+    def after(self, event: Any) -> None:
+        """The bytes are used until ``event``, too."""
+        self._marks.append(event.wait)
+
     def drop(self) -> None:
         """The buffer was dropped."""
         if self.stream is not None and self._at_drop:

@@ -6,7 +6,7 @@ own time: its kernels take multiprocessors from the program's, copy engines do n
 each kind, size and group of collective is timed in every way there is, on real bytes. On a device
 the time is that of the collective *and* matrix products of about its length on another stream,
 from the first's begin to the last's end. The slowest rank counts. Ways that are about as fast are
-told apart by what else they cost: multiprocessors, then symmetric bytes.
+told apart by what else they cost: multiprocessors, then symmetric bytes on a device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.capture.fsdp import Way
 from symmplan.errors import AgreementError
 from symmplan.integrate.fsdp_agree import leaders, tell
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Choices"]
 
 #: The first of these that takes at most 1 / `_ALIKE` of the fastest's time is chosen.
-_WAYS = ("copy engine", "symmetric", "default")
+_WAYS = {"cuda": ("copy engine", "default", "symmetric"), "cpu": ("symmetric", "default")}
+#: Smaller collectives than this, in bytes, gain nothing on devices.
+_SMALL = 1 << 20
 _ALIKE = 0.97
 _WARM_UP = 2
 _REPETITIONS = 7
@@ -105,13 +107,13 @@ class Choices:
     Args:
         device: Where buffers lie.
         timeout: Seconds that ranks wait for each other.
-        fixed: The way of what was not measured.
+        choose: As for `symmplan.fsdp.apply`.
     """
 
-    def __init__(self, device: torch.device, timeout: float, fixed: Way) -> None:
+    def __init__(self, device: torch.device, timeout: float, choose: str) -> None:
         self._device = device
         self._timeout = timeout
-        self._fixed = fixed
+        self._choose = choose
         self._found: dict[_Case, Choice] = {}
 
     @property
@@ -122,9 +124,22 @@ class Choices:
     def way(self, call: Call) -> Way:
         """How ``call`` runs."""
         choice = self._found.get(_case(call))
-        if choice is None:
-            return self._fixed
-        return Way(choice.way, choice.reason)  # type: ignore[arg-type]
+        if choice is not None:
+            return Way(choice.way, choice.reason)  # type: ignore[arg-type]
+        if self._choose == "copy engine":
+            return Way("copy engine")
+        if self._choose == "placed" or self._device.type == "cpu":
+            return Way("symmetric")
+        if not self.worth(call):
+            return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
+        # What it will most likely be: a segment cannot be made smaller later.
+        if call.key.kind == "all_gather":
+            return Way("copy engine")
+        return Way("default", "nothing was measured")
+
+    def worth(self, call: Call) -> bool:
+        """Whether ``call`` is large enough to be measured."""
+        return self._device.type == "cpu" or call.nbytes >= _SMALL
 
     def measured(self, call: Call) -> bool:
         """Whether such a collective was measured."""
@@ -180,7 +195,8 @@ class Choices:
             kind, nbytes, dtype, group = case
             seconds = next(slowest[leader[group]])
             enough = min(seconds.values()) / _ALIKE
-            way = next(w for w in _WAYS if seconds.get(w, float("inf")) <= enough)
+            ways = _WAYS.get(self._device.type, _WAYS["cuda"])
+            way = next(w for w in ways if seconds.get(w, float("inf")) <= enough)
             self._found[case] = Choice(
                 kind, nbytes, dtype, group, groups[group].size(), seconds, way
             )
@@ -194,7 +210,7 @@ class Choices:
         plain = torch.zeros_like(placed)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
-        gather, scatter = _compat.fsdp_comms(None)
+        gather, scatter = compat.fsdp_comms(None)
         ways: list[tuple[str, str, torch.Tensor, Any]] = [
             ("default", "", plain, group),
             ("symmetric", memory, placed, group),

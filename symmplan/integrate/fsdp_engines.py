@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from attrs import frozen
 
-from symmplan import _compat
+from symmplan import _compat as compat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Engines:
     @property
     def groups(self) -> dict[str, Any]:
         """``{name: process group}`` of both."""
-        return {_compat.group_name(g): g for g in (self.gather, self.exchange)}
+        return {compat.group_name(g): g for g in (self.gather, self.exchange)}
 
 
 #: By the ranks, and the process group of the world, which may be destroyed and made again.
@@ -58,7 +58,7 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
 
     Collective: yes, over those groups, when one of them is new.
     """
-    if memory != "nccl" or not _compat.has_copy_engine_policy():
+    if memory != "nccl" or not compat.has_copy_engine_policy():
         return {}
     made = {}
     world = id(dist.distributed_c10d._get_default_group())
@@ -79,7 +79,7 @@ def _new(ranks: tuple[int, ...], what: str, timeout: float) -> Any:
         list(ranks),
         timeout=dt.timedelta(seconds=timeout),
         backend="nccl",
-        pg_options=_compat.copy_engine_options(),
+        pg_options=compat.copy_engine_options(),
         use_local_synchronization=True,
         group_desc=f"symmplan_{what}",
     )

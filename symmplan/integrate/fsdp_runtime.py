@@ -32,16 +32,19 @@ from symmplan.integrate.fsdp_agree import leaders, merged, tell
 from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Bench, Choices
+from symmplan.integrate.fsdp_direct import Direct, Home
 from symmplan.integrate.fsdp_engines import Engines, engines_of
 from symmplan.integrate.fsdp_schedule import Schedule
 from symmplan.integrate.fsdp_slots import Counts, Options, Slot, Where
 from symmplan.memory import agree
+from symmplan.model import DEFAULT_ALIGN
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.capture.fsdp import Planned
+    from symmplan.capture.fsdp import Call, Planned
+    from symmplan.integrate.fsdp_layout import Layout
     from symmplan.integrate.fsdp_schedule import Spot
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
@@ -87,6 +90,12 @@ class Runtime:
         self._arena: list[Arena] = []
         self._bytes: dict[str, Bytes] = {}
         self._engines: dict[str, Engines] = {}
+        self.directs: list[Direct] = []
+        #: ``{module: layout}`` of those whose parameters can lie in a placement.
+        self.layouts: dict[str, Layout] = {}
+        # The recording of each module's last all-gather, and its index there.
+        self._last: dict[str, tuple[Recording, int]] = {}
+        self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
         self._seen: set[Key] = set()
         self._reduced = False
@@ -120,9 +129,9 @@ class Runtime:
 
         Collective: at the end of the first step yes, else no.
         """
-        self._check_device(device)
-        if self._turns(key):
-            self._turn()
+        if self._arrived != key:
+            self.arrive(key, device)
+        self._arrived = None
         spot = self._follow(key)
         tenant = None if spot is None else self._move_in(spot, device)
         if tenant is None:
@@ -137,6 +146,33 @@ class Runtime:
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
         return lend(base, slot.drop), slot
+
+    def arrive(self, key: Key, device: torch.device) -> None:
+        """The program comes to a collective, for which it may ask `open` for a buffer next.
+
+        Collective: at the end of the first step yes, else no.
+        """
+        self._check_device(device)
+        if self._turns(key):
+            self._turn()
+        self._arrived = key
+
+    def gathered(self, key: Key, group: str) -> None:
+        """A module's parameters were gathered where they live."""
+        self._arrived = None
+        self._follow(key)
+        self._was_backward = key.backward
+        self.counts.bound += 1
+        if self._log is not None:
+            index = self._log.begin(key, key.numel * _itemsize(key.dtype))
+            self._log.run(index, group)
+            self._last[key.site] = (self._log, index)
+
+    def released(self, site: str) -> None:
+        """A module is done with its parameters."""
+        log, index = self._last.pop(site, (None, 0))
+        if log is not None:
+            log.release(index)
 
     def _follow(self, key: Key) -> Spot | None:
         if self._schedule is None:
@@ -207,6 +243,8 @@ class Runtime:
         name = _compat.group_name(group)
         self._groups.setdefault(name, group)
         slot.run(name)
+        if slot.log is not None and slot.key.kind == "all_gather":
+            self._last[slot.key.site] = (slot.log, slot.index)
         self._was_backward = slot.key.backward
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._way(slot, name, in_place)
@@ -254,13 +292,16 @@ class Runtime:
 
     def _where(self, spot: Spot, base: torch.Tensor) -> Where:
         assert spot.place is not None
-        engines = self._engines.get(spot.call.group) if spot.way.name == "copy engine" else None
-        group = self._groups[spot.call.group]
-        if engines is not None:
-            gather = spot.call.key.kind == "all_gather"
-            group = engines.gather if gather else engines.exchange
+        group = self._over(spot.call, spot.way)
         received = None if spot.received is None else self._placed(spot.received).view(base.dtype)
         return Where(self._placed(spot.place).view(base.dtype), base, group, received)
+
+    def _over(self, call: Call, way: Way) -> Any:
+        """The process group over which a collective runs."""
+        engines = self._engines.get(call.group) if way.name == "copy engine" else None
+        if engines is None:
+            return self._groups[call.group]
+        return engines.gather if call.key.kind == "all_gather" else engines.exchange
 
     def _receiving(self, place: Placement, act: Callable[[], Any]) -> Callable[[], Any]:
         """``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
@@ -353,32 +394,44 @@ class Runtime:
     def _make(self, recordings: Sequence[Recording]) -> None:
         assert self._device is not None
         if self.choices is None:
-            self.choices = Choices(self._device, self.options.timeout, self._unmeasured())
+            self.choices = Choices(self._device, self.options.timeout, self.options.choose)
         recordings = merged(recordings, self._groups, self.options.timeout)
-        plan, stretches = self._planned(recordings)
+        plan, stretches = self._planned(recordings, again=False)
         if self.options.choose == "measure":
-            new = [
-                p for s in stretches for p in s if p.buffer and not self.choices.measured(p.call)
-            ]
-            if new:
-                self._measure(plan, new)
-                plan, stretches = self._planned(recordings)
+            new = [p.call for s in stretches for p in s if not self.choices.measured(p.call)]
+            if new and self._measure(new):
+                plan, stretches = self._planned(recordings, again=True)
         self.plan = plan
         self._kept = list(recordings)
         self._schedule = Schedule(plan, stretches)
+        self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
 
-    def _unmeasured(self) -> Way:
-        """The way of what was not measured; to be measured, the one that needs most bytes."""
-        assert self._device is not None
-        if self.options.choose == "measure":
-            engines = self._device.type == "cuda" and _compat.has_copy_engine_policy()
-            return Way("copy engine" if engines else "symmetric")
-        return Way("copy engine" if self.options.choose == "copy engine" else "symmetric")
+    def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
+        """Let parameters live where the plan puts them."""
+        homes: dict[str, Home] = {}
+        for p in gathers:
+            if p.call.key.site not in homes:
+                assert p.buffer is not None
+                place = plan.placements[p.buffer]
+                homes[p.call.key.site] = Home(
+                    self.layouts[p.call.key.site],
+                    self._placed(place),
+                    self._bytes[place.segment],
+                    place.offset,
+                    self._over(p.call, p.way),
+                    self.memory,
+                )
+        for direct in self.directs:
+            if not direct.settled:
+                direct.settle(homes.get(direct.site))
 
-    def _measure(self, plan: Plan, new: Sequence[Planned]) -> None:
-        """Measure in the placements of ``plan``. What lies there is saved and put back."""
+    def _measure(self, calls: Sequence[Call]) -> bool:
+        """Measure in the bytes of the segments. What lies there is saved and put back."""
         assert self._device is not None
         assert self.choices is not None
+        benches = [bench for call in calls if (bench := self._bench(call)) is not None]
+        if not benches:
+            return False
         synchronize(self._device)
         saved = [
             (tensor, tensor.clone())
@@ -386,45 +439,56 @@ class Runtime:
             for tensor in (self._arena[0].segments[name].tensor[b:e] for b, e in users.live())
         ]
         synchronize(self._device)
-        benches = []
-        for p in new:
-            assert p.buffer is not None
-            dtype = getattr(torch, p.call.key.dtype.removeprefix("torch."))
-            received = None if p.received is None else plan.placements[p.received]
-            benches.append(
-                Bench(
-                    p.call,
-                    self._placed(plan.placements[p.buffer]).view(dtype),
-                    None if received is None else self._placed(received).view(dtype),
-                )
-            )
-        # No rank may write before all ranks have saved: the agreement on the plan is older.
-        tell(
-            "measuring",
-            dict.fromkeys(leaders(self._groups).values(), 0),
-            self._groups,
-            self.options.timeout,
-        )
+        # No rank may write into its peers before all have saved what they hold.
+        everyone = dict.fromkeys(leaders(self._groups).values(), 0)
+        tell("measuring", everyone, self._groups, self.options.timeout)
         self.choices.measure(self.memory, benches, self._groups, self._engines)
         for tensor, copy in saved:
             tensor.copy_(copy)
         synchronize(self._device)
+        return True
+
+    def _bench(self, call: Call) -> Bench | None:
+        """Bytes to measure a collective in, which need not be those of its placement."""
+        assert self.choices is not None
+        if not self.choices.worth(call):
+            return None
+        dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
+        room = next(
+            (s for s in self._arena[0].segments.values() if call.group in s.spec.groups), None
+        )
+        size = -(-call.nbytes // DEFAULT_ALIGN) * DEFAULT_ALIGN
+        if room is None or room.nbytes < call.nbytes:
+            return None
+        received = None
+        if call.key.kind == "reduce_scatter" and size + call.nbytes <= room.nbytes:
+            received = room.tensor[size : size + call.nbytes].view(dtype)
+        return Bench(call, room.tensor[: call.nbytes].view(dtype), received)
 
     def _planned(
-        self, recordings: Sequence[Recording]
+        self, recordings: Sequence[Recording], *, again: bool
     ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
         """Plan what was not left out, and give the plan its memory."""
         assert self.choices is not None
         ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in self._groups.items()}
-        problem, stretches = problem_of(recordings, ranks, self.choices.way)
+        settled = {direct.site for direct in self.directs if direct.settled}
+        direct = {site: x.nbytes for site, x in self.layouts.items() if site not in settled}
+
+        def way_of(call: Call) -> Way:
+            assert self.choices is not None
+            if call.key.kind == "all_gather" and call.key.site in settled:
+                return Way("default", "its parameters stay where an earlier plan put them")
+            return self.choices.way(call)
+
+        problem, stretches = problem_of(recordings, ranks, way_of, direct)
         plan = plan_problem(problem, effort=self.options.effort)
         plan.verify()
-        self._hold(plan)
+        self._hold(plan, may_reuse=again or not settled)
         return plan, stretches
 
-    def _hold(self, plan: Plan) -> None:
+    def _hold(self, plan: Plan, *, may_reuse: bool) -> None:
         """Give the plan memory: what this model has if it fits, else other."""
-        if self.arena is not None and fits(plan, self.arena):
+        if may_reuse and self.arena is not None and fits(plan, self.arena):
             agree(plan, self._groups, self.options.timeout)
             return
         assert self._device is not None
@@ -437,8 +501,9 @@ class Runtime:
             device=self._device,
             timeout=self.options.timeout,
         )
-        give_back(self._arena)
-        self._arena.append(arena)
+        if not any(direct.settled for direct in self.directs):
+            give_back(self._arena)  # else parameters live there
+        self._arena.insert(0, arena)
         self._engines = {}
         if self.options.choose != "placed":
             self._engines = engines_of(self._groups, arena.memory, self.options.timeout)
@@ -457,6 +522,14 @@ class Runtime:
 
         Collective: no.
         """
+        for direct in self.directs:
+            direct.remove()
+        self.directs.clear()
         if self._device is not None:
             synchronize(self._device)
         give_back(self._arena)
+
+
+def _itemsize(dtype: str) -> int:
+    result: int = getattr(torch, dtype.removeprefix("torch.")).itemsize
+    return result

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.errors import BackendError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Group:
 
 def group_key(group: str | Any) -> str:
     """The name of ``group``, which is a name or torch's group."""
-    return group if isinstance(group, str) else _compat.group_name(group)
+    return group if isinstance(group, str) else compat.group_name(group)
 
 
 def resolve_groups(
@@ -62,12 +62,10 @@ def resolve_groups(
 def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
     process_group = groups.get(name)
     if process_group is None:
-        if not _compat.has_process_groups():
+        if not compat.has_process_groups():
             return Group(name, name)
         try:
-            process_group = _compat.group_by_name(
-                _compat.world_name() if name == "default" else name
-            )
+            process_group = compat.group_by_name(compat.world_name() if name == "default" else name)
         except LookupError:
             raise BackendError(
                 f"the plan names process group {name!r}, which torch does not know",
@@ -85,9 +83,9 @@ def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
         )
     return Group(
         name=name,
-        torch_name=_compat.group_name(process_group),
+        torch_name=compat.group_name(process_group),
         rank=rank,
         size=process_group.size(),
-        store=_compat.group_store(process_group),
+        store=compat.group_store(process_group),
         process_group=process_group,
     )

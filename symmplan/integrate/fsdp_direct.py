@@ -1,0 +1,301 @@
+"""Unsharded parameters that live in their placements: nothing is copied in or out.
+
+FSDP2 casts shards into a flat tensor, copies that into the all-gather's input, gathers rank after
+rank, and copies the result out into parameters. Here a parameter's whole placement is its storage:
+shards are cast straight into this rank's parts of it, and one coalesced gather fills the rest.
+
+[Note: the seam]
+    FSDP2's public hooks hand out flat buffers, so methods of its parameter groups are replaced,
+    as attributes of the objects: ``unshard``, ``wait_for_unshard`` and ``_to_sharded`` of a group,
+    ``free_unsharded_param`` of its parameters. Where any of what they use is missing, or a group
+    does what they do not (see `layout_of`), FSDP2's own methods stay and gathers are flat.
+
+[Note: one address]
+    Autograd saves views of an unsharded parameter in forward and reads them in backward, after it
+    was resharded and gathered again. So all gathers of a group lie at one offset, whatever the
+    order in which the program uses it, and a later plan does not move it.
+
+[Note: released late]
+    FSDP2 reshards a module before it unshards the next. If the next one took the bytes over, its
+    gather would wait until the module's kernels ended. So in the plan a gather's bytes are in use
+    until the next gather was started, unless that had been started ahead of time.
+
+[Note: a gather ahead of its time]
+    A gather that a program did not do ahead of time while it was recorded may find its bytes in
+    use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from symmplan import _compat
+from symmplan.errors import RunError
+from symmplan.integrate.fsdp_bytes import Tenant, lend
+from symmplan.integrate.fsdp_layout import Gathered, Layout, layout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from symmplan.capture.fsdp import Key
+    from symmplan.integrate.fsdp_bytes import Bytes
+    from symmplan.integrate.fsdp_runtime import Runtime
+
+__all__ = ["Direct", "Home"]
+
+
+class Home:
+    """Where a group's parameters live.
+
+    Args:
+        layout: How they lie.
+        bytes_: The bytes of their placement.
+        users: Who uses the segment's bytes.
+        begin: Offset of the placement in the segment, in bytes.
+        group: The process group that gathers.
+        memory: Name of the memory backend.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        bytes_: torch.Tensor,
+        users: Bytes,
+        begin: int,
+        group: dist.ProcessGroup,
+        memory: str,
+    ) -> None:
+        self.users = users
+        self.begin, self.end = begin, begin + layout.nbytes
+        self.group = group
+        self.memory = memory
+        ranks, rank = group.size(), group.rank()
+        self.outputs: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
+        #: The same bytes as storages of their own, with versions of their own: autograd must not
+        #: take a gather for a change of the parameter.
+        self.storages: list[torch.Tensor] = []
+        for offset, count in zip(layout.offsets, layout.counts, strict=True):
+            size = count * ranks * layout.dtype.itemsize
+            whole = bytes_[offset : offset + size].view(layout.dtype)
+            self.outputs.append(whole)
+            self.parts.append(whole[rank * count : (rank + 1) * count])
+            self.storages.append(lend(whole, lambda: None))
+
+    def gather(self) -> Any:
+        """Fill all parameters from every rank's part; on the current stream.
+
+        Collective: yes.
+        """
+        if self.memory == "shm":
+            name, size = _compat.group_name(self.group), self.group.size()
+            for part, output in zip(self.parts, self.outputs, strict=True):
+                torch.ops.symmplan.all_gather_out(part, size, name, out=output)
+        elif len(self.outputs) == 1:
+            dist.all_gather_into_tensor(self.outputs[0], self.parts[0], group=self.group)
+        else:
+            _compat.all_gather_coalesced(self.outputs, self.parts, self.group)
+
+
+class Direct:
+    """An FSDP2 parameter group whose parameters may live in a placement.
+
+    Args:
+        runtime: Of the model.
+        site: Name of the module in the model.
+        group: FSDP2's parameter group.
+    """
+
+    def __init__(self, runtime: Runtime, site: str, group: Any) -> None:
+        self.site = site
+        self.reason = ""
+        self._runtime = runtime
+        self._group = group
+        self._layout: Layout | None = None
+        self._home: Home | None = None
+        self._bound: Home | None = None
+        self._tenant: Tenant | None = None
+        self._looked = False
+        self._put_off = False
+        self._unshard: Callable[..., None] = group.unshard
+        self._wait: Callable[[], None] = group.wait_for_unshard
+        self._reshard: Callable[[], None] = group._to_sharded
+        group.unshard = self.unshard
+        group.wait_for_unshard = self.wait_for_unshard
+        group._to_sharded = self.to_sharded
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the parameters would lie in a placement; None if they cannot."""
+        return self._layout
+
+    def settle(self, home: Home | None) -> None:
+        """From now on the parameters live there; None: where FSDP2 puts them."""
+        self._home = home
+
+    @property
+    def settled(self) -> bool:
+        """Whether the parameters live in a placement."""
+        return self._home is not None
+
+    # What FSDP2 calls.
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Start to gather, if that was not done yet.
+
+        Collective: yes.
+        """
+        group = self._group
+        if (
+            group._all_gather_result is not None
+            or group.is_unsharded
+            or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
+        ):
+            return
+        if not self._looked:
+            self._look()
+        if self._layout is None:
+            self._unshard(async_op)
+            return
+        key = self._key()
+        self._runtime.arrive(key, group.device)
+        if self._home is None:
+            self._unshard(async_op)
+            return
+        self._put_off = self._home.users.held(self._home.begin, self._home.end)
+        if not self._put_off:
+            self._start(key, self._home, async_op=async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Wait until the parameters are there, and let the module have them."""
+        group, home = self._group, self._home
+        result = group._all_gather_result
+        if home is None or (result is not None and not isinstance(result, Gathered)):
+            self._wait()
+            return
+        if result is None:
+            if group.is_unsharded or not self._put_off:
+                return
+            self._late(home)
+            result = group._all_gather_result
+        _compat.fsdp_release_gather(group)
+        if result.all_gather_event is not None:
+            torch.cuda.current_stream().wait_event(result.all_gather_event)
+        if self._bound is not home:
+            self._bind(home)
+        group._to_unsharded()
+        group._all_gather_result = None
+
+    def to_sharded(self) -> None:
+        """The module is done with the parameters."""
+        group = self._group
+        was = group.is_sharded
+        self._reshard()
+        if was:
+            return
+        self._runtime.released(self.site)
+        if self._tenant is not None:
+            self._tenant.drop()
+            self._tenant = None
+
+    def remove(self) -> None:
+        """Give FSDP2 its own methods back, and its parameters storages of their own.
+
+        Collective: no.
+        """
+        group = self._group
+        if self._bound is not None:
+            group._to_sharded()
+        self._unbind()
+        for name in ("unshard", "wait_for_unshard", "_to_sharded"):
+            group.__dict__.pop(name, None)
+        self._home = None
+
+    # How it is done.
+
+    def _look(self) -> None:
+        self._looked = True
+        found = layout_of(self._group)
+        if isinstance(found, Layout):
+            self._layout = found
+            self._runtime.layouts[self.site] = found
+        else:
+            self.reason = found
+
+    def _key(self) -> Key:
+        assert self._layout is not None
+        return self._layout.key(self.site, backward=_compat.in_backward())
+
+    def _late(self, home: Home) -> None:
+        """Gather now what was put off."""
+        if home.users.held(home.begin, home.end):
+            raise RunError(
+                f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
+                f"[{home.begin}, {home.end})",
+                expected="modules that were unsharded one after the other when the first step was "
+                "recorded to be so in later steps, and nobody to keep FSDP2's buffers",
+                got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
+                fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
+                "changes",
+                module=self.site,
+            )
+        self._put_off = False
+        self._start(self._key(), home, async_op=False)
+
+    def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
+        group = self._group
+        shards = [p._sharded_param_data for p in group.fsdp_params]
+        cuda = home.outputs[0].is_cuda
+        with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
+            if not cuda:
+                self._tenant = Tenant()
+                home.users.take(home.begin, home.end, self._tenant)
+                _fill(home.parts, shards)
+                home.gather()
+                group._all_gather_result = Gathered()
+            else:
+                copies, gathers = group.comm_ctx.get_all_gather_streams(
+                    async_op, group._training_state
+                )
+                # Dropped when the module is done, which its own kernels are on this stream.
+                self._tenant = Tenant(torch.cuda.current_stream())
+                with torch.cuda.stream(copies):
+                    home.users.take(home.begin, home.end, self._tenant)
+                    _fill(home.parts, shards)
+                gathers.wait_stream(copies)
+                with torch.cuda.stream(gathers):
+                    home.gather()
+                    event = gathers.record_event()
+                group._all_gather_result = Gathered(event)
+                self._tenant.after(event)
+        self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
+
+    def _bind(self, home: Home) -> None:
+        """Make the parameters views of their placements."""
+        self._unbind()
+        with torch.inference_mode(mode=False):
+            for parameter, storage in zip(self._group.fsdp_params, home.storages, strict=True):
+                parameter.all_gather_outputs = [storage]
+                parameter.free_unsharded_param = _nothing
+                parameter.init_unsharded_param()
+        self._bound = home
+
+    def _unbind(self) -> None:
+        """Forget the parameters' storages; FSDP2 makes new ones when it gathers next."""
+        for parameter in self._group.fsdp_params:
+            parameter.__dict__.pop("free_unsharded_param", None)
+            parameter.__dict__.pop("_unsharded_param", None)
+            parameter.all_gather_outputs = []
+        self._bound = None
+
+
+def _fill(parts: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """Cast shards into their parts, in one kernel where torch has it."""
+    torch._foreach_copy_(list(parts), list(shards))
+
+
+def _nothing() -> None:
+    """The bytes belong to the plan."""

@@ -1,0 +1,104 @@
+"""How the unsharded parameters of an FSDP2 group lie in one placement, if they can."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from symmplan import _compat as compat
+from symmplan.capture.fsdp import Key
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Gathered", "Layout", "layout_of"]
+
+#: Alignment in bytes of a parameter in its placement, which is what kernels expect of torch's.
+_ALIGN = 512
+
+
+@frozen(eq=False)
+class Gathered:
+    """What FSDP2 keeps of a gather that was started and not yet waited for.
+
+    Its attributes are those of FSDP2's own ``AllGatherResult`` that it reads elsewhere.
+    """
+
+    all_gather_event: Any = None
+    all_gather_work: Any = None
+
+
+@frozen
+class Layout:
+    """The parameters of one group, one behind the other.
+
+    Attributes:
+        dtype: Of all of them.
+        counts: Elements of this rank's shard of each, equal on all ranks.
+        offsets: Where each begins in the placement, in bytes.
+        nbytes: Size of the placement.
+        ranks: Ranks that hold a shard.
+    """
+
+    dtype: torch.dtype
+    counts: tuple[int, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+    ranks: int
+
+    def key(self, site: str, *, backward: bool) -> Key:
+        """The gather of this group, as its flat form is recorded."""
+        count = sum(self.counts) * self.ranks
+        return Key(site, "all_gather", count, str(self.dtype), backward)
+
+
+def layout_of(group: Any) -> Layout | str:
+    """The layout of a parameter group; or why it has none.
+
+    Args:
+        group: FSDP2's, after its lazy initialization.
+    """
+    parameters = list(group.fsdp_params)
+    if not parameters or not compat.fsdp_has_direct_seam(group):
+        return "this torch's FSDP2 lacks what is replaced"
+    if not compat.fsdp_shards(group):
+        return "its parameters are not sharded"
+    if group._use_post_forward_mesh or not compat.fsdp_one_mesh(group):
+        return "it reshards to another mesh after forward"
+    ranks = group._all_gather_process_group.size()
+    if ranks < 2:
+        return "its group has one rank"
+    dtypes = {p.param_dtype or p.orig_dtype for p in parameters}
+    if len(dtypes) > 1:
+        return "its parameters have several dtypes"
+    for p in parameters:
+        reason = _reason(p, ranks)
+        if reason:
+            return reason
+    counts = tuple(p._sharded_param_data.numel() for p in parameters)
+    dtype = dtypes.pop()
+    offsets = []
+    end = 0
+    for count in counts:
+        offsets.append(end)
+        end += -(-count * ranks * dtype.itemsize // _ALIGN) * _ALIGN
+    return Layout(dtype, counts, tuple(offsets), end, ranks)
+
+
+def _reason(parameter: Any, ranks: int) -> str:
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return "a parameter has its own way to be gathered"
+    if parameter.offload_to_cpu:
+        return "its shards lie on the CPU"
+    if parameter.fsdp_placement.dim != 0:
+        return "a parameter is not sharded along its first dimension"
+    if getattr(parameter, "is_spmd_types", False):
+        return "a parameter has types of its own"
+    if getattr(parameter, "keep_unsharded_storage", False):
+        return "it keeps its unsharded storage"
+    count = parameter._sharded_param_data.numel()
+    if not count or count * ranks != math.prod(parameter._orig_size):
+        return "a parameter does not divide evenly"
+    return ""
