@@ -407,6 +407,25 @@ def random_program(rank, world, blocks, hidden, options, steps):
     return both(build, program, rank)
 
 
+@contextlib.contextmanager
+def flat():
+    """FSDP2 as a torch has it in which parameter groups have other methods."""
+    from symmplan import _compat
+
+    known = _compat.fsdp_can_be_replaced
+    _compat.fsdp_can_be_replaced = lambda _: False
+    try:
+        yield
+    finally:
+        _compat.fsdp_can_be_replaced = known
+
+
+def in_flat_buffers(rank, world, name, *args):
+    """The same with gathers in flat buffers."""
+    with flat():
+        return globals()[name](rank, world, *args)
+
+
 def holder(rank, world, who, late, threads):
     """On some ranks somebody keeps the buffers of some collectives longer than FSDP2 does.
 
@@ -520,7 +539,7 @@ def by_all_to_all(rank, world, prefetch):
     """Reduce-scatters as an all-to-all into a second placement and a local sum."""
 
     def look(handle):
-        return [b.where for b in handle.plan.problem.buffers]
+        return [b.op for b in handle.plan.problem.buffers]
 
     def build():
         model = shard(Net())

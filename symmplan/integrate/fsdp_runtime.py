@@ -34,11 +34,11 @@ from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Bench, Choices
 from symmplan.integrate.fsdp_direct import Direct, Home
 from symmplan.integrate.fsdp_engines import Engines, engines_of
+from symmplan.integrate.fsdp_offsets import plan_with_homes
 from symmplan.integrate.fsdp_schedule import Schedule
 from symmplan.integrate.fsdp_slots import Counts, Options, Slot, Where
 from symmplan.memory import agree
 from symmplan.model import DEFAULT_ALIGN
-from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -413,14 +413,15 @@ class Runtime:
             if p.call.key.site not in homes:
                 assert p.buffer is not None
                 place = plan.placements[p.buffer]
-                homes[p.call.key.site] = Home(
-                    self.layouts[p.call.key.site],
-                    self._placed(place),
-                    self._bytes[place.segment],
-                    place.offset,
-                    self._over(p.call, p.way),
-                    self.memory,
-                )
+                with torch.inference_mode(mode=False):
+                    homes[p.call.key.site] = Home(
+                        self.layouts[p.call.key.site],
+                        self._placed(place),
+                        self._bytes[place.segment],
+                        place.offset,
+                        self._over(p.call, p.way),
+                        self.memory,
+                    )
         for direct in self.directs:
             if not direct.settled:
                 direct.settle(homes.get(direct.site))
@@ -481,7 +482,8 @@ class Runtime:
             return self.choices.way(call)
 
         problem, stretches = problem_of(recordings, ranks, way_of, direct)
-        plan = plan_problem(problem, effort=self.options.effort)
+        homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+        plan = plan_with_homes(problem, homes, self.options.effort)
         plan.verify()
         self._hold(plan, may_reuse=again or not settled)
         return plan, stretches
