@@ -132,10 +132,8 @@ class Choices:
             return Way("symmetric")
         if not self.worth(call):
             return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
-        # What it will most likely be: a segment cannot be made smaller later.
-        if call.key.kind == "all_gather":
-            return Way("copy engine")
-        return Way("default", "nothing was measured")
+        # The one that needs most bytes: a segment cannot grow later, and on devices not shrink.
+        return Way("copy engine" if compat.has_copy_engine_policy() else "symmetric")
 
     def worth(self, call: Call) -> bool:
         """Whether ``call`` is large enough to be measured."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat
+from symmplan import _compat as compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def gathers(
         return lambda: plain(
             output_tensor=output, input_tensor=source, group=group, async_op=async_op
         )
-    name = _compat.group_name(group)
+    name = compat.group_name(group)
     return lambda: torch.ops.symmplan.all_gather_out(source, group.size(), name, out=output)
 
 
@@ -73,7 +73,7 @@ def scatters(
     reduction = _reduction(op)
     if reduction is None:
         return None
-    name = _compat.group_name(group)
+    name = compat.group_name(group)
     return lambda: torch.ops.symmplan.reduce_scatter_out(
         source, reduction, group.size(), name, out=output
     )
@@ -105,11 +105,10 @@ def exchanges(
     reduce = {"sum": torch.sum, "avg": torch.mean}.get(reduction or "")
     if reduce is None:
         return None
-    parts = received.view(group.size(), -1)
 
     def act() -> None:
-        dist.all_to_all_single(received, source, group=group)
-        reduce(parts, 0, out=output.view(-1))
+        compat.all_to_all(received, source, group)
+        reduce(received.view(group.size(), -1), 0, out=output.view(-1))
 
     return act
 

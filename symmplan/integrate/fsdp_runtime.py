@@ -89,6 +89,7 @@ class Runtime:
         self._schedule: Schedule | None = None
         self._arena: list[Arena] = []
         self._bytes: dict[str, Bytes] = {}
+        self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._engines: dict[str, Engines] = {}
         self.directs: list[Direct] = []
         #: ``{module: layout}`` of those whose parameters can lie in a placement.
@@ -139,7 +140,7 @@ class Runtime:
         else:
             assert spot is not None
             assert spot.place is not None
-            base = self._placed(spot.place).view(dtype)
+            base = self._placed(spot.place, dtype)
         slot = Slot(key, base, spot=spot, tenant=tenant)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
@@ -195,8 +196,14 @@ class Runtime:
         users.take(begin, end, tenant)
         return tenant
 
-    def _placed(self, place: Placement) -> torch.Tensor:
-        return self._arena[0].segments[place.segment].tensor[place.offset : place.end]
+    def _placed(self, place: Placement, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The bytes at ``place``; made once, as slicing is slow on the host."""
+        made = self._views.get((place, dtype))
+        if made is None:
+            segment = self._arena[0].segments[place.segment]
+            made = segment.tensor[place.offset : place.end].view(dtype)
+            self._views[place, dtype] = made
+        return made
 
     def _check_device(self, device: torch.device) -> None:
         if self._device is None:
@@ -293,8 +300,8 @@ class Runtime:
     def _where(self, spot: Spot, base: torch.Tensor) -> Where:
         assert spot.place is not None
         group = self._over(spot.call, spot.way)
-        received = None if spot.received is None else self._placed(spot.received).view(base.dtype)
-        return Where(self._placed(spot.place).view(base.dtype), base, group, received)
+        received = None if spot.received is None else self._placed(spot.received, base.dtype)
+        return Where(self._placed(spot.place, base.dtype), base, group, received)
 
     def _over(self, call: Call, way: Way) -> Any:
         """The process group over which a collective runs."""
@@ -518,6 +525,7 @@ class Runtime:
         )
         self.counts.rendezvous += joined + (arena.rendezvous if made else 0)
         self._bytes = {name: Bytes() for name in arena.segments}
+        self._views.clear()
 
     def release(self) -> None:
         """Give the segments back.
@@ -527,6 +535,7 @@ class Runtime:
         for direct in self.directs:
             direct.remove()
         self.directs.clear()
+        self._views.clear()
         if self._device is not None:
             synchronize(self._device)
         give_back(self._arena)
