@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat
+from symmplan import _compat as compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def gathers(
         return lambda: plain(
             output_tensor=output, input_tensor=source, group=group, async_op=async_op
         )
-    name = _compat.group_name(group)
+    name = compat.group_name(group)
     return lambda: torch.ops.symmplan.all_gather_out(source, group.size(), name, out=output)
 
 
@@ -73,7 +73,7 @@ def scatters(
     reduction = _reduction(op)
     if reduction is None:
         return None
-    name = _compat.group_name(group)
+    name = compat.group_name(group)
     return lambda: torch.ops.symmplan.reduce_scatter_out(
         source, reduction, group.size(), name, out=output
     )
@@ -88,8 +88,9 @@ def exchanges(
 ) -> Callable[[], Any] | None:
     """What reduces and scatters ``source`` as an all-to-all and a local sum.
 
-    The sum runs over the ranks in their order, rounded once: 16-bit floats are accumulated in 32
-    bits. NCCL's own kernels round otherwise, so the last bits differ.
+    The sum runs over the ranks in their order: 16-bit floats are accumulated in 32 bits and rounded
+    once, and once more if the reduction has a factor of its own. NCCL's own kernels round
+    otherwise, so the last bits differ.
 
     Args:
         output: This rank's part of the result, in any memory.
@@ -99,17 +100,21 @@ def exchanges(
         op: The reduction.
 
     Returns:
-        None if the reduction is neither a sum nor an average.
+        None if the reduction is no sum, average, or sum with a factor.
     """
-    reduction = _reduction(op)
+    factor = compat.premul_factor(op)
+    reduction = "sum" if factor is not None else _reduction(op)
     reduce = {"sum": torch.sum, "avg": torch.mean}.get(reduction or "")
     if reduce is None:
         return None
     parts = received.view(group.size(), -1)
+    total = output.view(-1)
 
     def act() -> None:
         dist.all_to_all_single(received, source, group=group)
-        reduce(parts, 0, out=output.view(-1))
+        reduce(parts, 0, out=total)
+        if factor is not None:
+            total.mul_(factor)
 
     return act
 
