@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_gather_coalesced",
     "all_to_all",
+    "copy_engine_group",
     "copy_engine_options",
     "fsdp_can_be_replaced",
     "fsdp_comm_bases",
@@ -34,6 +35,8 @@ __all__ = [
     "has_nccl_backend",
     "has_process_groups",
     "in_backward",
+    "known_groups",
+    "premul_factor",
     "set_symm_mem_backend",
     "symm_mem_backend",
     "symm_mem_empty",
@@ -179,25 +182,62 @@ def fsdp_comm_bases() -> tuple[type, type]:
     return AllGather, ReduceScatter
 
 
-#: NCCL_CTA_POLICY_ZERO of nccl.h: no kernels where copy engines can do it.
-_CTA_POLICY_ZERO = 2
-
-
 def has_copy_engine_policy() -> bool:
     """Whether a communicator of NCCL can be asked to use copy engines."""
-    import torch.distributed as dist
-
-    nccl = getattr(dist, "ProcessGroupNCCL", None)
-    return nccl is not None and hasattr(getattr(nccl, "NCCLConfig", None), "cta_policy")
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    return (
+        hasattr(nccl, "NCCL_CTA_POLICY_ZERO")
+        and hasattr(getattr(nccl, "NCCLConfig", None), "cta_policy")
+        # The library may be older than the one that torch was built with.
+        and torch.cuda.nccl.version() >= (2, 28)
+    )
 
 
 def copy_engine_options() -> Any:
     """Options of an NCCL communicator that uses copy engines; see `has_copy_engine_policy`."""
-    import torch.distributed as dist
-
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = _CTA_POLICY_ZERO
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     return options
+
+
+def copy_engine_group(like: Any, what: str) -> Any:
+    """An NCCL communicator of the same ranks that uses copy engines. Collective, over ``like``.
+
+    Where `has_copy_engine_policy`. On all ranks `known_groups` must be the same.
+    """
+    options = copy_engine_options()
+    options._timeout = like._get_backend(torch.device("cuda")).options._timeout
+    # Where a device is bound, torch would split the world's communicator, for which it needs all
+    # ranks of the world.
+    world: Any = dist.distributed_c10d._get_default_group()
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        return dist.new_group(
+            dist.get_process_group_ranks(like),
+            timeout=options._timeout,
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=what,
+        )
+    finally:
+        world.bound_device_id = bound
+
+
+def known_groups() -> int:
+    """How many process groups this rank has been in: torch names new ones by it."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def premul_factor(op: Any) -> float | None:
+    """The factor of a sum that multiplies first (``PREMUL_SUM``); None if ``op`` is none."""
+    if op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    state = op.__getstate__()
+    factor = state[1] if isinstance(state, tuple) and len(state) == 2 else None
+    return factor if isinstance(factor, float) else None
 
 
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:

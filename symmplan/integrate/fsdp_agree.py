@@ -8,20 +8,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from symmplan.memory.exchange import Exchange
+from symmplan.memory.exchange import Exchange, was_told
 from symmplan.memory.groups import resolve_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from symmplan.capture.fsdp import Recording
 
-__all__ = ["leaders", "merged", "tell"]
+__all__ = ["leaders", "merged", "tell", "telling"]
 
 
 def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
@@ -59,6 +60,23 @@ def tell(
         exchange.fail(error)
         raise
     return {name: [_read(text) for text in answers] for name, answers in texts.items()}
+
+
+@contextlib.contextmanager
+def telling(groups: Mapping[str, Any], timeout: float) -> Iterator[None]:
+    """What fails inside on one rank alone fails on its peers, too, when they next wait for it.
+
+    Args:
+        groups: ``{name: process group}``.
+        timeout: Seconds that ranks wait for each other.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not was_told(error):
+            names = dict.fromkeys(leaders(groups).values())
+            Exchange(resolve_groups(names, groups), timeout).fail(error)
+        raise
 
 
 def merged(

@@ -3,10 +3,19 @@
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
 than the ordinary one, and small all-gathers gain nothing. And what a collective costs is not its
 own time: its kernels take multiprocessors from the program's, copy engines do not. So at freeze
-each kind, size and group of collective is timed in every way there is, on real bytes. On a device
-the time is that of the collective *and* matrix products of about its length on another stream,
-from the first's begin to the last's end. The slowest rank counts. Ways that are about as fast are
-told apart by what else they cost: multiprocessors, then symmetric bytes on a device.
+each kind, size and group of collective is timed in every way there is, on real bytes.
+
+[Note: what is timed]
+    On a device: the span from the begin of the first to the end of the last of two things that run
+    side by side, on two streams. One is the collective, several times if it is small. The other is
+    as many matrix products as take as long as torch's own way takes alone. A way that is slower by
+    itself and a way that slows the products down both make the span longer, each by as much as it
+    costs a program that is half communication. All ranks begin together, after an all-reduce, and
+    the host is ahead of the device. On the CPU: the collective alone.
+
+The slowest rank counts, the ways take turns, and the median of some turns is taken. Ways that are
+about as fast are told apart by what else they cost: multiprocessors, then symmetric bytes on a
+device.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ from attrs import field, frozen
 
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import Way
-from symmplan.errors import AgreementError
+from symmplan.errors import AgreementError, PeerTimeoutError
 from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.fsdp_ops import exchanges, gathers, scatters
 
@@ -42,6 +51,8 @@ _WARM_UP = 2
 _REPETITIONS = 7
 #: Rows of the square matrices whose products run beside a collective.
 _ROWS = 4096
+#: A collective of fewer bytes is repeated until it comes to as many, but not more often than that.
+_ENOUGH, _OFTEN = 64 << 20, 16
 
 
 @frozen
@@ -154,22 +165,36 @@ class Choices:
 
         Args:
             memory: Name of the memory backend.
-            benches: The collectives, in the order of the program, and bytes that nobody uses.
+            benches: The collectives, in the order of the program, and bytes that nobody uses once
+                all ranks have come here.
             groups: ``{name: process group}``.
             engines: ``{name: communicators}`` of the groups that have them.
+
+        Raises:
+            AgreementError: Ranks measured different collectives.
+            PeerTimeoutError: A rank did not come, or its part of a collective did not.
 
         Collective: yes, over those groups.
         """
         cases: dict[_Case, Bench] = {}
         for bench in benches:
             cases.setdefault(_case(bench.call), bench)
+        # What may fail on one rank alone comes before anything that waits on devices.
+        plain = torch.zeros(
+            max(b.call.nbytes for b in cases.values()), dtype=torch.uint8, device=self._device
+        )
+        acts = {
+            case: self._acts(bench, plain, groups[case[3]], memory, engines.get(case[3]))
+            for case, bench in cases.items()
+        }
+        clock = DeviceClock(self._device, self._timeout) if self._device.type == "cuda" else None
+        # No rank may write into its peers before all have saved what they hold.
+        everyone = dict.fromkeys(leaders(groups).values(), 0)
+        tell("measuring", everyone, groups, self._timeout)
         times = []
         for case, bench in cases.items():
-            group = groups[case[3]]
-            acts = self._acts(bench, group, memory, engines.get(case[3]))
-            times.append(self._time(case, acts))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            bench.placed.zero_()
+            times.append(self._time(case, acts[case], groups[case[3]], clock))
         self._agree(list(cases), times, groups)
 
     def _agree(
@@ -200,12 +225,11 @@ class Choices:
             )
 
     def _acts(
-        self, bench: Bench, group: Any, memory: str, engines: Engines | None
+        self, bench: Bench, scratch: torch.Tensor, group: Any, memory: str, engines: Engines | None
     ) -> dict[str, Callable[[], Any]]:
-        """What runs the collective in each way."""
+        """What runs the collective in each way; nothing is written before it is called."""
         placed = bench.placed
-        placed.zero_()
-        plain = torch.zeros_like(placed)
+        plain = scratch[: bench.call.nbytes].view(placed.dtype)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = compat.fsdp_comms(None)
@@ -230,50 +254,97 @@ class Choices:
                 )
         return {way: act for way, act in acts.items() if act is not None}
 
-    def _time(self, case: _Case, acts: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Seconds of each way, the median of some runs."""
-        del case
-        once = self._on_device(acts) if self._device.type == "cuda" else _on_host
+    def _time(
+        self,
+        case: _Case,
+        acts: Mapping[str, Callable[[], Any]],
+        group: Any,
+        clock: DeviceClock | None,
+    ) -> dict[str, float]:
+        """Seconds of each way, the median of some runs. See [Note: what is timed]."""
+        # By the size, not by the time it takes: equal on all ranks.
+        times = 1 if clock is None else min(_OFTEN, -(-_ENOUGH // max(1, case[1])))
+        products = 0
+        if clock is not None:
+            own = acts["default"]
+            alone = min(clock.span(own, times, 0, group) for _ in range(_WARM_UP + 1))
+            products = min(256, max(1, round(alone / clock.product())))
         runs: dict[str, list[float]] = {way: [] for way in acts}
         for repetition in range(_WARM_UP + _REPETITIONS):
             for way, act in acts.items():
-                seconds = once(act)
+                if clock is None:
+                    seconds = _on_host(act)
+                else:
+                    seconds = clock.span(act, times, products, group)
                 if repetition >= _WARM_UP:
                     runs[way].append(seconds)
-        return {way: statistics.median(seconds) for way, seconds in runs.items()}
+        return {way: statistics.median(seconds) / times for way, seconds in runs.items()}
 
-    def _on_device(
-        self, acts: Mapping[str, Callable[[], Any]]
-    ) -> Callable[[Callable[[], Any]], float]:
-        """What times a collective beside matrix products that take about as long."""
-        products = torch.cuda.current_stream(self._device)
-        side = torch.cuda.Stream(self._device)
-        a, b = (
-            torch.zeros(_ROWS, _ROWS, dtype=torch.bfloat16, device=self._device) for _ in range(2)
+
+class DeviceClock:
+    """Times collectives beside matrix products. See [Note: what is timed].
+
+    Args:
+        device: A CUDA device.
+        timeout: Seconds that a span may take before the peers count as lost.
+    """
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        self._timeout = timeout
+        self._products = torch.cuda.current_stream(device)
+        self._side = torch.cuda.Stream(device)
+        self._token = torch.zeros(1, device=device)
+        # The program's own random numbers must not change, and zeros take less power.
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (_ROWS, _ROWS)
+        self._a, self._b, self._out = (
+            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+            for _ in range(3)
         )
-        out = torch.empty_like(a)
 
-        def once(act: Callable[[], Any], count: int) -> float:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record(products)
-            side.wait_stream(products)
-            with torch.cuda.stream(side):
-                act()
-            for _ in range(count):
-                torch.mm(a, b, out=out)
-            products.wait_stream(side)
-            after.record(products)
-            after.synchronize()
-            return float(before.elapsed_time(after)) / 1e3
+    def product(self) -> float:
+        """Seconds of one matrix product."""
+        return min(self._timed(lambda: self._multiply(8)) / 8 for _ in range(_WARM_UP + 1))
 
-        def nothing() -> None: ...
+    def span(self, act: Callable[[], Any], times: int, products: int, group: Any) -> float:
+        """Seconds until both are done: ``act`` so many times, and so many products.
 
-        for _ in range(_WARM_UP):
-            once(acts["default"], 1)
-        alone = once(acts["default"], 0)
-        product = once(nothing, 8) / 8
-        count = min(256, max(1, round(1.5 * alone / product)))
-        return lambda act: once(act, count)
+        Collective: yes, over ``group``; ``times`` must be the same on all ranks.
+        """
+
+        def both() -> None:
+            self._side.wait_stream(self._products)
+            with torch.cuda.stream(self._side):
+                for _ in range(times):
+                    act()
+            self._multiply(products)
+            self._products.wait_stream(self._side)
+
+        dist.all_reduce(self._token, group=group)
+        # While these run the host queues what is timed.
+        self._multiply(2 + times)
+        return self._timed(both)
+
+    def _multiply(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._a, self._b, out=self._out)
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(self._products)
+        work()
+        after.record(self._products)
+        # A host that waits in CUDA for a peer that failed would wait until NCCL ends the process.
+        deadline = time.monotonic() + self._timeout
+        while not after.query():
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"a collective that was measured did not end in {self._timeout:g} s",
+                    fix="see why a peer failed, or raise timeout=",
+                    timeout=self._timeout,
+                )
+            time.sleep(1e-5)
+        return float(before.elapsed_time(after)) / 1e3
 
 
 def _on_host(act: Callable[[], Any]) -> float:

@@ -5,20 +5,25 @@
     them is a property of a communicator (its CTA policy), and the program's own one may serve
     anything. So a group gets two more: one for all-gathers, one for the all-to-alls of
     reduce-scatters, because collectives of one communicator run one after the other. They are made
-    once per process and set of ranks, and live until the process group is destroyed.
+    once per process and set of ranks, for all models, and live until the process groups are
+    destroyed.
 
-Source: ncclConfig_t.CTAPolicy in nccl.h.
+    Only the ranks of a group take part, so torch names the new group by its ranks and by how many
+    groups a rank is in. Where that differs within a group its ranks would wait for each other under
+    different names; such a group gets none.
+
+Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from attrs import frozen
 
 from symmplan import _compat as compat
+from symmplan.integrate.fsdp_agree import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,8 +49,7 @@ class Engines:
         return {compat.group_name(g): g for g in (self.gather, self.exchange)}
 
 
-#: By the ranks, and the process group of the world, which may be destroyed and made again.
-_MADE: dict[tuple[int, tuple[int, ...]], Engines] = {}
+_MADE: dict[tuple[int, ...], Engines] = {}
 
 
 def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[str, Engines]:
@@ -54,32 +58,42 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
     Args:
         groups: ``{name: process group}``, in the same order on all ranks of each.
         memory: Name of the memory backend; only ``"nccl"`` has them.
-        timeout: Seconds after which their collectives fail.
+        timeout: Seconds that ranks wait for each other. Later collectives have the timeout of the
+            group itself.
 
-    Collective: yes, over those groups, when one of them is new.
+    Raises:
+        PeerTimeoutError: A rank did not come within the timeout.
+
+    Collective: yes, over those groups.
     """
-    if memory != "nccl" or not compat.has_copy_engine_policy():
+    groups = {name: group for name, group in groups.items() if group.size() > 1}
+    if memory != "nccl" or not groups or not compat.has_copy_engine_policy():
         return {}
+    ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
+    mine = {
+        name: "made" if _made(ranks[name]) is not None else compat.known_groups() for name in groups
+    }
+    told = tell("engines", mine, groups, timeout)
     made = {}
-    world = id(dist.distributed_c10d._get_default_group())
     for name, group in groups.items():
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) < 2:
+        if any(said != mine[name] for said in told[name]):
             continue
-        found = _MADE.get((world, ranks))
+        found = _made(ranks[name])
         if found is None:
-            found = Engines(*(_new(ranks, what, timeout) for what in ("gather", "exchange")))
-            _MADE[world, ranks] = found
+            found = _MADE[ranks[name]] = Engines(
+                *(compat.copy_engine_group(group, f"symmplan_{w}") for w in ("gather", "exchange"))
+            )
         made[name] = found
     return made
 
 
-def _new(ranks: tuple[int, ...], what: str, timeout: float) -> Any:
-    return dist.new_group(
-        list(ranks),
-        timeout=dt.timedelta(seconds=timeout),
-        backend="nccl",
-        pg_options=compat.copy_engine_options(),
-        use_local_synchronization=True,
-        group_desc=f"symmplan_{what}",
-    )
+def _made(ranks: tuple[int, ...]) -> Engines | None:
+    """Those that were made for some ranks and were not destroyed since."""
+    found = _MADE.get(ranks)
+    try:
+        for group in () if found is None else (found.gather, found.exchange):
+            dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        del _MADE[ranks]
+        return None
+    return found

@@ -88,8 +88,9 @@ def exchanges(
 ) -> Callable[[], Any] | None:
     """What reduces and scatters ``source`` as an all-to-all and a local sum.
 
-    The sum runs over the ranks in their order, rounded once: 16-bit floats are accumulated in 32
-    bits. NCCL's own kernels round otherwise, so the last bits differ.
+    The sum runs over the ranks in their order: 16-bit floats are accumulated in 32 bits and rounded
+    once, and once more if the reduction has a factor of its own. NCCL's own kernels round
+    otherwise, so the last bits differ.
 
     Args:
         output: This rank's part of the result, in any memory.
@@ -99,16 +100,20 @@ def exchanges(
         op: The reduction.
 
     Returns:
-        None if the reduction is neither a sum nor an average.
+        None if the reduction is no sum, average, or sum with a factor.
     """
-    reduction = _reduction(op)
+    factor = compat.premul_factor(op)
+    reduction = "sum" if factor is not None else _reduction(op)
     reduce = {"sum": torch.sum, "avg": torch.mean}.get(reduction or "")
     if reduce is None:
         return None
+    total = output.view(-1)
 
     def act() -> None:
         compat.all_to_all(received, source, group)
-        reduce(received.view(group.size(), -1), 0, out=output.view(-1))
+        reduce(received.view(group.size(), -1), 0, out=total)
+        if factor is not None:
+            total.mul_(factor)
 
     return act
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from symmplan import _compat
 from symmplan.capture.fsdp import Key, Recording, Way, problem_of
-from symmplan.errors import CaptureError
-from symmplan.integrate.fsdp_agree import leaders, merged, tell
+from symmplan.errors import BackendError, CaptureError
+from symmplan.integrate.fsdp_agree import merged, telling
 from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Bench, Choices
@@ -399,6 +399,10 @@ class Runtime:
         self._log = Recording()
 
     def _make(self, recordings: Sequence[Recording]) -> None:
+        with telling(self._groups, self.options.timeout):
+            self._make_alike(recordings)
+
+    def _make_alike(self, recordings: Sequence[Recording]) -> None:
         assert self._device is not None
         if self.choices is None:
             self.choices = Choices(self._device, self.options.timeout, self.options.choose)
@@ -447,9 +451,6 @@ class Runtime:
             for tensor in (self._arena[0].segments[name].tensor[b:e] for b, e in users.live())
         ]
         synchronize(self._device)
-        # No rank may write into its peers before all have saved what they hold.
-        everyone = dict.fromkeys(leaders(self._groups).values(), 0)
-        tell("measuring", everyone, self._groups, self.options.timeout)
         self.choices.measure(self.memory, benches, self._groups, self._engines)
         for tensor, copy in saved:
             tensor.copy_(copy)
@@ -513,19 +514,35 @@ class Runtime:
         if not any(direct.settled for direct in self.directs):
             give_back(self._arena)  # else parameters live there
         self._arena.insert(0, arena)
+        met = 0 if made else arena.rendezvous
         self._engines = {}
         if self.options.choose != "placed":
             self._engines = engines_of(self._groups, arena.memory, self.options.timeout)
         more = {name: engines.groups for name, engines in self._engines.items()}
-        joined = arena.join(
+        self._check_engines(arena.memory)
+        arena.join(
             {
                 spec.name: {n: g for group in spec.groups for n, g in more.get(group, {}).items()}
                 for spec in plan.segments
             }
         )
-        self.counts.rendezvous += joined + (arena.rendezvous if made else 0)
+        self.counts.rendezvous += arena.rendezvous - met
         self._bytes = {name: Bytes() for name in arena.segments}
         self._views.clear()
+
+    def _check_engines(self, memory: str) -> None:
+        """What was asked for must be what runs. Shared memory has no kernels to avoid."""
+        without = [name for name in self._groups if name not in self._engines]
+        if self.options.choose == "copy engine" and memory != "shm" and without:
+            raise BackendError(
+                f"choose='copy engine': memory={memory!r} has no copy engines for group "
+                f"{without[0]!r}",
+                expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "
+                "many process groups",
+                fix="use choose='measure'",
+                group=without[0],
+                memory=memory,
+            )
 
     def release(self) -> None:
         """Give the segments back.

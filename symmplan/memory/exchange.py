@@ -15,6 +15,7 @@ Only JSON and raw bytes travel. Nothing read from a peer is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.groups import Group
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "was_told"]
 
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
@@ -122,6 +123,8 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """Tell everyone that this rank failed with ``error``. Never raises."""
+        with contextlib.suppress(AttributeError):
+            error._symmplan_told = True  # type: ignore[attr-defined]
         if self._failed:
             return
         self._failed = True
@@ -219,6 +222,11 @@ class Exchange:
             phase=phase,
             timeout=self.timeout,
         )
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether `Exchange.fail` was called with ``error``."""
+    return getattr(error, "_symmplan_told", False)
 
 
 class _StoreErrors:

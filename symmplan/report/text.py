@@ -44,6 +44,7 @@ def plan_summary(plan: Plan) -> str:
         ),
     ]
     lines += _segment_lines(plan)
+    lines += _placed_lines(plan)
     lines += _barrier_lines(plan)
     lines += unplanned_lines(plan.unplanned)
     return "\n".join(lines)
@@ -78,6 +79,19 @@ def _segment_lines(plan: Plan) -> list[str]:
         for s in plan.segments
     ]
     return ["segments:", *table(rows)] if rows else ["segments: none"]
+
+
+def _placed_lines(plan: Plan) -> list[str]:
+    """What is placed, those of one op and role together."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for buffer in plan.problem.buffers:
+        if buffer.op and buffer.name in plan.placements:
+            alike.setdefault((buffer.op, buffer.where or ""), []).append(buffer.nbytes)
+    rows = [
+        (f"{len(sizes):,} x {visible(where)} of {visible(op)}", size(sum(sizes)))
+        for (op, where), sizes in sorted(alike.items())[:_SHOWN]
+    ]
+    return ["placed:", *table(rows), *_more(len(alike))] if rows else []
 
 
 def _barrier_lines(plan: Plan) -> list[str]:
