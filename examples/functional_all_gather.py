@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import symmplan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RANKS = 2
 ROWS, COLUMNS = 1024, 512  # of one rank's part
@@ -32,7 +36,7 @@ def model(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
     return ops.wait_tensor(ops.all_gather_into_tensor(x, RANKS, group)) @ weight
 
 
-def by_hand(x: torch.Tensor):
+def by_hand(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that gathers ``x`` in memory that was made symmetric by hand."""
     group = dist.group.WORLD.group_name
     if x.is_cuda:
@@ -53,7 +57,7 @@ def by_hand(x: torch.Tensor):
     return lambda: gather(x, RANKS, "default", out=gathered) or gathered
 
 
-def profile(function) -> list[str]:
+def profile(function: Callable[[], object]) -> list[str]:
     """Names of the kernels and ops that gathered."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     activity = getattr(torch.profiler.ProfilerActivity, device.upper())

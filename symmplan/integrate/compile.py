@@ -104,6 +104,11 @@ class CompileBackend:
         return tuple({id(plan): plan for plan in plans}.values())
 
     @property
+    def compile_seconds(self) -> float:
+        """Seconds spent so far on capturing, planning, verifying and rewriting."""
+        return sum(unit.seconds for unit in self._units)
+
+    @property
     def stats(self) -> Stats:
         """What was done so far."""
         units = self._units

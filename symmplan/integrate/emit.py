@@ -13,9 +13,16 @@
     before every operation that writes; it costs nothing when the program runs.
 
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
-    no free view that changes the element size. It cannot know that they overlap. So where bytes
-    pass from one dtype to another, the fence covers all of them, and stays in the program as an op
-    that does nothing, to keep what was before it before it.
+    no free view that changes the element size; and so it is for lanes. Inductor cannot know that
+    they overlap. So where bytes pass from one input to another, the fence covers both, and stays
+    in the program as an op that does nothing, to keep what was before it before it.
+
+[Note: lanes]
+    c10d's ``wait_tensor`` waits for all work that was registered on a tensor's *storage*. If all
+    placements shared the segment's, to wait for one collective would be to wait for all of them.
+    So what asynchronous collectives write is reached through inputs of their own, one for each
+    offset, whose storage begins there. Work that is under way at the same time never shares an
+    offset.
 """
 
 from __future__ import annotations
@@ -36,7 +43,11 @@ __all__ = ["Emitter", "SegmentInput"]
 
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
-_SEGMENT = "symmplan2"
+_SEGMENT = "symmplan3"
+
+
+#: Inductor copies inputs that begin elsewhere.
+_ALIGNED = 16
 
 
 @frozen
@@ -46,12 +57,14 @@ class SegmentInput:
     Attributes:
         segment: Name of the segment.
         dtype: Element type that its bytes are seen as.
-        numel: How many elements, from its first byte on.
+        numel: How many elements, to the end of the segment.
+        lane: First byte, if it is a storage of its own from there on; None for the segment itself.
     """
 
     segment: str
     dtype: torch.dtype
     numel: int
+    lane: int | None = None
 
 
 @define(eq=False)
@@ -63,6 +76,7 @@ class Emitter:
         plan: Where buffers lie.
         device: The device of the segments.
         fake_mode: The mode of the graph's fake tensors.
+        lanes: The buffers that asynchronous collectives write.
         inputs: The segment inputs added so far, in order.
         first: ``{operation: the first node that stands for it now}``, where that has changed.
     """
@@ -71,32 +85,42 @@ class Emitter:
     plan: Plan
     device: torch.device
     fake_mode: Any
+    lanes: frozenset[str] = frozenset()
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
 
-    def _input(self, segment: str, dtype: torch.dtype) -> fx.Node:
-        """The whole segment as elements of one dtype."""
-        nbytes = next(s.nbytes for s in self.plan.segments if s.name == segment)
-        key = SegmentInput(segment, dtype, nbytes // dtype.itemsize)
+    def key(self, buffer: str, dtype: torch.dtype) -> SegmentInput:
+        """The input through which a buffer is reached. See [Note: lanes]."""
+        place = self.plan.placements[buffer]
+        nbytes = next(s.nbytes for s in self.plan.segments if s.name == place.segment)
+        lane = place.offset if buffer in self.lanes and not place.offset % _ALIGNED else None
+        return SegmentInput(place.segment, dtype, (nbytes - (lane or 0)) // dtype.itemsize, lane)
+
+    def offset(self, buffer: str, dtype: torch.dtype) -> int:
+        """Where a buffer begins in its input, in elements."""
+        begin = self.key(buffer, dtype).lane or 0
+        return (self.plan.placements[buffer].offset - begin) // dtype.itemsize
+
+    def _input(self, key: SegmentInput) -> fx.Node:
         node = self.inputs.get(key)
         if node is None:
             body = next(n for n in self.graph.nodes if n.op != "placeholder")
             with self.graph.inserting_before(body):
-                name = str(dtype).removeprefix("torch.")
-                node = self.graph.placeholder(f"{_SEGMENT}_{segment}_{name}")
+                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane)
+                name = "_".join(str(w) for w in words if w is not None)
+                node = self.graph.placeholder(f"{_SEGMENT}_{name}")
             with self.fake_mode:
-                node.meta["val"] = torch.empty(key.numel, dtype=dtype, device=self.device)
+                node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self.device)
             self.inputs[key] = node
         return node
 
     def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""
-        place = self.plan.placements[buffer]
         stride = like.stride()
         if contiguous:
             stride = torch.empty(like.shape, device="meta").stride()
-        base = self._input(place.segment, like.dtype)
-        offset = place.offset // like.element_size()
+        base = self._input(self.key(buffer, like.dtype))
+        offset = self.offset(buffer, like.dtype)
         args = (base, list(like.shape), list(stride), offset)
         return self.call(torch.ops.aten.as_strided.default, args)
 

@@ -52,8 +52,7 @@ def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
         bound = bind_arguments(overload, node.args, node.kwargs)
         if home is None or bound["storage_offset"] is None:
             continue
-        itemsize = values.tensors[(source, ())].element_size()
-        shift = emitter.plan.placements[home.buffer].offset // itemsize
+        shift = emitter.offset(home.buffer, values.tensors[(source, ())].dtype)
         bound["storage_offset"] = bound["storage_offset"] + shift
         node.args = tuple(bound[a.name] for a in overload._schema.arguments)
         node.kwargs = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +15,7 @@ from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
+from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.poison import plan_poison
 from symmplan.integrate.rewrite import rewrite
@@ -24,7 +27,7 @@ from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from symmplan.integrate.emit import SegmentInput
     from symmplan.model import Barrier, Plan, Problem
@@ -80,7 +83,9 @@ class Unit:
     plans: dict[str, Plan] = field(init=False, factory=dict)
     barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
     arenas: dict[str, Any] = field(init=False, factory=dict)
+    given: dict[str, list[torch.Tensor]] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
+    seconds: float = field(init=False, default=0.0)
 
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""
@@ -105,6 +110,19 @@ class Unit:
 
     def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
         """Make one part follow its plan; None if it has nothing in symmetric memory."""
+        with self.timed():
+            return self._rewrite(module, part, fake_mode)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what runs inside as symmplan's part of compiling."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def _rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
         if not self.declares(module):
             return None
         lowerings = self._prepare(module)
@@ -171,11 +189,12 @@ class Unit:
 
     def segments(self, rewritten: Rewritten) -> list[torch.Tensor]:
         """The segments' local bytes; the first call is collective and allocates them."""
-        arena = self.arenas.get(rewritten.part) or self._realize(rewritten.part)
-        return [
-            arena.segments[i.segment].tensor[: i.numel * i.dtype.itemsize].view(i.dtype)
-            for i in rewritten.inputs
-        ]
+        given = self.given.get(rewritten.part)
+        if given is None:
+            arena = self.arenas.get(rewritten.part) or self._realize(rewritten.part)
+            given = [_bytes_of(arena.segments[i.segment].tensor, i) for i in rewritten.inputs]
+            self.given[rewritten.part] = given
+        return given
 
     def _realize(self, part: str) -> Any:
         if self.released:
@@ -199,8 +218,22 @@ class Unit:
     def release(self) -> None:
         """Give all segments back."""
         self.released = True
+        self.given.clear()
         for arena in self.arenas.values():
             arena.release()
+
+
+def _bytes_of(segment: torch.Tensor, wanted: SegmentInput) -> torch.Tensor:
+    """What a rewritten graph takes of a segment."""
+    begin = wanted.lane or 0
+    part = segment[begin : begin + wanted.numel * wanted.dtype.itemsize]
+    if wanted.lane is not None:
+        part = lend(part, _nothing)
+    return part.view(wanted.dtype)
+
+
+def _nothing() -> None:
+    """The segment outlives the program that runs in it."""
 
 
 def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
