@@ -25,7 +25,7 @@ from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from symmplan.capture.producers import Write
 
@@ -105,6 +105,7 @@ class Decider:
         waits: ``{asynchronous node: {path of a result: its wait}}``.
         producer: Says how a node can write into memory it is given, or None.
         skip: Gives the reason why a requirement is not to be met, or None.
+        refused: ``{node: why its tensors are to be left out}``.
     """
 
     prefix: str
@@ -115,6 +116,7 @@ class Decider:
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
+    refused: Mapping[fx.Node, str]
 
     homes: dict[Value, Home] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
@@ -153,7 +155,9 @@ class Decider:
         )
 
     def _unplaceable(self, request: Request) -> str | None:
-        reason = self.skip(request.spec, request.requirement)
+        reason = self.refused.get(request.node)
+        if reason is None:
+            reason = self.skip(request.spec, request.requirement)
         if reason is not None:
             return reason
         if request.node in self.waits and not self.waits[request.node]:

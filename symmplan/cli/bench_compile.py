@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(_NAMES)} (default all)",
     )
     parser.add_argument("--memory", default="auto", help="memory backend (default auto)")
+    parser.add_argument(
+        "--choose",
+        choices=("auto", "measure", "placed"),
+        default="auto",
+        help="whether to leave out of the plan what is faster in torch's own way (default auto)",
+    )
     for name, (cpu, cuda) in _SIZES.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, help=f"default {cpu}, on cuda {cuda}")
@@ -88,6 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "cases": cases,
         "memory": args.memory,
+        "choose": args.choose,
         "steps": args.steps,
         "compilations": args.compilations,
         "dtype": args.dtype or ("bfloat16" if cuda else "float32"),
@@ -114,7 +121,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    names = ("ranks", "device", "cases", "memory", *_SIZES, "steps", "compilations", "dtype")
+    names = (
+        "ranks",
+        "device",
+        "cases",
+        "memory",
+        "choose",
+        *_SIZES,
+        "steps",
+        "compilations",
+        "dtype",
+    )
     given = {name: getattr(args, name) for name in names}
     words = [f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None]
     return [*words, *(["--zero-cta"] if args.zero_cta else [])]
@@ -224,7 +241,11 @@ def _sides(options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
     sides: dict[str, Callable[..., Any]] = {
         "plain": lambda: {"backend": "inductor"},
-        "symmplan": lambda: {"backend": symmplan.backend(memory=options["memory"], timeout=120.0)},
+        "symmplan": lambda: {
+            "backend": symmplan.backend(
+                memory=options["memory"], choose=options["choose"], timeout=120.0
+            )
+        },
     }
     if options["device"] == "cuda" and _LOW_CONTENTION in config.get_config_copy():
         sides["low_contention"] = lambda: {
@@ -287,7 +308,7 @@ def _case(
         "rendezvous_after_first_step": backend.stats.rendezvous - first,
         "stats": attrs.asdict(backend.stats),
         "staged": [list(s) for s in backend.staged()],
-        "choices": [],
+        "choices": [attrs.asdict(c) for c in backend.choices],
     }
     dist.barrier()
     torch._dynamo.reset()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
+    from symmplan.integrate.choice import Choice
     from symmplan.model import Plan
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
@@ -76,23 +77,13 @@ class CompileBackend:
         effort: Literal["fast", "optimal"] = "fast",
         timeout: float = DEFAULT_TIMEOUT,
         *,
+        choose: Literal["auto", "measure", "placed"] = "auto",
         debug: bool = False,
     ) -> None:
-        if inner not in ("inductor", "eager"):
-            raise BackendError(
-                f"unknown inner compiler {inner!r}",
-                expected="'inductor' or 'eager'",
-                got=repr(inner),
-                fix="use inner='inductor', or inner='eager' for debugging",
-            )
-        if memory not in _memory_names():
-            raise BackendError(
-                f"unknown memory backend {memory!r}",
-                expected=", ".join(_memory_names()),
-                got=repr(memory),
-                fix="use memory='auto'",
-            )
-        self.settings = Settings(inner, memory, effort, timeout, debug)
+        _refuse("inner compiler", inner, ("inductor", "eager"))
+        _refuse("memory backend", memory, _memory_names())
+        _refuse("way to choose", choose, ("auto", "measure", "placed"))
+        self.settings = Settings(inner, memory, effort, timeout, choose, debug)
         self.__name__ = "symmplan"
         self._graphs = 0
         self._units: list[Unit] = []
@@ -107,6 +98,11 @@ class CompileBackend:
     def compile_seconds(self) -> float:
         """Seconds spent so far on capturing, planning, verifying and rewriting."""
         return sum(unit.seconds for unit in self._units)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured of the graphs' collectives."""
+        return tuple(dict.fromkeys(c for unit in self._units for c in unit.choices))
 
     @property
     def stats(self) -> Stats:
@@ -201,6 +197,7 @@ def backend(
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
     *,
+    choose: Literal["auto", "measure", "placed"] = "auto",
     debug: bool = False,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
@@ -210,6 +207,10 @@ def backend(
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
         effort: ``"fast"``, or ``"optimal"`` for a complete search.
         timeout: Seconds that ranks wait for each other before they raise.
+        choose: ``"placed"`` to put every declared tensor into symmetric memory; ``"measure"`` to
+            time each kind and size of collective both ways when it is first compiled, and leave
+            out of the plan what is clearly faster in torch's own way; ``"auto"`` to measure on
+            devices only (shared memory between processes is always faster).
         debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
             wrong lifetime shows in the results. Slow.
 
@@ -219,9 +220,10 @@ def backend(
     Raises:
         BackendError: A name is unknown.
 
-    Collective: no; the first run of a compiled graph is, over every group in it.
+    Collective: no; the first run of a compiled graph is, over every group in it, and so is
+    compiling it where collectives are measured.
     """
-    return CompileBackend(inner, memory, effort, timeout, debug=debug)
+    return CompileBackend(inner, memory, effort, timeout, choose=choose, debug=debug)
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
@@ -231,6 +233,16 @@ def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
             expected=" or ".join(map(repr, known)),
             got=repr(mode),
             fix="leave torch.compile's mode out",
+        )
+
+
+def _refuse(what: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise BackendError(
+            f"unknown {what} {given!r}",
+            expected=", ".join(map(repr, known)),
+            got=repr(given),
+            fix=f"use {known[0]!r}",
         )
 
 

@@ -15,6 +15,7 @@ from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import ReleasedError
+from symmplan.integrate.choice import Choice, refused
 from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.poison import plan_poison
@@ -44,6 +45,7 @@ class Settings:
         memory: Name of the memory backend.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
+        choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
         debug: Overwrite every placement when its buffer dies, so that a late reader shows.
     """
 
@@ -51,7 +53,12 @@ class Settings:
     memory: str
     effort: Literal["fast", "optimal"]
     timeout: float
+    choose: Literal["auto", "measure", "placed"]
     debug: bool
+
+    def chooses(self, device: torch.device) -> bool:
+        """Whether collectives are measured before they are planned."""
+        return self.choose == "measure" or (self.choose == "auto" and device.type != "cpu")
 
 
 @frozen
@@ -85,6 +92,7 @@ class Unit:
     arenas: dict[str, Any] = field(init=False, factory=dict)
     given: dict[str, list[torch.Tensor]] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
+    choices: list[Choice] = field(init=False, factory=list)
     seconds: float = field(init=False, default=0.0)
 
     def declares(self, module: fx.GraphModule) -> bool:
@@ -128,13 +136,20 @@ class Unit:
         lowerings = self._prepare(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
-        captured = capture_fx(
+        capture = functools.partial(
+            capture_fx,
             module,
             prefix=f"{part}.",
             lookup=lowerings.lookup,
             skip=lowerings.skip,
             producer=producer,
         )
+        captured = capture()
+        if self.settings.chooses(self.device):
+            reasons, choices = refused(captured, lowerings, self.device, self.settings.timeout)
+            self.choices += choices
+            if reasons:
+                captured = capture(refused=reasons)
         if not captured.sites and not captured.problem.unplanned:
             return None
         if self.settings.debug:
