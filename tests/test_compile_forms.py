@@ -87,10 +87,9 @@ def _compare(rank, size, program, inner):
         for _ in range(2):
             got = settled(compiled(x.clone()))
             dist.barrier()
-            for unit in backend._units:
-                for arena in unit.arenas.values():
-                    for segment in arena.segments.values():
-                        segment.tensor.fill_(255)  # results must not lie there
+            for arena in backend._pool.arenas:
+                for segment in arena.segments.values():
+                    segment.tensor.fill_(255)  # results must not lie there
             torch.testing.assert_close(got, expected)
             dist.barrier()
         return backend.stats, sorted({u.reason for p in backend.plans for u in p.unplanned})
