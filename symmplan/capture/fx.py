@@ -12,6 +12,7 @@ import torch
 from attrs import define, field
 from torch import fx
 
+from symmplan.capture.bounds import sources
 from symmplan.capture.decide import Decider, requests_of
 from symmplan.capture.graphs import called, hidden_calls, is_getitem, is_wait, written_nodes
 from symmplan.capture.producers import Write, writes_inductor
@@ -117,6 +118,7 @@ class _Builder:
             producer=self.producer,
             skip=self.skip,
             refused=self.refused or {},
+            symbols=sources(self.graph),
         )
         requests = [r for node, spec in declared for r in requests_of(node, spec, self.values)]
         self.specs = dict(declared)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
+from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import is_getitem, is_wait, overload_of
 from symmplan.errors import AgreementError
 from symmplan.integrate.fsdp_agree import leaders, tell
@@ -181,7 +182,7 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str) -> _Cas
         memory=memory,
         group=group,
         dtype=str(fakes[0].dtype).removeprefix("torch."),
-        numels=tuple(f.numel() for f in fakes),
+        numels=tuple(bound_of(f.numel()) or 0 for f in fakes),
         others=tuple(sorted((k, _plain(v)) for k, v in bound.items())),
         copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
         copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),

@@ -34,6 +34,8 @@ import torch
 from attrs import define, field, frozen
 from torch import fx
 
+from symmplan.capture.bounds import sources
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,6 +50,20 @@ _SEGMENT = "symmplan3"
 
 #: Inductor copies inputs that begin elsewhere.
 _ALIGNED = 16
+
+
+def _begin() -> None:
+    """Marks where the graph's own operations begin, while it is rewritten."""
+
+
+def _dense(shape: Sequence[int | torch.SymInt]) -> list[int | torch.SymInt]:
+    """The strides of a contiguous tensor."""
+    strides: list[int | torch.SymInt] = []
+    step: int | torch.SymInt = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = step * size
+    return strides
 
 
 @frozen
@@ -88,6 +104,18 @@ class Emitter:
     lanes: frozenset[str] = frozenset()
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
+    _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
+    _body: fx.Node = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
+        at = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(at):
+            self._body = self.graph.call_function(_begin)
+
+    def finish(self) -> None:
+        """The graph is done."""
+        self.graph.erase_node(self._body)
 
     def key(self, buffer: str, dtype: torch.dtype) -> SegmentInput:
         """The input through which a buffer is reached. See [Note: lanes]."""
@@ -104,8 +132,8 @@ class Emitter:
     def _input(self, key: SegmentInput) -> fx.Node:
         node = self.inputs.get(key)
         if node is None:
-            body = next(n for n in self.graph.nodes if n.op != "placeholder")
-            with self.graph.inserting_before(body):
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            with self.graph.inserting_after(last):
                 words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")
@@ -116,13 +144,44 @@ class Emitter:
 
     def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""
-        stride = like.stride()
-        if contiguous:
-            stride = torch.empty(like.shape, device="meta").stride()
+        stride = _dense(like.shape) if contiguous else like.stride()
         base = self._input(self.key(buffer, like.dtype))
         offset = self.offset(buffer, like.dtype)
-        args = (base, list(like.shape), list(stride), offset)
+        args = (base, self.numbers(like.shape), self.numbers(stride), offset)
         return self.call(torch.ops.aten.as_strided.default, args)
+
+    def numbers(self, values: Sequence[int | torch.SymInt]) -> list[int | fx.Node]:
+        """Sizes as the graph can use them: those that only its inputs tell, as nodes."""
+        symbolic = any(isinstance(v, torch.SymInt) for v in values)
+        if symbolic and not self._numbers:
+            self._numbers.update(self._symbols())
+        return [self._number(v.node.expr) if isinstance(v, torch.SymInt) else v for v in values]
+
+    def _symbols(self) -> dict[Any, fx.Node]:
+        found = {}
+        for symbol, (node, dimension) in sources(self.graph).items():
+            found[symbol] = node
+            if dimension is not None:
+                args = (node, dimension)
+                found[symbol] = self._early(torch.ops.aten.sym_size.int, args)
+        return found
+
+    def _number(self, expr: Any) -> int | fx.Node:
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in self._numbers:
+            op = operator.add if expr.is_Add else operator.mul if expr.is_Mul else operator.floordiv
+            first, *rest = (self._number(e) for e in expr.args)
+            for other in rest:
+                first = self._early(op, (first, other))
+            assert isinstance(first, fx.Node)
+            self._numbers[expr] = first
+        return self._numbers[expr]
+
+    def _early(self, op: Any, args: tuple[Any, ...]) -> fx.Node:
+        """A call behind the graph's inputs and what was put there before."""
+        with self.graph.inserting_before(self._body):
+            return self.call(op, args)
 
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A call node with its fake value."""

@@ -61,6 +61,7 @@ def rewrite(
     _Declared(emitter, captured, lowerings).run()
     poison(emitter, captured)
     keep_order(emitter, captured, barriers)
+    emitter.finish()
     module.graph.lint()
     module.recompile()
     return tuple(emitter.inputs)
@@ -191,7 +192,7 @@ class _Declared:
         like = self._fake(node, path)
         return self.emitter.call(
             torch.ops.aten.empty.memory_format,
-            (list(like.shape),),
+            (self.emitter.numbers(like.shape),),
             {"dtype": like.dtype, "device": like.device},
         )
 

@@ -181,10 +181,15 @@ class Unit:
             producer=producer,
         )
         captured = capture()
+        reasons: dict[fx.Node, str] = {}
+        while partly := lowerings.partly(captured):
+            reasons |= partly
+            captured = capture(refused=reasons)
         if self.settings.chooses(self.device):
-            reasons, choices = refused(captured, lowerings, self.device, self.settings.timeout)
+            slower, choices = refused(captured, lowerings, self.device, self.settings.timeout)
             self.record.choices += choices
-            if reasons:
+            if slower:
+                reasons |= slower
                 captured = capture(refused=reasons)
         if not captured.sites and not captured.problem.unplanned:
             return None
