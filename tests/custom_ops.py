@@ -68,6 +68,11 @@ def _scale_out(x: torch.Tensor, _group: str, *, out: torch.Tensor) -> torch.Tens
     return torch.mul(x, 3, out=out)
 
 
+def _under_way(x):
+    """How many collectives nobody has waited for yet."""
+    return x.new_full((1,), torch._C._distributed_c10d._get_work_registry_size())
+
+
 @functools.cache
 def load() -> None:
     """Define and declare the ops, once per process."""
@@ -91,6 +96,9 @@ def load() -> None:
     lib.impl("scale.out", _scale_out, "CompositeExplicitAutograd")
     torch.library.register_fake("symmplan_test::scale", lambda x, _g: torch.empty_like(x), lib=lib)
     torch.library.register_fake("symmplan_test::scale.out", lambda _x, _g, *, out: out, lib=lib)
+    lib.define("under_way(Tensor x) -> Tensor")
+    lib.impl("under_way", _under_way, "CompositeExplicitAutograd")
+    torch.library.register_fake("symmplan_test::under_way", lambda x: x.new_empty(1), lib=lib)
     lib.impl("bump", _bump, "CompositeExplicitAutograd")
     torch.library.register_fake("symmplan_test::bump", lambda _x, _g: None, lib=lib)
     lib.impl("peer_mean", _peer_mean, "CompositeExplicitAutograd")

@@ -31,10 +31,9 @@ def _setup(rank, world_size):
 
 
 def _poison(backend):
-    for unit in backend._units:
-        for arena in unit.arenas.values():
-            for segment in arena.segments.values():
-                segment.tensor.fill_(255)
+    for arena in backend._pool.arenas:
+        for segment in arena.segments.values():
+            segment.tensor.fill_(255)
 
 
 def _compare(rank, world_size, program: Program, inner: str, repeat: int):

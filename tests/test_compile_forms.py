@@ -87,10 +87,9 @@ def _compare(rank, size, program, inner):
         for _ in range(2):
             got = settled(compiled(x.clone()))
             dist.barrier()
-            for unit in backend._units:
-                for arena in unit.arenas.values():
-                    for segment in arena.segments.values():
-                        segment.tensor.fill_(255)  # results must not lie there
+            for arena in backend._pool.arenas:
+                for segment in arena.segments.values():
+                    segment.tensor.fill_(255)  # results must not lie there
             torch.testing.assert_close(got, expected)
             dist.barrier()
         return backend.stats, sorted({u.reason for p in backend.plans for u in p.unplanned})
@@ -146,3 +145,19 @@ def test_asynchronous_results_leave_no_placement_behind(single, program):
 def test_bool_stays_bool_through_inductor(single):
     ((stats, _),) = single.run(_compare, _bool, "inductor")
     assert stats.placed == 2
+
+
+def _two_gathers(x, group, size):
+    """Two gathers under way at once; what is still under way after the first wait, as a tensor."""
+    first = F.all_gather_into_tensor(x.relu(), size, group)
+    second = F.all_gather_into_tensor(x.sin(), size, group)
+    one = F.wait_tensor(first) + 1
+    left = T.under_way(one)
+    two = F.wait_tensor(second) + 1
+    third = F.wait_tensor(F.all_gather_into_tensor(one + two, size, group))
+    return one, left, two, third * 2
+
+
+def test_a_wait_ends_its_own_collective_only(single):
+    ((stats, _),) = single.run(_compare, _two_gathers, "eager")
+    assert stats.placed == 6

@@ -7,7 +7,7 @@ result                                                   bind   written there by
 result that leaves the graph                             stage  copied out after the op or its wait
 result of a user's op that cannot write given memory     stage  copied in after the op
 any, of work whose end is not in the graph               none   `Unplanned`, with the reason
-no size, empty, symbolic                                 none   `Unplanned`, with the reason
+no size, empty, symbolic without a bound                 none   `Unplanned`, with the reason
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
+from symmplan.capture.bounds import bound, bounded, contiguous, known
 from symmplan.capture.graphs import argument_nodes, is_getitem, overload_of, target_name
 from symmplan.capture.sites import Home, Site
 from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
@@ -25,7 +26,7 @@ from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from symmplan.capture.producers import Write
 
@@ -35,17 +36,6 @@ __all__ = ["Decider", "Request", "element_where", "requests_of"]
 def element_where(where: str, path: tuple[int, ...]) -> str:
     """``"inputs"`` and ``(0,)`` -> ``"inputs.0"``."""
     return ".".join([where, *map(str, path)])
-
-
-def _static_nbytes(fake: Any) -> int | None:
-    """Bytes of the tensor's storage, or None while they are symbolic."""
-    nbytes = fake.untyped_storage().nbytes()
-    return nbytes if isinstance(nbytes, int) else None
-
-
-def _is_static(fake: Any) -> bool:
-    numbers = [*fake.shape, *fake.stride(), fake.storage_offset()]
-    return all(isinstance(n, int) for n in numbers) and _static_nbytes(fake) is not None
 
 
 @define(eq=False)
@@ -105,6 +95,8 @@ class Decider:
         waits: ``{asynchronous node: {path of a result: its wait}}``.
         producer: Says how a node can write into memory it is given, or None.
         skip: Gives the reason why a requirement is not to be met, or None.
+        refused: ``{node: why its tensors are to be left out}``.
+        symbols: Where the graph's inputs give the symbols of sizes.
     """
 
     prefix: str
@@ -115,6 +107,8 @@ class Decider:
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
+    refused: Mapping[fx.Node, str]
+    symbols: Mapping[Any, Any]
 
     homes: dict[Value, Home] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
@@ -123,7 +117,7 @@ class Decider:
 
     def _leave_out(self, request: Request, reason: str) -> None:
         fake = self.values.tensors[request.value]
-        nbytes = _static_nbytes(fake) if _is_static(fake) else None
+        nbytes = bound(fake.untyped_storage().nbytes())
         name = f"{self.prefix}{request.value[0].name}"
         self.unplanned.append(Unplanned(name, request.spec.op, request.where, reason, nbytes))
         self._site(request, None, None, reason)
@@ -153,7 +147,9 @@ class Decider:
         )
 
     def _unplaceable(self, request: Request) -> str | None:
-        reason = self.skip(request.spec, request.requirement)
+        reason = self.refused.get(request.node)
+        if reason is None:
+            reason = self.skip(request.spec, request.requirement)
         if reason is not None:
             return reason
         if request.node in self.waits and not self.waits[request.node]:
@@ -163,15 +159,19 @@ class Decider:
             return f"is a {type(fake).__name__}, not a plain tensor"
         if fake.layout is not torch.strided:
             return f"has layout {fake.layout}"
-        if not _is_static(fake):
-            return f"its size {tuple(fake.shape)} is symbolic; mark it static to plan it"
-        if fake.numel() == 0:
+        if not bounded(fake, self.symbols):
+            return (
+                f"its size {tuple(fake.shape)} is symbolic without an upper bound; set one with "
+                "torch._dynamo.mark_dynamic(tensor, dim, max=...), or compile with dynamic=False"
+            )
+        if bound(fake.numel()) == 0:
             return "it has no elements"
         return None
 
     def _buffer(self, request: Request, name: str, value: Value, *, whole: bool) -> Buffer:
         fake = self.values.tensors[value]
-        nbytes = _static_nbytes(fake) if whole else fake.numel() * fake.element_size()
+        numel = fake.numel() * fake.element_size()
+        nbytes = bound(fake.untyped_storage().nbytes() if whole else numel)
         assert nbytes is not None
         buffer = Buffer(
             name=self.prefix + name,
@@ -182,7 +182,7 @@ class Decider:
             op=request.spec.op,
             where=request.where,
             dtype=str(fake.dtype).removeprefix("torch."),
-            shape=tuple(fake.shape),
+            shape=tuple(bound(size) or 0 for size in fake.shape),
         )
         self.buffers[buffer.name] = buffer
         return buffer
@@ -281,9 +281,11 @@ class Decider:
     def _why_stage(self, request: Request, root: Value, home: Home | None) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""
         fake = self.values.tensors[request.value]
-        if not fake.is_contiguous():
+        if not contiguous(fake):
             return "it is not contiguous"
         itemsize = fake.element_size()
+        if not isinstance(fake.storage_offset(), int):
+            return "it begins at an offset that is not known"
         if (fake.storage_offset() * itemsize) % request.requirement.align:
             return f"its view starts off the alignment of {request.requirement.align} bytes"
         if home is not None:
@@ -300,8 +302,11 @@ class Decider:
         if self.producer(origin[0]) is None:
             return f"its producer {target_name(origin[0])} cannot write into given memory"
         made = self.values.tensors[origin]
-        dense = made.numel() * made.element_size() == _static_nbytes(made)
-        if not dense or made.storage_offset() != 0 or not _is_static(made):
+        numel = made.numel() * made.element_size()
+        dense = known(numel == made.untyped_storage().nbytes()) and known(
+            made.storage_offset() == 0
+        )
+        if not dense or not bounded(made, self.symbols):
             return "its producer's result is not dense"
         return None
 

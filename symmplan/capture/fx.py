@@ -12,6 +12,7 @@ import torch
 from attrs import define, field
 from torch import fx
 
+from symmplan.capture.bounds import sources
 from symmplan.capture.decide import Decider, requests_of
 from symmplan.capture.graphs import called, hidden_calls, is_getitem, is_wait, written_nodes
 from symmplan.capture.producers import Write, writes_inductor
@@ -23,7 +24,7 @@ from symmplan.model import OpSpec, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["capture_fx"]
 
@@ -36,6 +37,7 @@ def capture_fx(
     lookup: Callable[[Any], OpSpec | None] = spec_for,
     producer: Callable[[fx.Node], Write | None] = writes_inductor,
     skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
+    refused: Mapping[fx.Node, str] | None = None,
 ) -> Captured:
     """Capture the declared tensors of an FX program.
 
@@ -46,6 +48,7 @@ def capture_fx(
         lookup: Gives what is declared of an op, or None.
         producer: Says how a node can write into memory it is given, or None.
         skip: Gives the reason why a requirement is not to be met, or None to meet it.
+        refused: ``{node: why its tensors are to be left out}``.
 
     Returns:
         The problem and the decisions behind it.
@@ -56,7 +59,7 @@ def capture_fx(
     Collective: no.
     """
     graph, module = _graph_of(program)
-    builder = _Builder(graph, module, example_inputs, prefix, lookup, producer, skip)
+    builder = _Builder(graph, module, example_inputs, prefix, lookup, producer, skip, refused)
     return builder.build()
 
 
@@ -86,6 +89,7 @@ class _Builder:
     lookup: Callable[[Any], OpSpec | None]
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
+    refused: Mapping[fx.Node, str] | None
 
     order: dict[fx.Node, int] = field(init=False)
     values: Values = field(init=False)
@@ -113,6 +117,8 @@ class _Builder:
             waits=waits,
             producer=self.producer,
             skip=self.skip,
+            refused=self.refused or {},
+            symbols=sources(self.graph),
         )
         requests = [r for node, spec in declared for r in requests_of(node, spec, self.values)]
         self.specs = dict(declared)

@@ -3,6 +3,7 @@
 For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Each is
 captured, planned and rewritten when it is compiled, both in one set of segments. Nothing is
 allocated before the program first runs: then the ranks agree on the plan and rendezvous once.
+All graphs of a backend take turns in the same segments.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from attrs import frozen
 
 from symmplan.errors import BackendError
 from symmplan.integrate import ops
-from symmplan.integrate.unit import Settings, Unit
+from symmplan.integrate.pool import Pool
+from symmplan.integrate.unit import Record, Settings, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
+    from symmplan.integrate.choice import Choice
     from symmplan.model import Plan
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
@@ -42,7 +45,7 @@ class Stats:
         bound: Those of them that are produced or used where they lie.
         unplanned: Declared tensors that were left out.
         barriers: Barriers inserted.
-        segment_bytes: Bytes of symmetric memory.
+        segment_bytes: Bytes of symmetric memory; graphs take turns in them.
         lower_bound_bytes: Proven minimum of those bytes.
         unshared_bytes: Bytes that one buffer per tensor would take.
     """
@@ -76,62 +79,70 @@ class CompileBackend:
         effort: Literal["fast", "optimal"] = "fast",
         timeout: float = DEFAULT_TIMEOUT,
         *,
+        choose: Literal["auto", "measure", "placed"] = "auto",
         debug: bool = False,
     ) -> None:
-        if inner not in ("inductor", "eager"):
-            raise BackendError(
-                f"unknown inner compiler {inner!r}",
-                expected="'inductor' or 'eager'",
-                got=repr(inner),
-                fix="use inner='inductor', or inner='eager' for debugging",
-            )
-        if memory not in _memory_names():
-            raise BackendError(
-                f"unknown memory backend {memory!r}",
-                expected=", ".join(_memory_names()),
-                got=repr(memory),
-                fix="use memory='auto'",
-            )
-        self.settings = Settings(inner, memory, effort, timeout, debug)
+        _refuse("inner compiler", inner, ("inductor", "eager"))
+        _refuse("memory backend", memory, _memory_names())
+        _refuse("way to choose", choose, ("auto", "measure", "placed"))
+        self.settings = Settings(inner, memory, effort, timeout, choose, debug)
         self.__name__ = "symmplan"
         self._graphs = 0
-        self._units: list[Unit] = []
+        self._records: list[Record] = []
+        self._pool = Pool(timeout)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans made so far, one for each graph with declared tensors."""
-        plans = (plan for unit in self._units for plan in unit.plans.values())
+        plans = (plan for record in self._records for plan in record.plans.values())
         return tuple({id(plan): plan for plan in plans}.values())
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent so far on capturing, planning, verifying and rewriting."""
+        return sum(record.seconds for record in self._records)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured of the graphs' collectives."""
+        return tuple(dict.fromkeys(c for record in self._records for c in record.choices))
 
     @property
     def stats(self) -> Stats:
         """What was done so far."""
-        units = self._units
-        sites = [s for u in units for c in u.captured.values() for s in c.sites]
-        arenas = {id(a): a for u in units for a in u.arenas.values()}.values()
+        how = [how for record in self._records for *_, how, _ in record.sites]
         plans = self.plans
+        # Plans of one structure take turns in one set of segments.
+        turns: dict[Any, list[Plan]] = {}
+        for plan in plans:
+            turns.setdefault(tuple((s.groups, s.signal_pad) for s in plan.segments), []).append(
+                plan
+            )
         return Stats(
             graphs=self._graphs,
             planned=len(plans),
-            rendezvous=sum(a.rendezvous for a in arenas),
-            placed=sum(s.how is not None for s in sites),
-            staged=sum(s.how == "stage" for s in sites),
-            bound=sum(s.how == "bind" for s in sites),
+            rendezvous=self._pool.rendezvous,
+            placed=sum(h is not None for h in how),
+            staged=how.count("stage"),
+            bound=how.count("bind"),
             unplanned=sum(len(p.unplanned) for p in plans),
             barriers=sum(len(p.barriers) for p in plans),
-            segment_bytes=sum(p.peak_bytes for p in plans),
-            lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
+            segment_bytes=sum(
+                max(s.nbytes for s in same)
+                for of in turns.values()
+                for same in zip(*(p.segments for p in of), strict=True)
+            ),
+            lower_bound_bytes=sum(max(p.lower_bound_bytes for p in of) for of in turns.values()),
             unshared_bytes=sum(p.unshared_bytes for p in plans),
         )
 
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
         """Every staged tensor: ``(operation, op, argument or result, reason)``."""
         return tuple(
-            (f"{c.prefix}{s.node.name}", c.specs[s.node].op, s.where, s.reason)
-            for u in self._units
-            for c in u.captured.values()
-            for s in c.sites
-            if s.how == "stage"
+            (name, op, where, reason)
+            for record in self._records
+            for name, op, where, how, reason in record.sites
+            if how == "stage"
         )
 
     def release(self) -> None:
@@ -139,8 +150,8 @@ class CompileBackend:
 
         Collective: no; but a rank that releases leaves the others' next collective to time out.
         """
-        for unit in self._units:
-            unit.release()
+        self._pool.release()
+        self._pool = Pool(self.settings.timeout)
 
     def __call__(
         self,
@@ -185,8 +196,8 @@ class CompileBackend:
         device = _device_of(module)
         if device is None:
             return None
-        unit = Unit(self.settings, device)
-        self._units.append(unit)
+        unit = Unit(self.settings, device, self._pool)
+        self._records.append(unit.record)
         return unit
 
 
@@ -196,6 +207,7 @@ def backend(
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
     *,
+    choose: Literal["auto", "measure", "placed"] = "auto",
     debug: bool = False,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
@@ -205,6 +217,10 @@ def backend(
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
         effort: ``"fast"``, or ``"optimal"`` for a complete search.
         timeout: Seconds that ranks wait for each other before they raise.
+        choose: ``"placed"`` to put every declared tensor into symmetric memory; ``"measure"`` to
+            time each kind and size of collective both ways when it is first compiled, and leave
+            out of the plan what is clearly faster in torch's own way; ``"auto"`` to measure on
+            devices only (shared memory between processes is always faster).
         debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
             wrong lifetime shows in the results. Slow.
 
@@ -214,9 +230,10 @@ def backend(
     Raises:
         BackendError: A name is unknown.
 
-    Collective: no; the first run of a compiled graph is, over every group in it.
+    Collective: no; the first run of a compiled graph is, over every group in it, and so is
+    compiling it where collectives are measured.
     """
-    return CompileBackend(inner, memory, effort, timeout, debug=debug)
+    return CompileBackend(inner, memory, effort, timeout, choose=choose, debug=debug)
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
@@ -226,6 +243,16 @@ def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
             expected=" or ".join(map(repr, known)),
             got=repr(mode),
             fix="leave torch.compile's mode out",
+        )
+
+
+def _refuse(what: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise BackendError(
+            f"unknown {what} {given!r}",
+            expected=", ".join(map(repr, known)),
+            got=repr(given),
+            fix=f"use {known[0]!r}",
         )
 
 

@@ -13,9 +13,16 @@
     before every operation that writes; it costs nothing when the program runs.
 
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
-    no free view that changes the element size. It cannot know that they overlap. So where bytes
-    pass from one dtype to another, the fence covers all of them, and stays in the program as an op
-    that does nothing, to keep what was before it before it.
+    no free view that changes the element size; and so it is for lanes. Inductor cannot know that
+    they overlap. So where bytes pass from one input to another, the fence covers both, and stays
+    in the program as an op that does nothing, to keep what was before it before it.
+
+[Note: lanes]
+    c10d's ``wait_tensor`` waits for all work that was registered on a tensor's *storage*. If all
+    placements shared the segment's, to wait for one collective would be to wait for all of them.
+    So what asynchronous collectives write is reached through inputs of their own, one for each
+    offset, whose storage begins there. Work that is under way at the same time never shares an
+    offset.
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ import torch
 from attrs import define, field, frozen
 from torch import fx
 
+from symmplan.capture.bounds import sources
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,7 +45,25 @@ __all__ = ["Emitter", "SegmentInput"]
 
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
-_SEGMENT = "symmplan2"
+_SEGMENT = "symmplan3"
+
+
+#: Inductor copies inputs that begin elsewhere.
+_ALIGNED = 16
+
+
+def _begin() -> None:
+    """Marks where the graph's own operations begin, while it is rewritten."""
+
+
+def _dense(shape: Sequence[int | torch.SymInt]) -> list[int | torch.SymInt]:
+    """The strides of a contiguous tensor."""
+    strides: list[int | torch.SymInt] = []
+    step: int | torch.SymInt = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = step * size
+    return strides
 
 
 @frozen
@@ -46,12 +73,14 @@ class SegmentInput:
     Attributes:
         segment: Name of the segment.
         dtype: Element type that its bytes are seen as.
-        numel: How many elements, from its first byte on.
+        numel: How many elements, to the end of the segment.
+        lane: First byte, if it is a storage of its own from there on; None for the segment itself.
     """
 
     segment: str
     dtype: torch.dtype
     numel: int
+    lane: int | None = None
 
 
 @define(eq=False)
@@ -63,6 +92,7 @@ class Emitter:
         plan: Where buffers lie.
         device: The device of the segments.
         fake_mode: The mode of the graph's fake tensors.
+        lanes: The buffers that asynchronous collectives write.
         inputs: The segment inputs added so far, in order.
         first: ``{operation: the first node that stands for it now}``, where that has changed.
     """
@@ -71,34 +101,87 @@ class Emitter:
     plan: Plan
     device: torch.device
     fake_mode: Any
+    lanes: frozenset[str] = frozenset()
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
+    _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
+    _body: fx.Node = field(init=False)
 
-    def _input(self, segment: str, dtype: torch.dtype) -> fx.Node:
-        """The whole segment as elements of one dtype."""
-        nbytes = next(s.nbytes for s in self.plan.segments if s.name == segment)
-        key = SegmentInput(segment, dtype, nbytes // dtype.itemsize)
+    def __attrs_post_init__(self) -> None:
+        # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
+        at = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(at):
+            self._body = self.graph.call_function(_begin)
+
+    def finish(self) -> None:
+        """The graph is done."""
+        self.graph.erase_node(self._body)
+
+    def key(self, buffer: str, dtype: torch.dtype) -> SegmentInput:
+        """The input through which a buffer is reached. See [Note: lanes]."""
+        place = self.plan.placements[buffer]
+        nbytes = next(s.nbytes for s in self.plan.segments if s.name == place.segment)
+        lane = place.offset if buffer in self.lanes and not place.offset % _ALIGNED else None
+        return SegmentInput(place.segment, dtype, (nbytes - (lane or 0)) // dtype.itemsize, lane)
+
+    def offset(self, buffer: str, dtype: torch.dtype) -> int:
+        """Where a buffer begins in its input, in elements."""
+        begin = self.key(buffer, dtype).lane or 0
+        return (self.plan.placements[buffer].offset - begin) // dtype.itemsize
+
+    def _input(self, key: SegmentInput) -> fx.Node:
         node = self.inputs.get(key)
         if node is None:
-            body = next(n for n in self.graph.nodes if n.op != "placeholder")
-            with self.graph.inserting_before(body):
-                name = str(dtype).removeprefix("torch.")
-                node = self.graph.placeholder(f"{_SEGMENT}_{segment}_{name}")
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            with self.graph.inserting_after(last):
+                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane)
+                name = "_".join(str(w) for w in words if w is not None)
+                node = self.graph.placeholder(f"{_SEGMENT}_{name}")
             with self.fake_mode:
-                node.meta["val"] = torch.empty(key.numel, dtype=dtype, device=self.device)
+                node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self.device)
             self.inputs[key] = node
         return node
 
     def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""
-        place = self.plan.placements[buffer]
-        stride = like.stride()
-        if contiguous:
-            stride = torch.empty(like.shape, device="meta").stride()
-        base = self._input(place.segment, like.dtype)
-        offset = place.offset // like.element_size()
-        args = (base, list(like.shape), list(stride), offset)
+        stride = _dense(like.shape) if contiguous else like.stride()
+        base = self._input(self.key(buffer, like.dtype))
+        offset = self.offset(buffer, like.dtype)
+        args = (base, self.numbers(like.shape), self.numbers(stride), offset)
         return self.call(torch.ops.aten.as_strided.default, args)
+
+    def numbers(self, values: Sequence[int | torch.SymInt]) -> list[int | fx.Node]:
+        """Sizes as the graph can use them: those that only its inputs tell, as nodes."""
+        symbolic = any(isinstance(v, torch.SymInt) for v in values)
+        if symbolic and not self._numbers:
+            self._numbers.update(self._symbols())
+        return [self._number(v.node.expr) if isinstance(v, torch.SymInt) else v for v in values]
+
+    def _symbols(self) -> dict[Any, fx.Node]:
+        found = {}
+        for symbol, (node, dimension) in sources(self.graph).items():
+            found[symbol] = node
+            if dimension is not None:
+                args = (node, dimension)
+                found[symbol] = self._early(torch.ops.aten.sym_size.int, args)
+        return found
+
+    def _number(self, expr: Any) -> int | fx.Node:
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in self._numbers:
+            op = operator.add if expr.is_Add else operator.mul if expr.is_Mul else operator.floordiv
+            first, *rest = (self._number(e) for e in expr.args)
+            for other in rest:
+                first = self._early(op, (first, other))
+            assert isinstance(first, fx.Node)
+            self._numbers[expr] = first
+        return self._numbers[expr]
+
+    def _early(self, op: Any, args: tuple[Any, ...]) -> fx.Node:
+        """A call behind the graph's inputs and what was put there before."""
+        with self.graph.inserting_before(self._body):
+            return self.call(op, args)
 
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A call node with its fake value."""

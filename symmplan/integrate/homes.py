@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,9 +53,14 @@ def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
         bound = bind_arguments(overload, node.args, node.kwargs)
         if home is None or bound["storage_offset"] is None:
             continue
-        itemsize = values.tensors[(source, ())].element_size()
-        shift = emitter.plan.placements[home.buffer].offset // itemsize
-        bound["storage_offset"] = bound["storage_offset"] + shift
+        shift = emitter.offset(home.buffer, values.tensors[(source, ())].dtype)
+        if isinstance(bound["storage_offset"], fx.Node):
+            with emitter.graph.inserting_before(node):
+                bound["storage_offset"] = emitter.call(
+                    operator.add, (bound["storage_offset"], shift)
+                )
+        else:
+            bound["storage_offset"] += shift
         node.args = tuple(bound[a.name] for a in overload._schema.arguments)
         node.kwargs = {}
 

@@ -102,6 +102,8 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         return inductor.compile_fx_inner(gm, inputs, **kwargs)
     mode = fake_mode_of(inputs)
     _run_passes(gm, inputs, mode, is_inference=part == "inference")
+    with unit.timed():
+        refresh_values(gm, inputs, mode)
     rewritten = unit.rewrite(gm, part, mode)
     with inductor_config.patch(_off()), _types_as_given():
         if rewritten is None:
@@ -157,4 +159,3 @@ def _run_passes(
     with torch.no_grad(), V.set_fake_mode(fake_mode):
         inductor.fake_tensor_prop(gm, inputs)
         inductor._recursive_post_grad_passes(gm, is_inference=is_inference)
-    refresh_values(gm, inputs, fake_mode)

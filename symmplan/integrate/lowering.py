@@ -19,6 +19,7 @@ from symmplan.registry import spec_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from symmplan.capture import Captured
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Requirement
 
@@ -177,6 +178,19 @@ class Lowerings:
         if spec.origin == "catalogue" and self.memory in ("shm", "local"):
             return f"the op needs device memory, and this program runs on {self.memory}"
         return None
+
+    def partly(self, captured: Captured) -> dict[fx.Node, str]:
+        """Ops of which some tensors are placed, but not all that their one-sided form needs."""
+        found: dict[fx.Node, str] = {}
+        for node, spec in captured.specs.items():
+            row = self.row(spec)
+            if row is None or not row.target.startswith("symmplan::"):
+                continue
+            needed = [s for s in captured.at(node) if s.where.split(".")[0] in row.needs]
+            without = [s for s in needed if s.buffer is None]
+            if without and len(without) < len(needed):
+                found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
+        return found
 
 
 def overload_named(name: str) -> torch._ops.OpOverload:

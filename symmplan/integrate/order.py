@@ -1,24 +1,23 @@
-"""Keep the order that the plan counts on: barriers between ranks, fences between dtypes."""
+"""Keep the order that the plan counts on: barriers between ranks, fences between inputs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import fx
+    from collections.abc import Mapping, Sequence
 
     from symmplan.capture.sites import Captured
-    from symmplan.integrate.emit import Emitter
+    from symmplan.integrate.emit import Emitter, SegmentInput
+    from symmplan.model import Placement
 
 __all__ = ["keep_order"]
 
 
 def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[str, str]]) -> None:
-    """Insert the plan's barriers, and the fences between dtypes. See [Note: fences].
+    """Insert the plan's barriers, and the fences. See [Note: fences].
 
     Args:
         emitter: Its graph has been rewritten but for this.
@@ -27,11 +26,20 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
     """
     by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
     mine = {o.name for o in captured.problem.operations}
-    crossing = _passes_between_dtypes(emitter, captured)
-    for operation in sorted({a.operation for a in captured.problem.accesses if a.write}):
+    keys = {b.name: emitter.key(b.name, getattr(torch, b.dtype)) for b in captured.problem.buffers}
+    crossing = _crossings(emitter, captured, keys)
+    written: dict[str, set[SegmentInput]] = {}
+    for access in captured.problem.accesses:
+        if access.write:
+            written.setdefault(access.operation, set()).add(keys[access.buffer])
+    for operation in sorted({*crossing, *written}):
         at = emitter.first.get(operation) or by_name[operation]
-        written = None if operation in crossing else _written_inputs(emitter, captured, operation)
-        emitter.fence(at, written)
+        together = crossing.get(operation, set())
+        if together:
+            emitter.fence(at, [node for key, node in emitter.inputs.items() if key in together])
+        for key, node in emitter.inputs.items():
+            if key in written.get(operation, ()) and key not in together:
+                emitter.fence(at, [node])
     for before, group in barriers:
         if before not in mine:
             continue
@@ -44,36 +52,24 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
         emitter.fence(at)
 
 
-def _written_inputs(emitter: Emitter, captured: Captured, operation: str) -> list[fx.Node]:
-    """The segment inputs through which an operation writes."""
-    dtypes = {b.name: b.dtype for b in captured.problem.buffers}
-    wanted = {
-        (emitter.plan.placements[a.buffer].segment, dtypes[a.buffer])
-        for a in captured.problem.accesses
-        if a.operation == operation and a.write
-    }
-    return [
-        node
-        for key, node in emitter.inputs.items()
-        if (key.segment, str(key.dtype).removeprefix("torch.")) in wanted
-    ]
-
-
-def _passes_between_dtypes(emitter: Emitter, captured: Captured) -> set[str]:
-    """Operations that first touch a buffer whose bytes another dtype had."""
+def _crossings(
+    emitter: Emitter, captured: Captured, keys: Mapping[str, SegmentInput]
+) -> dict[str, set[SegmentInput]]:
+    """``{operation: inputs}``: what first touches bytes that another input had before."""
     problem = captured.problem
     first: dict[str, str] = {}
     rank = {o.name: i for i, o in enumerate(problem.operations)}
     for access in sorted(problem.accesses, key=lambda a: rank[a.operation]):
         first.setdefault(access.buffer, access.operation)
-    places = [(b, emitter.plan.placements[b.name]) for b in problem.buffers]
-    places.sort(key=lambda item: (item[1].segment, item[1].offset, item[0].name))
-    found: set[str] = set()
-    active: list[tuple[Any, Any]] = []
+    places = [(b.name, emitter.plan.placements[b.name]) for b in problem.buffers]
+    places.sort(key=lambda item: (item[1].segment, item[1].offset, item[0]))
+    found: dict[str, set[SegmentInput]] = {}
+    active: list[tuple[str, Placement]] = []
     for buffer, place in places:
         active = [(b, p) for b, p in active if p.segment == place.segment and p.end > place.offset]
         for other, _ in active:
-            if other.dtype != buffer.dtype:
-                found |= {first[other.name], first[buffer.name]}
+            if keys[other] != keys[buffer]:
+                for name in (other, buffer):
+                    found.setdefault(first[name], set()).update((keys[other], keys[buffer]))
         active.append((buffer, place))
     return found

@@ -56,14 +56,27 @@ def rewrite(
     site = next(s for s in captured.sites if s.buffer is not None)
     assert site.source is not None
     device = captured.values.tensors[(site.source, site.path)].device
-    emitter = Emitter(module.graph, plan, device, fake_mode)
+    emitter = Emitter(module.graph, plan, device, fake_mode, _written_later(captured))
     make_homes(emitter, captured)
     _Declared(emitter, captured, lowerings).run()
     poison(emitter, captured)
     keep_order(emitter, captured, barriers)
+    emitter.finish()
     module.graph.lint()
     module.recompile()
     return tuple(emitter.inputs)
+
+
+def _written_later(captured: Captured) -> frozenset[str]:
+    """The buffers that asynchronous ops write. See [Note: lanes]."""
+    waits = captured.waits
+    homes = {h.buffer for h in captured.homes if waits.get(h.node)}
+    sites = {
+        s.buffer
+        for s in captured.sites
+        if s.buffer is not None and waits.get(s.node) and (s.kind == "result" or s.writes)
+    }
+    return frozenset(homes | sites)
 
 
 @define(eq=False)
@@ -179,7 +192,7 @@ class _Declared:
         like = self._fake(node, path)
         return self.emitter.call(
             torch.ops.aten.empty.memory_format,
-            (list(like.shape),),
+            (self.emitter.numbers(like.shape),),
             {"dtype": like.dtype, "device": like.device},
         )
 

@@ -1,8 +1,10 @@
-"""One Dynamo graph: its parts, their plan, their memory."""
+"""One Dynamo graph: its parts, their plan, their turns in the segments."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,11 +14,12 @@ from torch import fx
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
-from symmplan.errors import ReleasedError
+from symmplan.integrate.choice import Choice, refused
+from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.poison import plan_poison
 from symmplan.integrate.rewrite import rewrite
-from symmplan.memory import realize, resolve_backend
+from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of
@@ -24,12 +27,21 @@ from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from symmplan.integrate.emit import SegmentInput
+    from symmplan.integrate.pool import Pool, Shared
     from symmplan.model import Barrier, Plan, Problem
 
-__all__ = ["Rewritten", "Settings", "Unit", "fake_mode_of", "refresh_values", "with_segments"]
+__all__ = [
+    "Record",
+    "Rewritten",
+    "Settings",
+    "Unit",
+    "fake_mode_of",
+    "refresh_values",
+    "with_segments",
+]
 
 
 @frozen
@@ -41,6 +53,7 @@ class Settings:
         memory: Name of the memory backend.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
+        choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
         debug: Overwrite every placement when its buffer dies, so that a late reader shows.
     """
 
@@ -48,7 +61,12 @@ class Settings:
     memory: str
     effort: Literal["fast", "optimal"]
     timeout: float
+    choose: Literal["auto", "measure", "placed"]
     debug: bool
+
+    def chooses(self, device: torch.device) -> bool:
+        """Whether collectives are measured before they are planned."""
+        return self.choose == "measure" or (self.choose == "auto" and device.type != "cpu")
 
 
 @frozen
@@ -65,8 +83,38 @@ class Rewritten:
 
 
 @define(eq=False)
+class Record:
+    """What is remembered of a graph, also when its code is gone.
+
+    Attributes:
+        plans: The plan of each part.
+        sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
+        choices: What was measured.
+        seconds: Symmplan's part of compiling it.
+    """
+
+    plans: dict[str, Plan] = field(init=False, factory=dict)
+    sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
+    choices: list[Choice] = field(init=False, factory=list)
+    seconds: float = field(init=False, default=0.0)
+
+    def add(self, captured: Captured) -> None:
+        """Remember the declared tensors of a part."""
+        self.sites += [
+            (
+                f"{captured.prefix}{s.node.name}",
+                captured.specs[s.node].op,
+                s.where,
+                s.how,
+                s.reason,
+            )
+            for s in captured.sites
+        ]
+
+
+@define(eq=False)
 class Unit:
-    """One Dynamo graph: its parts (forward, backward or inference), their plan, their memory.
+    """One Dynamo graph: its parts (forward, backward or inference) and their plan.
 
     The parts run one after the other and nothing in a placement outlives its part, so they are
     planned as one program: the first gets the offsets it likes best, the second is planned around
@@ -75,12 +123,13 @@ class Unit:
 
     settings: Settings
     device: torch.device
+    pool: Pool
+    record: Record = field(init=False, factory=Record)
     lowerings: Lowerings | None = field(init=False, default=None)
-    captured: dict[str, Captured] = field(init=False, factory=dict)
     plans: dict[str, Plan] = field(init=False, factory=dict)
     barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
-    arenas: dict[str, Any] = field(init=False, factory=dict)
-    released: bool = field(init=False, default=False)
+    shared: dict[str, Shared] = field(init=False, factory=dict)
+    given: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
 
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""
@@ -105,24 +154,50 @@ class Unit:
 
     def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
         """Make one part follow its plan; None if it has nothing in symmetric memory."""
+        with self.timed():
+            return self._rewrite(module, part, fake_mode)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what runs inside as symmplan's part of compiling."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record.seconds += time.perf_counter() - begin
+
+    def _rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
         if not self.declares(module):
             return None
         lowerings = self._prepare(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
-        captured = capture_fx(
+        capture = functools.partial(
+            capture_fx,
             module,
             prefix=f"{part}.",
             lookup=lowerings.lookup,
             skip=lowerings.skip,
             producer=producer,
         )
+        captured = capture()
+        reasons: dict[fx.Node, str] = {}
+        while partly := lowerings.partly(captured):
+            reasons |= partly
+            captured = capture(refused=reasons)
+        if self.settings.chooses(self.device):
+            slower, choices = refused(captured, lowerings, self.device, self.settings.timeout)
+            self.record.choices += choices
+            if slower:
+                reasons |= slower
+                captured = capture(refused=reasons)
         if not captured.sites and not captured.problem.unplanned:
             return None
         if self.settings.debug:
             captured = evolve(captured, problem=plan_poison(captured.problem))
-        self.captured[part] = captured
+        self.record.add(captured)
         plan = self._plan(captured, part)
+        self.record.plans[part] = plan
         if not captured.problem.buffers:
             return None
         # Parts may run in another order than planned (two forwards, then two backwards), so each
@@ -143,7 +218,7 @@ class Unit:
         """Plan one part, together with the parts before it if they have not run yet."""
         effort = self.settings.effort
         before = next(iter(self.plans.values()), None)
-        if before is not None and not self.arenas:
+        if before is not None and not self.shared:
             fixed = evolve(
                 before.problem,
                 buffers=[
@@ -153,9 +228,8 @@ class Unit:
             )
             plan = _checked_plan(join([fixed, captured.problem]), effort)
             if self._keeps(before, plan):
-                for name in self.plans:
-                    self.plans[name] = plan
-                self.plans[part] = plan
+                for name in (*self.plans, part):
+                    self.plans[name] = self.record.plans[name] = plan
                 return plan
         plan = _checked_plan(captured.problem, effort)
         self.plans[part] = plan
@@ -169,38 +243,52 @@ class Unit:
         inserted = {point for points in self.barriers.values() for point in points}
         return all(p in inserted for p in _points(plan.barriers) if p[0] in compiled)
 
-    def segments(self, rewritten: Rewritten) -> list[torch.Tensor]:
-        """The segments' local bytes; the first call is collective and allocates them."""
-        arena = self.arenas.get(rewritten.part) or self._realize(rewritten.part)
-        return [
-            arena.segments[i.segment].tensor[: i.numel * i.dtype.itemsize].view(i.dtype)
-            for i in rewritten.inputs
-        ]
+    def enter(self, rewritten: Rewritten) -> list[torch.Tensor]:
+        """Begin to run a part: what it takes of the segments.
 
-    def _realize(self, part: str) -> Any:
-        if self.released:
-            raise ReleasedError(
-                "a compiled graph ran after its backend was released",
-                fix="compile the model again, with a new symmplan.backend()",
-            )
+        Collective: the first time, over the groups of the plan; it agrees and allocates.
+        """
+        part = rewritten.part
+        shared = self.shared.get(part)
+        if shared is None:
+            shared = self._settle(part)
+        shared.enter(self.plans[part])
+        try:
+            arena, given = self.given.get(part, (None, []))
+            if arena is not shared.arena or shared.arena.released:
+                arena = shared.arena
+                given = [_bytes_of(arena.segments[i.segment].tensor, i) for i in rewritten.inputs]
+                self.given[part] = (arena, given)
+        except BaseException:
+            shared.leave()
+            raise
+        return given
+
+    def leave(self, rewritten: Rewritten) -> None:
+        """End the run of a part."""
+        self.shared[rewritten.part].leave()
+
+    def _settle(self, part: str) -> Shared:
         assert self.lowerings is not None
         plan = self.plans[part]
-        arena = realize(
-            plan,
-            memory=self.lowerings.memory,
-            device=self.device,
-            timeout=self.settings.timeout,
-        )
+        shared = self.pool.take(plan, self.lowerings.memory, self.device)
         for name, other in self.plans.items():
             if other is plan:
-                self.arenas[name] = arena
-        return arena
+                self.shared[name] = shared
+        return shared
 
-    def release(self) -> None:
-        """Give all segments back."""
-        self.released = True
-        for arena in self.arenas.values():
-            arena.release()
+
+def _bytes_of(segment: torch.Tensor, wanted: SegmentInput) -> torch.Tensor:
+    """What a rewritten graph takes of a segment."""
+    begin = wanted.lane or 0
+    part = segment[begin : begin + wanted.numel * wanted.dtype.itemsize]
+    if wanted.lane is not None:
+        part = lend(part, _nothing)
+    return part.view(wanted.dtype)
+
+
+def _nothing() -> None:
+    """The segment outlives the program that runs in it."""
 
 
 def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
@@ -241,8 +329,11 @@ def with_segments(
     """Pass the segments after the graph's own inputs."""
 
     def run(args: list[Any]) -> Any:
-        args.extend(unit.segments(rewritten))
-        return compiled(args)
+        args.extend(unit.enter(rewritten))
+        try:
+            return compiled(args)
+        finally:
+            unit.leave(rewritten)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

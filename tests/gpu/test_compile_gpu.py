@@ -71,3 +71,62 @@ def test_nccl_runs_its_symmetric_kernels_in_placements(inner):
     assert first["stats"].rendezvous == 1
     assert any("ncclSymk" in name for name in first["kernels"]), first["kernels"]
     assert not any("AllGather_RING" in name for name in first["kernels"]), first["kernels"]
+
+
+def _two_gathers(x, w, group):
+    ops = torch.ops._c10d_functional
+    first = ops.all_gather_into_tensor(x * 2, 2, group)
+    second = ops.all_gather_into_tensor(x * 3, 2, group)
+    one = ops.wait_tensor(first)[: w.shape[0]] @ w
+    for _ in range(8):
+        one = one @ w
+    return one, ops.wait_tensor(second) + 1
+
+
+def _overlapped(rank, world_size, inner):
+    """Whether matrix products ran while the second gather did, and the results."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    w = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5
+    x = torch.randn(65536, 2048, device=device, dtype=torch.bfloat16)
+    expected = _two_gathers(x, w, group)
+    backend = symmplan.backend(inner=inner, memory="nccl", timeout=60.0)
+    compiled = torch.compile(_two_gathers, backend=backend, fullgraph=True)
+    for _ in range(3):
+        got = compiled(x, w, group)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        compiled(x, w, group)
+        torch.cuda.synchronize()
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in profile.events()]
+    moves = [s for s in spans if "nccl" in s[0] or "PtoP" in s[0]]
+    products = [s for s in spans if "gemm" in s[0].lower() or "nvjet" in s[0].lower()]
+    last = max(end for _, _, end in moves)
+    stats = backend.stats
+    dist.barrier()
+    backend.release()
+    return {
+        "early": sum(start < last for _, start, _ in products),
+        "products": len(products),
+        "moves": [(name, end - start) for name, start, end in moves],
+        "stats": stats,
+    }
+
+
+@needs_two
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_the_wait_for_one_gather_does_not_wait_for_the_next(inner):
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        first, _ = pool.run(_overlapped, inner)
+    print(first)
+    assert first["products"] == 9
+    assert first["early"] >= 2  # they began before the second gather had ended
+    assert first["stats"].placed == 4

@@ -1,0 +1,93 @@
+"""Sizes that are not known when a graph is compiled, but have an upper bound.
+
+A dimension marked with ``torch._dynamo.mark_dynamic(x, dim, max=...)`` gives its symbol a range.
+Tensors whose sizes are sums, products and quotients of such symbols are planned for the largest
+they can be. A larger one makes Dynamo compile, and so plan, again, or refuse.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import fx
+
+__all__ = ["bound", "bounded", "contiguous", "known", "sources"]
+
+#: No tensor has as many bytes: a bound above is none.
+_NO_BOUND = 1 << 44
+
+
+def bound(number: int | torch.SymInt) -> int | None:
+    """The largest that a size can be, None if that is not known."""
+    if isinstance(number, int):
+        return number
+    upper = number.node.shape_env.bound_sympy(number.node.expr).upper
+    return int(upper) if upper.is_Integer and int(upper) < _NO_BOUND else None
+
+
+def bounded(fake: torch.Tensor, given: Mapping[Any, Any]) -> bool:
+    """Whether the tensor's sizes have bounds, and can be computed where the graph begins.
+
+    Args:
+        fake: A fake tensor.
+        given: What `sources` found.
+    """
+    numbers = [*fake.shape, *fake.stride(), fake.storage_offset()]
+    nbytes = bound(fake.untyped_storage().nbytes())
+    return nbytes is not None and all(
+        bound(n) is not None and _computable(n, given) for n in numbers
+    )
+
+
+def _computable(number: Any, given: Mapping[Any, Any]) -> bool:
+    from torch.utils._sympy.functions import FloorDiv
+
+    if isinstance(number, int):
+        return True
+    return all(
+        e in given or e.is_Integer or e.is_Add or e.is_Mul or isinstance(e, FloorDiv)
+        for e in _parts(number.node.expr)
+    )
+
+
+def _parts(expr: Any) -> list[Any]:
+    return [expr, *(p for a in expr.args for p in _parts(a))]
+
+
+def sources(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int | None]]:
+    """Where the graph's inputs give its symbols: ``{symbol: (input, dimension or None)}``."""
+    found: dict[Any, tuple[fx.Node, int | None]] = {}
+    inputs = [(n, n.meta.get("val")) for n in graph.nodes if n.op == "placeholder"]
+    for node, value in inputs:
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            found.setdefault(value.node.expr, (node, None))
+    for node, value in inputs:
+        sizes: list[Any] = list(value.shape) if isinstance(value, torch.Tensor) else []
+        for i, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                found.setdefault(size.node.expr, (node, i))
+    return found
+
+
+def known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds for all sizes; nothing is assumed of them."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def contiguous(fake: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous for all sizes."""
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(fake.shape), reversed(fake.stride()), strict=True):
+        if known(size == 1):
+            continue
+        if not known(stride == expected):
+            return known(fake.numel() == 0)
+        expected = expected * size
+    return True

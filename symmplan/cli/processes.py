@@ -1,0 +1,125 @@
+"""Start the ranks of a benchmark, never wait for them for ever, collect what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.process import BaseProcess
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(
+    act: Callable[[int, dict[str, Any]], Any],
+    options: dict[str, Any],
+    *,
+    ranks: int,
+    device: str,
+    timeout: float,
+) -> list[Any]:
+    """Call ``act(rank, options)`` in new processes that share a process group.
+
+    Args:
+        act: Defined at the top of a module; returns plain data.
+        options: Plain data. ``threads``: torch threads per rank; ``zero_cta``: let NCCL use no
+            processors for what the copy engine can do.
+        ranks: How many processes.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one device for each rank).
+        timeout: Seconds for everything.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        RunError: A rank failed, or did not finish in time. No process is left.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(
+            target=_rank, args=(act, rank, ranks, device, store.port, options), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    with _ended(processes):
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes):
+            if any(p.exitcode for p in processes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        if any(code != 0 for code in codes):
+            raise RunError(
+                "ranks of the benchmark failed or did not finish",
+                expected=f"all of them done within {timeout:g} s",
+                got=f"exit codes {codes} (None: still running)",
+                fix="see their output above, or raise --timeout",
+                exit_codes=codes,
+            )
+        return [json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def _ended(processes: list[BaseProcess]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+            if process.pid is not None:
+                process.join()
+
+
+def _rank(
+    act: Callable[[int, dict[str, Any]], Any],
+    rank: int,
+    ranks: int,
+    device: str,
+    port: int,
+    options: dict[str, Any],
+) -> None:
+    """One rank's life."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    warnings.simplefilter("ignore")  # torch's own; they would bury the progress
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cuda = device == "cuda"
+    more: dict[str, Any] = {}
+    if cuda:
+        torch.cuda.set_device(rank)
+        more["device_id"] = torch.device("cuda", rank)
+        if options.get("zero_cta"):
+            nccl: Any = dist.ProcessGroupNCCL
+            more["pg_options"] = nccl.Options()
+            more["pg_options"].config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    torch.set_num_threads(options.get("threads", 1))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=PrefixStore("bench/group", store),
+        rank=rank,
+        world_size=ranks,
+        timeout=dt.timedelta(seconds=120),
+        **more,
+    )
+    store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
+    dist.barrier()
+    dist.destroy_process_group()

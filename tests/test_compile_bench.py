@@ -1,0 +1,49 @@
+"""`symmplan bench compile`: it runs, compares, and says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from symmplan.cli import bench_compile
+from symmplan.errors import RunError
+
+
+def options(*words):
+    parser = argparse.ArgumentParser()
+    bench_compile.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+@pytest.mark.ranks
+def test_a_small_benchmark_runs_and_compares():
+    args = options(
+        *("--cases", "overlap", "--gather-bytes", "1024", "--width", "16"),
+        *("--steps", "2", "--compilations", "1"),
+    )
+    result = json.loads(json.dumps(bench_compile.run(args)))
+    assert result["ok"]
+    row = result["results"]["overlap"]
+    assert row["equal"]
+    assert row["rendezvous_after_first_step"] == 0
+    assert row["stats"]["bound"] == 8
+    assert row["stats"]["segment_bytes"] == row["stats"]["lower_bound_bytes"]
+    assert 0 < row["own_compile_s"] < row["sides"]["symmplan"]["compile_s"]
+    assert set(row["sides"]) == {"plain", "symmplan"}
+    assert "losses equal" in bench_compile.render(result)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"), [(("--ranks", "1"), "needs peers"), (("--cases", "x"), "unknown case")]
+)
+def test_wrong_options_are_refused(words, match):
+    with pytest.raises(RunError, match=match):
+        bench_compile.run(options(*words))
+
+
+@pytest.mark.ranks
+def test_a_benchmark_that_takes_too_long_says_so():
+    with pytest.raises(RunError, match="did not finish"):
+        bench_compile.run(options("--timeout", "0.2"))

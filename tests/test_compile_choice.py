@@ -1,0 +1,104 @@
+"""Symmetric memory or torch's own way, measured for each collective of a compiled graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
+
+
+def _program(x, w, group):
+    started = F.all_gather_into_tensor(x.relu(), 2, group)
+    y = x @ w
+    gathered = F.wait_tensor(started) + 1
+    part = F.wait_tensor(F.reduce_scatter_tensor(gathered @ w, "sum", 2, group))
+    total = F.wait_tensor(F.all_reduce(part.sin(), "sum", group))
+    a, b = F.all_gather_into_tensor_coalesced([y, total], 2, group)
+    return part + 1, F.wait_tensor(a), F.wait_tensor(b) * 2
+
+
+def _compare(rank, size, clearly, inner):
+    """Run the program plainly and compiled, with another idea of what is clearly faster."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.integrate import choice
+
+    torch._dynamo.reset()
+    choice.forget()
+    choice._CLEARLY, saved = clearly, choice._CLEARLY
+    torch.manual_seed(rank)
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    group = dist.group.WORLD.group_name
+    expected = _program(x, w, group)
+    backend = symmplan.backend(inner=inner, timeout=30.0, choose="measure", debug=True)
+    try:
+        for _ in range(2):
+            got = torch.compile(_program, backend=backend, fullgraph=True)(x, w, group)
+            torch.testing.assert_close(got, expected)
+        reasons = sorted({u.reason for p in backend.plans for u in p.unplanned})
+        return backend.stats, backend.choices, reasons
+    finally:
+        choice._CLEARLY = saved
+        backend.release()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=120.0) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("clearly", [0.0, 1e9])
+def test_ranks_choose_alike_and_results_stay(pair, clearly, inner):
+    first, second = pair.run(_compare, clearly, inner)
+    assert first == second
+    stats, choices, reasons = first
+    # Inductor makes the all-reduce work in place.
+    assert [c.op.split("::")[1].split(".")[0].rstrip("_") for c in choices] == [
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_reduce",
+        "all_gather_into_tensor_coalesced",
+    ]
+    assert all(c.plain_seconds > 0 < c.placed_seconds for c in choices)
+    if inner == "eager":  # Inductor reorders
+        assert [c.overlapped for c in choices] == [True, False, False, False]
+    assert choices[3].copied_out
+    assert {c.placed for c in choices} == {clearly == 0.0}
+    if clearly:
+        assert stats.placed == 0
+        assert all("torch's own way was faster" in reason for reason in reasons)
+        assert any(reason.endswith("copied out") for reason in reasons)
+    else:
+        assert stats.placed >= 5
+
+
+def _other(rank, size):
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.integrate import choice
+
+    torch._dynamo.reset()
+    choice.forget()
+    backend = symmplan.backend(inner="eager", timeout=30.0, choose="measure")
+    group = dist.group.WORLD.group_name
+    rows = 4 + 4 * rank
+
+    def program(x):
+        return F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, group)) + 1
+
+    torch.compile(program, backend=backend)(torch.ones(rows, 8))
+
+
+def test_ranks_that_compile_other_collectives_all_get_an_error(pair):
+    for outcome in pair.outcomes(_other):
+        assert outcome.error is not None
+        assert "AgreementError" in outcome.error.text
+        assert "compile different collectives" in outcome.error.text
