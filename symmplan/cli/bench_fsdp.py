@@ -168,9 +168,11 @@ def render(result: dict[str, Any]) -> str:
     stats, machine = result["stats"], result["machine"]
     nccl = "" if machine["nccl"] is None else f", NCCL {machine['nccl']}"
     lines = [
-        f"{result['ranks']} ranks, {result['model']}: {result['layers']} layers of width "
-        f"{result['dim']}, {result['dtype']}; {machine['device']}, {machine['cores']} cores, "
-        f"torch {machine['torch']}{nccl}",
+        (
+            f"{result['ranks']} ranks, {result['model']}: {result['layers']} layers of width "
+            f"{result['dim']}, {result['dtype']}; {machine['device']}, {machine['cores']} cores, "
+            f"torch {machine['torch']}{nccl}"
+        ),
         f"{'tokens':>8} {'side':10} {'step ms':>10} {'quartiles':>19} {'collectives ms':>15}",
     ]
     for run in result["runs"]:
@@ -192,11 +194,15 @@ def render(result: dict[str, Any]) -> str:
     lines += _memory_lines(result["memory"]) + _profile_lines(result["runs"])
     if stats:
         lines += [
-            f"{stats['placed']} collectives placed, {stats['staged']} staged, "
-            f"{stats['plain']} plain",
-            f"symmetric memory: {stats['segment_bytes']} bytes, lower bound "
-            f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; "
-            f"{stats['rendezvous']} rendezvous",
+            (
+                f"{stats['placed']} collectives placed, {stats['staged']} staged, "
+                f"{stats['plain']} plain"
+            ),
+            (
+                f"symmetric memory: {stats['segment_bytes']} bytes, lower bound "
+                f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; "
+                f"{stats['rendezvous']} rendezvous"
+            ),
         ]
     for choice in result["choices"] or ():
         times = ", ".join(f"{way} {t * 1e6:.0f} us" for way, t in choice["seconds"].items())

@@ -88,6 +88,7 @@ class Llama(nn.Module):
         self._turns: dict[Any, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through all layers."""
         turn = self._turn(x)
         for layer in self.layers:
             x = layer(x, turn)
