@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 DIM = 16
+#: What `both` passes to `symmplan.fsdp.apply` unless told otherwise.
+CHOOSE = ["placed"]
 
 
 class Block(nn.Module):
@@ -158,7 +160,7 @@ def both(build, program, rank, look=None, close=0.0, **apply):
         if not planned:
             program(model, trace, rank)
             continue
-        apply.setdefault("choose", "placed")
+        apply.setdefault("choose", CHOOSE[0])
         apply.setdefault("timeout", 30.0)
         with removed(symmplan.fsdp.apply(model, **apply)) as handle:
             program(model, trace, rank)

@@ -1,0 +1,108 @@
+"""Programs about the ways in which collectives run: ``name(rank, world)`` runs on a rank.
+
+`test_fsdp_ways.py` says what must come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import fsdp_models
+import fsdp_programs as programs
+import torch
+import torch.distributed as dist
+from fsdp_models import Net, Trace, shard, train
+
+
+def forced(rank, world, way, name, *args):
+    """A program of `fsdp_programs` with every collective in one way."""
+    before = fsdp_models.CHOOSE[0]
+    fsdp_models.CHOOSE[0] = way
+    try:
+        return getattr(programs, name)(rank, world, *args)
+    finally:
+        fsdp_models.CHOOSE[0] = before
+
+
+def summed(rank, world, dtype, reduction):
+    """An all-to-all and a local sum against the sum in 64 bits: the largest error, in roundings."""
+    from symmplan.integrate.fsdp_ops import exchanges
+
+    generator = torch.Generator().manual_seed(rank)
+    source = torch.randn(world * 1000, generator=generator).to(dtype)
+    received, output = torch.empty_like(source), source.new_empty(1000)
+    op = getattr(dist.ReduceOp, reduction)
+    act = exchanges(output, source, received, dist.group.WORLD, op)
+    if act is None:
+        return None
+    act()
+    parts = [torch.empty_like(source) for _ in range(world)]
+    dist.all_gather(parts, source)
+    mine = torch.stack([p.view(world, -1)[rank] for p in parts]).double()
+    exact = mine.sum(0) / (world if reduction == "AVG" else 1)
+    step = torch.finfo(dtype).eps * mine.abs().sum(0)
+    return float(((output.double() - exact).abs() / step).max())
+
+
+def failing_freeze(rank, world, where):
+    """One rank alone fails while the plan is made. How long this one waits, and its error."""
+    import symmplan
+    from symmplan.integrate import fsdp_choice, fsdp_runtime
+
+    def fails(*args, **kwargs):
+        raise ArithmeticError(f"no luck in {where}")
+
+    target = {
+        "planning": (fsdp_runtime, "problem_of"),
+        "measuring": (fsdp_choice, "gathers"),
+    }[where]
+    model = shard(Net())
+    handle = symmplan.fsdp.apply(model, choose="measure", timeout=60.0)
+    train(model, Trace(), rank, steps=1)
+    original = getattr(*target)
+    if rank == 1:
+        setattr(*target, fails)
+    begin = time.monotonic()
+    try:
+        handle.freeze()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    finally:
+        setattr(*target, original)
+        handle.remove()
+    return "", 0.0
+
+
+def measured_again(rank, world):
+    """A small block that the first step skipped is measured when it comes, in the same segment,
+    while somebody holds two buffers there.
+    """
+    kept = []
+
+    def look(handle):
+        return [(c.kind, c.nbytes) for c in handle.choices], [bool(torch.equal(*k)) for k in kept]
+
+    def program(model, trace, rank):
+        from symmplan.integrate.fsdp_comms import PlannedAllGather
+
+        original = PlannedAllGather.__call__
+
+        def keeping(self, **kwargs):
+            result = original(self, **kwargs)
+            if self._runtime.plan is not None and len(kept) < 2:
+                tensor = kwargs["output_tensor"]
+                kept.append((tensor, tensor.clone()))
+            return result
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, PlannedAllGather, "__call__", original)
+            PlannedAllGather.__call__ = keeping
+            for step, order in enumerate([(1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)]):
+                model.order = list(order)
+                fsdp_models.train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    with programs.flat():
+        return fsdp_models.both(lambda: shard(Net()), program, rank, look=look, choose="measure")
