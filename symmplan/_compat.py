@@ -23,6 +23,7 @@ __all__ = [
     "fsdp_can_be_replaced",
     "fsdp_comm_bases",
     "fsdp_comms",
+    "fsdp_group_methods",
     "fsdp_has_direct_seam",
     "fsdp_one_mesh",
     "fsdp_param_groups",
@@ -296,6 +297,12 @@ def fsdp_has_direct_seam(group: Any) -> bool:
 def fsdp_can_be_replaced(group: Any) -> bool:
     """Whether an FSDP2 parameter group has the methods that its direct form replaces."""
     return all(hasattr(group, name) for name in ("unshard", "wait_for_unshard", "_to_sharded"))
+
+
+def fsdp_group_methods(group: Any) -> list[str]:
+    """The methods of a parameter group in which its collectives are issued and awaited."""
+    names = ("unshard", "wait_for_unshard", "post_backward")
+    return [name for name in names if callable(getattr(group, name, None))]
 
 
 def fsdp_shards(group: Any) -> bool:

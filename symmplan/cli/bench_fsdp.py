@@ -1,38 +1,51 @@
 """Train under FSDP2 plainly and with symmplan, and compare times, bytes and results.
 
 The same model is trained in the same processes in several ways, the *sides*: with FSDP2's own
-collectives; with `symmplan.fsdp.apply`; on devices also with all-gathers in torch's pool of
-symmetric memory, over a communicator with copy engines; and without FSDP2, which is the limit.
-Steps of all sides alternate, so that other load hits them alike; a step's time is its slowest
-rank's, and medians are compared. The time in collectives is what the host spends in FSDP2's calls
-of them, waiting for peers included, which on the CPU is all of it. Peak memory is that of other
-runs, with one side each.
+collectives (``plain``); on devices with all-gathers in torch's pool of symmetric memory, over a
+communicator with copy engines (``pooled``); with `symmplan.fsdp.apply` (``symmplan``); and without
+FSDP2 and communication, which is the limit (``unsharded``). A step is a forward and a backward
+pass, of a batch per rank.
+
+Steps of all sides alternate, so that other load hits them alike. A step's time is its slowest
+rank's, on devices by events, and medians are compared. The time in collectives is what the host
+spends in the methods of FSDP2 that issue and await them, with the copies that these make: on the
+CPU that is all of it, waiting for peers included; on devices it is what the host does meanwhile.
+Bytes are those of one side alone, beside the other sides' models. Gradients of every step are
+compared with the plain side's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
-import json
-import multiprocessing
 import os
 import platform
 import statistics
-import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
+from symmplan.cli.fsdp_ranks import start
 from symmplan.errors import RunError
+from symmplan.report.format import size
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
-    from multiprocessing.process import BaseProcess
-
+    from collections.abc import Sequence
 
 __all__ = ["add_arguments", "render", "run"]
 
+_SIDES = ("plain", "pooled", "symmplan", "unsharded")
 _ALL = ("ranks", "device", "model", "layers", "dim", "tokens", "steps", "dtype", "reduce", "choose")
+#: Per model: what an option is where the user does not say.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mlp": {"layers": 4, "dim": 512, "tokens": [64], "dtype": "float32", "reduce": "float32"},
+    "llama": {
+        "layers": 12,
+        "dim": 4096,
+        "tokens": [4096, 2048],
+        "dtype": "bfloat16",
+        "reduce": "bfloat16",
+    },
+}
+#: Gradients may differ by so many units in the last place where sums have another order.
+_ULPS = {"float32": 8 * 2.0**-23, "bfloat16": 8 * 2.0**-7}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dim", type=int, help="width (default 512; llama 4096, as Llama 3 8B)")
     add(
         "--tokens",
+        "--sequence",
         type=int,
         nargs="+",
         help="rows of a batch, or its sequence length; several are measured one after the other "
@@ -52,8 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=int, default=10, help="timed steps of each (default 10)")
     add("--dtype", choices=("float32", "bfloat16"), help="of parameters (llama bfloat16)")
-    add("--reduce", choices=("float32", "bfloat16"), help="of reduced gradients, if not float32")
-    add("--sides", nargs="+", metavar="SIDE", help="plain, pooled, symmplan, unsharded")
+    add(
+        "--reduce",
+        choices=("float32", "bfloat16"),
+        help="of reduced gradients, if parameters are not float32 (llama bfloat16)",
+    )
+    add("--sides", nargs="+", choices=_SIDES, help="what to compare (default: all there are)")
     add(
         "--choose",
         choices=("measure", "placed", "copy engine"),
@@ -62,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "by copy engines",
     )
     add("--no-profile", dest="profile", action="store_false", help="count no kernels (cuda)")
-    add("--no-memory", dest="memory", action="store_false", help="no runs for memory alone (cuda)")
+    add("--no-memory", dest="memory", action="store_false", help="count no bytes (cuda)")
     add("--timeout", type=float, default=300.0, help="seconds for everything (default 300)")
 
 
@@ -70,102 +88,139 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time.
+        RunError: An option makes no sense here, or a rank failed or did not finish in time.
     """
-    from symmplan.cli.bench_fsdp_sides import sides_of
-
-    if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
-    options = {name: getattr(args, name) for name in (*_ALL, "sides", "profile")}
-    llama = args.model == "llama"
-    options["layers"] = args.layers or (12 if llama else 4)
-    options["dim"] = args.dim or (4096 if llama else 512)
-    options["tokens"] = args.tokens or ([4096, 2048] if llama else [64])
-    options["dtype"] = args.dtype or ("bfloat16" if llama else "float32")
-    options["reduce"] = args.reduce or ("bfloat16" if llama else "float32")
-    options["wait"] = min(60.0, args.timeout)
-    options["threads"] = max(1, (os.cpu_count() or 1) // args.ranks)
-    known = sides_of(args.device)
-    options["sides"] = [side for side in known if side in (args.sides or known)]
-    deadline = time.monotonic() + args.timeout
-    ranks = _start(options, deadline)
-    runs = [_compared([r["runs"][i] for r in ranks]) for i in range(len(options["tokens"]))]
-    alone = _alone(options, deadline) if args.memory and args.device == "cuda" else {}
+    options = _options(args)
+    ranks = start(options, args.timeout)
+    runs = [_compared([r["runs"][i] for r in ranks], options) for i in range(len(args.tokens))]
     first = ranks[0]
     words = [
         f"--{n} {' '.join(map(str, v)) if isinstance(v, list) else v}"
         for n, v in ((name, options[name]) for name in _ALL)
     ]
+    memory = {
+        side: {key: max(r["memory"][side][key] for r in ranks) for key in first["memory"][side]}
+        for side in options["sides"]
+    }
     return {
-        # Sums of more than two ranks depend on the order of summing.
-        "ok": all(r["losses_equal"] is not False for r in runs)
-        and (args.ranks > 2 or all(r["difference"] in (None, 0.0) for r in runs)),
+        "ok": all(_right(run, options) for run in runs),
         "command": "symmplan bench fsdp " + " ".join(words),
         **{name: options[name] for name in (*_ALL, "sides")},
+        "skipped": options["skipped"],
         "runs": runs,
-        "memory": alone,
+        "memory": memory,
+        "how": first["how"],
         "stats": first.get("stats"),
         "choices": first.get("choices"),
         "machine": {
             "system": f"{platform.system()} {platform.release()}",
             "cores": os.cpu_count(),
             "python": platform.python_version(),
-            "torch": first["torch"],
-            "nccl": first["nccl"],
-            "device": first["device"],
+            **{name: first[name] for name in ("torch", "cuda", "nccl", "device")},
         },
     }
 
 
-def _compared(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One run, over all ranks."""
-    sides = {}
-    for name in ranks[0]["sides"]:
-        mine = [r["sides"][name] for r in ranks]
-        # A step is over when its slowest rank is.
-        steps = [max(t) for t in zip(*(m["step"] for m in mine), strict=True)]
-        comms = [max(t) for t in zip(*(m["collectives"] for m in mine), strict=True)]
-        quarters = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
-        sides[name] = {
-            "step_ms": round(statistics.median(steps) * 1e3, 3),
-            "step_quartiles_ms": [round(quarters[0] * 1e3, 3), round(quarters[2] * 1e3, 3)],
-            "collectives_ms": round(statistics.median(comms) * 1e3, 3) or None,
-            "host_us": {
-                method: round(statistics.median(times) * 1e6, 1)
-                for method, times in mine[0]["host"].items()
-            },
-            "profile": mine[0].get("profile"),
-        }
-    plain, planned = sides.get("plain"), sides.get("symmplan")
-    compared = plain is not None and planned is not None
-    comms = [s["collectives_ms"] for s in (plain, planned) if s]
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the ranks need to know, as plain data."""
+    from symmplan.cli.fsdp_sides import missing
+
+    if args.ranks < 2:
+        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+    for name, value in _DEFAULTS[args.model].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.steps < 1 or args.layers < 1 or args.dim < 1 or min(args.tokens) < 1:
+        raise RunError(
+            "nothing can be measured of a model or a run of no size",
+            expected="--steps, --layers, --dim and --tokens of at least 1",
+            got=f"{args.steps}, {args.layers}, {args.dim}, {args.tokens}",
+        )
+    if args.model == "llama" and args.dim % 16:
+        raise RunError(
+            "attention heads cannot share the width evenly",
+            expected="--dim that 16 divides",
+            got=args.dim,
+        )
+    wanted = [side for side in _SIDES if side in (args.sides or _SIDES)]
+    skipped = {side: why for side in wanted if (why := missing(side, args.device)) is not None}
+    options = {name: getattr(args, name) for name in (*_ALL, "profile", "memory")}
     return {
-        "tokens": ranks[0]["tokens"],
-        "sides": sides,
-        "step_speedup": round(plain["step_ms"] / planned["step_ms"], 3)
-        if plain and planned
-        else None,
-        "collectives_speedup": round(comms[0] / comms[1], 2) if compared and all(comms) else None,
-        "losses_equal": all(r["losses_equal"] for r in ranks) if compared else None,
-        "difference": max(r["difference"] for r in ranks) if compared else None,
+        **options,
+        "sides": [side for side in wanted if side not in skipped],
+        "skipped": skipped,
+        "wait": min(120.0, args.timeout),
+        "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
 
 
-def _alone(options: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Peak bytes of runs with one side each, of the rank that needs most."""
-    found = {}
-    for side in options["sides"]:
-        few = {**options, "sides": [side], "steps": 2, "profile": False}
-        few["tokens"] = options["tokens"][:1]
-        ranks = _start(few, deadline)
-        seen = [r["runs"][0]["sides"][side]["bytes"] for r in ranks]
-        found[side] = {key: max(s[key] for s in seen) for key in seen[0]}
-    return found
+def _compared(ranks: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+    """One run, over all ranks."""
+    sides = {}
+    steps = {}
+    for name in ranks[0]["sides"]:
+        mine = [r["sides"][name] for r in ranks]
+        # A step is over when its slowest rank is.
+        times = {
+            key: [max(t) for t in zip(*(m["times"][key] for m in mine), strict=True)]
+            for key in mine[0]["times"]
+        }
+        steps[name] = times["step"]
+        low, high = _quartiles(times["step"])
+        host = statistics.median(times["host"])
+        count = mine[0]["collectives"]
+        sides[name] = {
+            "step_ms": _ms(statistics.median(times["step"])),
+            "step_quartiles_ms": [_ms(low), _ms(high)],
+            "wall_ms": _ms(statistics.median(times["wall"])),
+            "issue_ms": _ms(statistics.median(times["issue"])),
+            "collectives": count,
+            "collectives_ms": _ms(host) if count and options["device"] == "cpu" else None,
+            "host_us": round(host / count * 1e6, 2) if count else None,
+            "loss": mine[0]["losses"][-1],
+            "losses_equal": all(m["losses_equal"] for m in mine)
+            if "losses_equal" in mine[0]
+            else None,
+            "difference": max(m["difference"] for m in mine) if "difference" in mine[0] else None,
+            "profile": mine[0].get("profile"),
+        }
+    plain, planned = sides.get("plain"), sides.get("symmplan")
+    if plain is None or planned is None:
+        return {"tokens": ranks[0]["tokens"], "sides": sides, "step_speedup": None}
+    pairs = zip(steps["plain"], steps["symmplan"], strict=True)
+    return {
+        "tokens": ranks[0]["tokens"],
+        "sides": sides,
+        "step_speedup": round(plain["step_ms"] / planned["step_ms"], 3),
+        "paired_speedup": round(statistics.median(a / b for a, b in pairs), 3),
+        "collectives_speedup": round(plain["collectives_ms"] / planned["collectives_ms"], 2)
+        if planned["collectives_ms"]
+        else None,
+    }
+
+
+def _right(run: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Whether symmplan's gradients are plain FSDP2's, up to the order of sums."""
+    planned = run["sides"].get("symmplan", {})
+    found = planned.get("difference")
+    half = options["dtype"] == "bfloat16" and options["reduce"] == "bfloat16"
+    return found is None or found <= _ULPS["bfloat16" if half else options["reduce"]]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
 
 
 def render(result: dict[str, Any]) -> str:
     """Tables for people."""
-    stats, machine = result["stats"], result["machine"]
+    machine = result["machine"]
     nccl = "" if machine["nccl"] is None else f", NCCL {machine['nccl']}"
     lines = [
         (
@@ -173,128 +228,80 @@ def render(result: dict[str, Any]) -> str:
             f"{result['dim']}, {result['dtype']}; {machine['device']}, {machine['cores']} cores, "
             f"torch {machine['torch']}{nccl}"
         ),
-        f"{'tokens':>8} {'side':10} {'step ms':>10} {'quartiles':>19} {'collectives ms':>15}",
+        (
+            f"{'tokens':>8} {'side':10} {'step ms':>10} {'quartiles':>19} {'host us each':>13} "
+            f"{'collectives ms':>15}"
+        ),
     ]
     for run in result["runs"]:
         for side, row in run["sides"].items():
             low, high = row["step_quartiles_ms"]
-            comms = "-" if row["collectives_ms"] is None else f"{row['collectives_ms']:.2f}"
             lines.append(
                 f"{run['tokens']:>8} {side:10} {row['step_ms']:>10.2f} "
-                f"{f'{low:.2f} - {high:.2f}':>19} {comms:>15}"
+                f"{f'{low:.2f} - {high:.2f}':>19} {_number(row['host_us']):>13} "
+                f"{_number(row['collectives_ms']):>15}"
             )
         if run["step_speedup"] is not None:
             comms = run["collectives_speedup"]
             lines.append(
-                f"{'':8} {'speedup':10} {run['step_speedup']:>9.2f}x {'':>19} "
+                f"{'':8} {'speedup':10} {run['step_speedup']:>9.2f}x {'':>19} {'':>13} "
                 + (f"{'-':>15}" if comms is None else f"{comms:>14.2f}x")
             )
-            same = "the same losses" if run["losses_equal"] else "DIFFERENT losses"
-            lines.append(f"{'':8} {same}; largest difference {run['difference']:.2g}")
-    lines += _memory_lines(result["memory"]) + _profile_lines(result["runs"])
-    if stats:
-        lines += [
-            (
-                f"{stats['placed']} collectives placed, {stats['staged']} staged, "
-                f"{stats['plain']} plain"
-            ),
-            (
-                f"symmetric memory: {stats['segment_bytes']} bytes, lower bound "
-                f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; "
-                f"{stats['rendezvous']} rendezvous"
-            ),
-        ]
-    for choice in result["choices"] or ():
-        times = ", ".join(f"{way} {t * 1e6:.0f} us" for way, t in choice["seconds"].items())
-        lines.append(f"{choice['kind']} of {choice['nbytes']} bytes: {choice['way']} ({times})")
-    return "\n".join(lines)
-
-
-def _memory_lines(memory: dict[str, Any]) -> list[str]:
-    return [
-        f"{side}: peak allocated {m['peak_allocated'] / 2**20:.0f} MiB, reserved "
-        f"{m['peak_reserved'] / 2**20:.0f} MiB, symmetric {m['symmetric'] / 2**20:.0f} MiB"
-        for side, m in memory.items()
-    ]
-
-
-def _profile_lines(runs: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for run in runs:
         for side, row in run["sides"].items():
-            if row["profile"]:
-                spent = ", ".join(f"{k} {t}" for k, t in row["profile"]["ms"].items())
-                span = row["profile"]["span_ms"]
-                lines.append(f"{run['tokens']} {side}: span {span} ms; {spent}")
-                lines.append(f"    host us {row['host_us']}; {row['profile']['collectives']}")
+            if row["difference"] is not None:
+                apart = row["difference"]
+                same = "the same bits" if apart == 0 else f"{apart:.2g} from plain FSDP2's"
+                lines.append(f"{'':8} {side}: gradients are {same}")
+    lines += [f"{side}: left out, {why}" for side, why in result["skipped"].items()]
+    for side, seen in result["memory"].items():
+        bytes_ = ", ".join(f"{key.replace('_', ' ')} {size(n)}" for key, n in seen.items() if n)
+        lines += [f"{side}: {bytes_}"] if bytes_ else []
+    lines += [line for run in result["runs"] for line in _profile_lines(run)]
+    return "\n".join([*lines, *_plan_lines(result)])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _profile_lines(run: dict[str, Any]) -> list[str]:
+    """Kernel times of one step as a table: a row for each kind, a column for each side."""
+    seen = {side: row["profile"] for side, row in run["sides"].items() if row["profile"]}
+    if not seen:
+        return []
+    kinds = sorted({kind for found in seen.values() for kind in found["ms"]})
+    lines = [
+        f"one profiled step, {run['tokens']} tokens, ms (kinds overlap):",
+        f"{'':24}" + "".join(f"{side:>12}" for side in seen),
+        f"{'span':24}" + "".join(f"{found['span_ms']:>12.2f}" for found in seen.values()),
+    ]
+    for kind in kinds:
+        cells = (found["ms"].get(kind) for found in seen.values())
+        lines.append(f"{kind:24}" + "".join(f"{_number(cell):>12}" for cell in cells))
+    for side, found in seen.items():
+        if found["collectives"]:
+            forward = found["forward"]
+            names = ", ".join(f"{n} {name}" for name, n in found["collectives"].items())
+            lines.append(
+                f"{side}: {forward['beside']} of {forward['gathers']} gathers in forward ran "
+                f"beside computation; {names}"
+            )
     return lines
 
 
-def _start(options: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """Run the ranks; what each measured."""
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [
-        context.Process(target=_rank, args=(rank, store.port, options), daemon=True)
-        for rank in range(options["ranks"])
+def _plan_lines(result: dict[str, Any]) -> list[str]:
+    stats = result["stats"]
+    if not stats:
+        return []
+    lines = [
+        f"{stats['placed']} collectives placed, {stats['staged']} staged, {stats['plain']} plain",
+        (
+            f"symmetric memory: {stats['segment_bytes']} bytes, lower bound "
+            f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; "
+            f"{stats['rendezvous']} rendezvous"
+        ),
     ]
-    with _ended(processes):
-        for process in processes:
-            process.start()
-        while any(process.is_alive() for process in processes):
-            if any(p.exitcode for p in processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
-        if any(code != 0 for code in codes):
-            raise RunError(
-                "ranks of the benchmark failed or did not finish",
-                expected="all of them done in time",
-                got=f"exit codes {codes} (None: still running)",
-                fix="see their output above, or raise --timeout",
-                exit_codes=codes,
-            )
-        return [
-            json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(options["ranks"])
-        ]
-
-
-@contextlib.contextmanager
-def _ended(processes: list[BaseProcess]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                process.kill()
-            if process.pid is not None:
-                process.join()
-
-
-def _rank(rank: int, port: int, options: dict[str, Any]) -> None:
-    """One rank's life."""
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    from symmplan.cli.bench_fsdp_sides import measure
-
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames collectives
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cuda = options["device"] == "cuda"
-    if cuda:
-        torch.cuda.set_device(rank)
-    torch.set_num_threads(options["threads"])
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=PrefixStore("bench/group", store),
-        rank=rank,
-        world_size=options["ranks"],
-        timeout=dt.timedelta(seconds=120),
-    )
-    store.set(f"bench/result/{rank}", json.dumps(measure(rank, options)))
-    dist.barrier()
-    dist.destroy_process_group()
+    for choice in result["choices"] or ():
+        times = ", ".join(f"{way} {t * 1e6:.0f} us" for way, t in choice["seconds"].items())
+        lines.append(f"{choice['kind']} of {choice['nbytes']} bytes: {choice['way']} ({times})")
+    return lines

@@ -50,7 +50,7 @@ class _Attention(nn.Module):
 def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding; ``turn`` has the cosines and sines, ``(2, length, width / 2)``."""
     even, odd = x.chunk(2, -1)
-    cos, sin = turn.to(x.dtype)
+    cos, sin = turn
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
 
 
@@ -88,7 +88,7 @@ class Llama(nn.Module):
         self._turns: dict[Any, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Through all layers."""
+        """All layers on ``(batch, length, dim)``."""
         turn = self._turn(x)
         for layer in self.layers:
             x = layer(x, turn)
@@ -96,12 +96,12 @@ class Llama(nn.Module):
         return result
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
-        key = (x.shape[1], x.device)
+        key = (x.shape[1], x.device, x.dtype)
         if key not in self._turns:
             place = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
             pair = torch.arange(self.width // 2, device=x.device, dtype=torch.float32)
             angle = place[:, None] / 500000.0 ** (2 * pair / self.width)
-            self._turns[key] = torch.stack((angle.cos(), angle.sin()))
+            self._turns[key] = torch.stack((angle.cos(), angle.sin())).to(x.dtype)
         return self._turns[key]
 
 

@@ -1,0 +1,233 @@
+"""The processes of ``symmplan bench fsdp``: start them, and what each does."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
+
+    import torch
+
+    from symmplan.cli.fsdp_sides import Side
+
+__all__ = ["difference", "rounds", "start"]
+
+#: Steps of a new side: the first is recorded, the second makes the plan.
+_WARM_UP = 4
+#: Rounds before the timed ones, for each number of tokens.
+_SETTLE = 2
+
+
+def rounds(names: Sequence[str], count: int) -> list[list[str]]:
+    """In which order the sides step in each of ``count`` rounds: each is the first in turn.
+
+    >>> rounds(["a", "b"], 3)
+    [['a', 'b'], ['b', 'a'], ['a', 'b']]
+    """
+    turns = [i % len(names) for i in range(count)]
+    return [[*names[turn:], *names[:turn]] for turn in turns]
+
+
+def start(options: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """Run the ranks; what each measured.
+
+    Args:
+        options: Plain data, with ``ranks`` and ``device``.
+        timeout: Seconds for everything.
+
+    Raises:
+        RunError: A rank failed or did not finish in time.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(target=_rank, args=(rank, store.port, options), daemon=True)
+        for rank in range(options["ranks"])
+    ]
+    with _ended(processes):
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes):
+            if any(p.exitcode for p in processes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        if any(code != 0 for code in codes):
+            raise RunError(
+                "ranks of the benchmark failed or did not finish",
+                expected=f"all of them done within {timeout:g} s",
+                got=f"exit codes {codes} (None: still running)",
+                fix="see their output above, or raise --timeout",
+                exit_codes=codes,
+            )
+        return [
+            json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(options["ranks"])
+        ]
+
+
+@contextlib.contextmanager
+def _ended(processes: list[BaseProcess]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+            if process.pid is not None:
+                process.join()
+
+
+def _rank(rank: int, port: int, options: Mapping[str, Any]) -> None:
+    """One rank's life."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames collectives
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cuda = options["device"] == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(options["threads"])
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=PrefixStore("bench/group", store),
+        rank=rank,
+        world_size=options["ranks"],
+        timeout=dt.timedelta(seconds=options["wait"]),
+    )
+    dist.barrier()
+    store.set(f"bench/result/{rank}", json.dumps(_measure(rank, options)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(rank: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Train all sides; what was seen of each. Collective: yes."""
+    import attrs
+    import torch
+
+    cuda = options["device"] == "cuda"
+    sides: dict[str, Side] = {}
+    memory = {}
+    for name in options["sides"]:
+        _say(rank, f"building {name}")
+        sides[name], memory[name] = _built(name, rank, options)
+    result: dict[str, Any] = {
+        "memory": memory,
+        "runs": [_run(rank, sides, tokens, options) for tokens in options["tokens"]],
+        "how": {name: side.how for name, side in sides.items() if side.how},
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+    }
+    handle = sides["symmplan"].handle if "symmplan" in sides else None
+    if handle is not None:
+        result["stats"] = attrs.asdict(handle.stats)
+        result["choices"] = [attrs.asdict(choice) for choice in handle.choices]
+        handle.remove()
+    return result
+
+
+def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
+    """A side after its first steps, and the bytes that it took beside the earlier sides' models."""
+    import torch
+
+    from symmplan.cli.fsdp_sides import Side
+
+    look = options["device"] == "cuda" and options["memory"]
+    if look:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        free, _ = torch.cuda.mem_get_info()
+    side = Side(name, rank, options)
+    tokens = max(options["tokens"])
+    for step in range(_WARM_UP):
+        side.step(step, tokens)
+        side.advance()
+    found: dict[str, Any] = {"symmetric": side.symmetric_bytes}
+    if look:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(_WARM_UP, _WARM_UP + 2):
+        side.step(step, tokens)
+        side.advance()
+    if look:
+        found["peak_allocated"] = torch.cuda.max_memory_allocated() - allocated
+        found["peak_reserved"] = torch.cuda.max_memory_reserved() - reserved
+        # As the driver sees it: with segments, communicators and whatever else.
+        found["device"] = free - torch.cuda.mem_get_info()[0]
+    return side, found
+
+
+def _run(
+    rank: int, sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Step all sides in turn, and compare what they computed."""
+    plain = sides.get("plain")
+    largest = {name: 0.0 for name in sides if name not in ("plain", "unsharded")}
+    # Numbers that no step had before, and the same on all sides.
+    begin = 1000 * (1 + options["tokens"].index(tokens))
+    for turn, order in enumerate(rounds(list(sides), _SETTLE + options["steps"])):
+        for name in order:
+            if turn == _SETTLE:
+                sides[name].restart()
+            sides[name].step(begin + turn, tokens)
+        if plain is not None:
+            for name, before in largest.items():
+                apart = difference(plain.gradients(), sides[name].gradients())
+                largest[name] = apart if math.isnan(apart) else max(before, apart)
+        for side in sides.values():
+            side.advance()
+        if turn >= _SETTLE:
+            _say(rank, f"{tokens} tokens, {turn - _SETTLE + 1}/{options['steps']}")
+    found: dict[str, dict[str, Any]] = {}
+    for name, side in sides.items():
+        found[name] = {"times": side.times, "losses": side.losses, "collectives": side.collectives}
+        if name in largest and plain is not None:
+            found[name]["difference"] = largest[name]
+            found[name]["losses_equal"] = side.losses == plain.losses
+    if options["device"] == "cuda" and options["profile"]:
+        for name, side in sides.items():
+            _say(rank, f"{tokens} tokens, profile of {name}")
+            found[name]["profile"] = side.profile(tokens)
+    return {"tokens": tokens, "sides": found}
+
+
+def difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
+    """How far tensors are from others: the norm of the difference, as a part of their norm.
+
+    0.0 only if all are equal.
+    """
+    import torch
+
+    pairs = list(zip(expected, got, strict=True))
+    if not pairs:
+        return 0.0
+    apart = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
+    total = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
+    return float((apart / total).sqrt()) if float(apart) != 0.0 else 0.0
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(f"bench fsdp: {text}", file=sys.stderr, flush=True)

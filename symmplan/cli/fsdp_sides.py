@@ -1,0 +1,266 @@
+"""The sides of ``symmplan bench fsdp``: one model trained in several ways, on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import symmplan
+from symmplan import _compat as compat
+from symmplan.cli.fsdp_mixin import Pool, install
+from symmplan.cli.fsdp_models import Llama, mlp, parts
+from symmplan.cli.fsdp_profile import profile, profile_gathers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["SIDES", "HostClock", "Side", "batch_of", "missing"]
+
+#: In the order in which they are built: torch's pool must be there before other symmetric memory.
+SIDES = ("plain", "pooled", "symmplan", "unsharded")
+
+
+def missing(side: str, device: str) -> str | None:
+    """Why there is no such side on ``device``; None if there is."""
+    if side == "pooled" and device == "cpu":
+        return "torch has no symmetric memory on the CPU"
+    if side == "pooled" and not compat.has_copy_engine_policy():
+        return "this torch cannot ask a communicator of NCCL for copy engines"
+    return None
+
+
+def batch_of(options: Mapping[str, Any], rank: int, step: int, tokens: int) -> torch.Tensor:
+    """A rank's input of a step, the same for all sides.
+
+    Returns:
+        ``(tokens, dim)``, for Llama ``(1, tokens, dim)`` and, as embeddings would be, one that
+        requires a gradient.
+    """
+    llama = options["model"] == "llama"
+    generator = torch.Generator(options["device"]).manual_seed(97 * step + rank)
+    batch = torch.randn(
+        (1, tokens, options["dim"]) if llama else (tokens, options["dim"]),
+        generator=generator,
+        device=options["device"],
+        dtype=getattr(torch, options["dtype"]),
+    )
+    return batch.requires_grad_(llama)
+
+
+class HostClock:
+    """Time that the host spends in FSDP2 for its collectives.
+
+    That is, in the methods of its parameter groups that issue and await them, whatever these do:
+    copies, the collectives themselves, and on the CPU the wait for peers.
+
+    Args:
+        groups: FSDP2's parameter groups.
+    """
+
+    def __init__(self, groups: list[Any]) -> None:
+        self._groups = groups
+        self._seconds = 0.0
+        self._inside = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure what happens in here. Afterwards the methods are what they were."""
+        undo = []
+        for group in self._groups:
+            for name in compat.fsdp_group_methods(group):
+                before = vars(group).get(name)
+                timed = self._timed(getattr(group, name))
+                setattr(group, name, timed)
+                undo.append((group, name, before, timed))
+        try:
+            yield
+        finally:
+            for group, name, before, timed in undo:
+                if vars(group).get(name) is not timed:  # somebody else's by now
+                    continue
+                if before is None:
+                    delattr(group, name)
+                else:
+                    setattr(group, name, before)
+
+    def read(self) -> float:
+        """Seconds since the last time."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # one of them calls another
+                return method(*args, **kwargs)
+            self._inside = True
+            begin = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._seconds += time.perf_counter() - begin
+                self._inside = False
+
+        return timed
+
+
+class Side:
+    """One way to train the model, and what was measured of it.
+
+    Args:
+        name: Which.
+        rank: This one.
+        options: Of the benchmark.
+
+    Collective: yes.
+    """
+
+    def __init__(self, name: str, rank: int, options: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self._options = options
+        self._rank = rank
+        self.device = torch.device(options["device"])
+        self.cuda = self.device.type == "cuda"
+        if self.cuda:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        dtype = getattr(torch, options["dtype"])
+        self.handle: symmplan.fsdp.Handle | None = None
+        self.how = ""
+        self._pool: Pool | None = None
+        with self.device:
+            self.model = (Llama if options["model"] == "llama" else mlp)(
+                options["layers"], options["dim"]
+            )
+        if name == "unsharded":
+            self.model.to(dtype)
+        else:
+            self._shard(dtype)
+        self._clock = HostClock(self._groups())
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured."""
+        #: Seconds of each step: on the device, on the clock, until the host had issued all of it,
+        #: and of the host in FSDP2.
+        self.times: dict[str, list[float]] = {"step": [], "wall": [], "issue": [], "host": []}
+        self.losses: list[float] = []
+
+    def _shard(self, dtype: torch.dtype) -> None:
+        mesh = self._mesh()
+        policy = MixedPrecisionPolicy()
+        if dtype != torch.float32:
+            policy = MixedPrecisionPolicy(dtype, getattr(torch, self._options["reduce"]))
+        for part in parts(self.model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        if self.name == "pooled":
+            if compat.symm_mem_backend(self.device) != "NCCL":
+                compat.set_symm_mem_backend("NCCL")
+            self._pool = Pool(self.device)
+            self.how = install(self._modules(), self._pool)
+        elif self.name == "symmplan":
+            self.handle = symmplan.fsdp.apply(
+                self.model, choose=self._options["choose"], timeout=self._options["wait"]
+            )
+
+    def _mesh(self) -> DeviceMesh:
+        if self.name != "pooled":
+            return init_device_mesh(self._options["device"], (self._options["ranks"],))
+        group: Any = dist.new_group(backend="nccl", pg_options=compat.copy_engine_options())
+        # A rendezvous must not be the first thing that a communicator does.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return DeviceMesh.from_group(group, self._options["device"])
+
+    def _modules(self) -> list[FSDPModule]:
+        return [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+
+    def _groups(self) -> list[Any]:
+        return [group for module in self._modules() for group in compat.fsdp_param_groups(module)]
+
+    @property
+    def collectives(self) -> int:
+        """How many FSDP2 runs in a step: modules gather twice and reduce, the root gathers once."""
+        if self.name == "unsharded":
+            return 0
+        own = any(True for g in compat.fsdp_param_groups(self._modules()[0]) if g.fsdp_params)
+        return 3 * len(parts(self.model)) + (2 if own else 0)
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Symmetric memory that it reserved."""
+        if self._pool is not None:
+            return self._pool.nbytes
+        return 0 if self.handle is None else self.handle.stats.segment_bytes
+
+    def step(self, number: int, tokens: int) -> None:
+        """Forward and backward, timed; gradients stay.
+
+        Collective: yes.
+        """
+        batch = batch_of(self._options, self._rank, number, tokens)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
+        dist.barrier()
+        self._synchronize()
+        with self._clock.running():
+            begin = time.perf_counter()
+            for mark in marks[:1]:
+                mark.record()
+            loss = self._loss(batch)
+            loss.backward()
+            for mark in marks[1:]:
+                mark.record()
+            issued = time.perf_counter() - begin
+            self._synchronize()
+            wall = time.perf_counter() - begin
+        span = marks[0].elapsed_time(marks[1]) / 1e3 if marks else wall
+        seconds = {"step": span, "wall": wall, "issue": issued, "host": self._clock.read()}
+        for name, value in seconds.items():
+            self.times[name].append(value)
+        self.losses.append(float(loss.detach()))
+
+    def advance(self) -> None:
+        """Let the parameters follow the gradients, and drop these. Not in any time."""
+        if self.name != "unsharded":  # its gradients are this rank's only
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of all gradients."""
+        found: list[Any] = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [g.to_local() if hasattr(g, "to_local") else g for g in found]
+
+    def profile(self, tokens: int) -> dict[str, Any]:
+        """What ran on the device in one step, and the gathers of one forward pass; see there.
+
+        Collective: yes.
+        """
+        batch = batch_of(self._options, self._rank, 0, tokens)
+        losses = []
+        dist.barrier()
+        self._synchronize()
+        found = profile(lambda: self._loss(batch).backward())
+        self._optimizer.zero_grad()
+        dist.barrier()
+        self._synchronize()
+        found["forward"] = profile_gathers(lambda: losses.append(self._loss(batch)))
+        losses.pop().backward()  # FSDP2 wants it
+        self._optimizer.zero_grad()
+        self._synchronize()
+        return found
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.model(batch).float().pow(2).mean()
+        return result
+
+    def _synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
