@@ -73,6 +73,9 @@ class Home:
         self.group = group
         self.memory = memory
         ranks, rank = group.size(), group.rank()
+        self._whole = bytes_
+        self._offsets = list(layout.offsets)
+        self._counts = [count * layout.dtype.itemsize for count in layout.counts]
         self.outputs: list[torch.Tensor] = []
         self.parts: list[torch.Tensor] = []
         #: The same bytes as storages of their own, with versions of their own: autograd must not
@@ -92,8 +95,9 @@ class Home:
         """
         if self.memory == "shm":
             name, size = _compat.group_name(self.group), self.group.size()
-            for part, output in zip(self.parts, self.outputs, strict=True):
-                torch.ops.symmplan.all_gather_out(part, size, name, out=output)
+            torch.ops.symmplan.all_gather_parts_(
+                self._whole, self._offsets, self._counts, size, name
+            )
         elif len(self.outputs) == 1:
             dist.all_gather_into_tensor(self.outputs[0], self.parts[0], group=self.group)
         else:

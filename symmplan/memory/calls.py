@@ -31,6 +31,7 @@ OPS = (
     "all_reduce_out",
     "all_to_all_single_out",
     "broadcast_out",
+    "all_gather_parts_",
 )
 _FORMAT = struct.Struct("<7q")
 _REFUSED_CODE = -1

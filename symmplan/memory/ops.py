@@ -8,6 +8,7 @@ those of c10d: concatenation along dimension 0. There is no autograd formula: th
 | op | must be symmetric | who moves the bytes |
 | --- | --- | --- |
 | ``all_gather_out`` | ``out`` | every rank pushes its ``input`` |
+| ``all_gather_parts_`` | ``whole`` | every rank pushes its parts, which are in place |
 | ``reduce_scatter_out`` | ``input`` | every rank pulls its part of all inputs |
 | ``all_reduce_out`` | ``input``, ``out`` (may be the same) | small: all pull; large: pull, push |
 | ``all_to_all_single_out`` | ``out`` | every rank pushes |
@@ -73,6 +74,48 @@ def all_gather_out(
             copy_bytes(call.peers[(call.rank + shift) % call.size], start, source, nbytes)
         if source.data_ptr() != out.data_ptr() + mine:
             copy_bytes(call.peers[call.rank], start, source, nbytes)
+
+
+def all_gather_parts_(
+    whole: torch.Tensor,
+    offsets: Sequence[int],
+    nbytes: Sequence[int],
+    group_size: int,
+    group_name: str,
+) -> None:
+    """Several all-gathers inside one placement with one handshake; every input is in place.
+
+    Args:
+        whole: Symmetric, contiguous, uint8, at the same offset on all ranks.
+        offsets: Where each gather's output begins in ``whole``, in bytes.
+        nbytes: Bytes of each rank's part of it; rank r's begins ``r * nbytes`` after its offset.
+        group_size: Ranks in the group.
+        group_name: Name of the group.
+
+    Raises:
+        RunError: An argument does not fit, or ranks make different calls.
+        PeerTimeoutError, PeerLostError: Peers did not come.
+
+    Collective: yes.
+    """
+    call = Call("all_gather_parts_", whole, "whole", group_name)
+    call.check_group_size(group_size)
+    pieces = list(zip(offsets, nbytes, strict=True))
+    end = max((o + n * call.size for o, n in pieces), default=0)
+    if whole.dtype != torch.uint8 or min((*offsets, *nbytes), default=0) < 0 or end > whole.numel():
+        call.fail(
+            "the parts do not lie inside 'whole'",
+            expected=f"at most {whole.numel()} bytes of torch.uint8",
+            got=f"parts that end at byte {end} of {whole.dtype}",
+            fix="give the offsets and sizes in bytes",
+        )
+    kind = f"parts {pieces}"
+    with call.running(kind, out_offset=call.offset, nbytes=sum(nbytes)):
+        for shift in range(1, call.size):
+            peer = call.peers[(call.rank + shift) % call.size]
+            for offset, count in pieces:
+                begin = offset + call.rank * count
+                copy_bytes(peer, call.offset + begin, whole[begin : begin + count], count)
 
 
 def reduce_scatter_out(
@@ -377,5 +420,10 @@ _register(
 _register(
     "broadcast_out(Tensor input, int src, str group_name, *, Tensor(a!) out) -> ()",
     broadcast_out,
+)
+_register(
+    "all_gather_parts_(Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
+    "str group_name) -> ()",
+    all_gather_parts_,
 )
 _register("barrier_(Tensor(a!) segment, str group_name) -> ()", barrier_)
