@@ -45,7 +45,7 @@ def summed(rank, world, dtype, reduction):
     return float(((output.double() - exact).abs() / step).max())
 
 
-def failing_freeze(rank, world, where):
+def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train):
     """One rank alone fails while the plan is made. How long this one waits, and its error."""
     import symmplan
     from symmplan.integrate import fsdp_choice, fsdp_runtime
@@ -57,9 +57,9 @@ def failing_freeze(rank, world, where):
         "planning": (fsdp_runtime, "problem_of"),
         "measuring": (fsdp_choice, "gathers"),
     }[where]
-    model = shard(Net())
+    model = build()
     handle = symmplan.fsdp.apply(model, choose="measure", timeout=60.0)
-    train(model, Trace(), rank, steps=1)
+    program(model, Trace(), rank, steps=1)
     original = getattr(*target)
     if rank == 1:
         setattr(*target, fails)

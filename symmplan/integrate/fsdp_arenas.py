@@ -82,7 +82,9 @@ def obtain(
     Collective: yes, over those groups.
     """
     if device.type == "cuda":
-        spare = next((s for s in _SPARE if s.device == device and _serves(s, plan, memory)), None)
+        spare = next(
+            (s for s in _SPARE if s.device == device and _serves(s, plan, memory, groups)), None
+        )
         number = -1 if spare is None else spare.number
         names = dict.fromkeys(leaders(groups).values())
         said = tell("spare", dict.fromkeys(names, number), groups, timeout)
@@ -114,5 +116,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _serves(spare: _Spare, plan: Plan, memory: str) -> bool:
-    return memory in ("auto", spare.arena.memory) and fits(plan, spare.arena)
+def _serves(spare: _Spare, plan: Plan, memory: str, groups: Mapping[str, Any]) -> bool:
+    return (
+        memory in ("auto", spare.arena.memory)
+        and fits(plan, spare.arena)
+        # A group may have been destroyed and made again under its old name.
+        and all(
+            spare.arena.segments[spec.name].rendezvous[name].group.process_group is groups[name]
+            for spec in plan.segments
+            for name in spec.groups
+        )
+    )

@@ -245,12 +245,12 @@ class Choices:
                 acts[way] = gathers(backend, gather, tensor, tensor[mine], over, async_op=False)
         else:
             output = plain.new_zeros(count)
-            total = dist.ReduceOp.SUM
+            op = _op(placed)
             for way, backend, tensor, over in ways:
-                acts[way] = scatters(backend, scatter, output, tensor, over, total, async_op=False)
+                acts[way] = scatters(backend, scatter, output, tensor, over, op, async_op=False)
             if engines is not None and bench.received is not None:
                 acts["copy engine"] = exchanges(
-                    output, placed, bench.received, engines.exchange, total
+                    output, placed, bench.received, engines.exchange, op
                 )
         return {way: act for way, act in acts.items() if act is not None}
 
@@ -351,6 +351,12 @@ def _on_host(act: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     act()
     return time.perf_counter() - begin
+
+
+def _op(source: torch.Tensor) -> Any:
+    """What FSDP2 uses for that type where it may choose; NCCL's kernels depend on it."""
+    average = source.is_cuda and source.dtype in (torch.float32, torch.bfloat16)
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
 def _case(call: Call) -> _Case:

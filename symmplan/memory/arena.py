@@ -146,7 +146,8 @@ class Arena:
             (self.segments[segment], name, group)
             for segment, groups in more.items()
             for name, group in groups.items()
-            if name not in self.segments[segment].rendezvous
+            if name not in (met := self.segments[segment].rendezvous)
+            or met[name].group.process_group is not group
         ]
         if not new:
             return 0
