@@ -21,7 +21,7 @@ import platform
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.fsdp_ranks import start
+from symmplan.cli.fsdp_ranks import start, worst
 from symmplan.errors import RunError
 from symmplan.report.format import size
 
@@ -181,7 +181,9 @@ def _compared(ranks: list[dict[str, Any]], options: dict[str, Any]) -> dict[str,
             "losses_equal": all(m["losses_equal"] for m in mine)
             if "losses_equal" in mine[0]
             else None,
-            "difference": max(m["difference"] for m in mine) if "difference" in mine[0] else None,
+            "difference": worst([m["difference"] for m in mine])
+            if "difference" in mine[0]
+            else None,
             "profile": mine[0].get("profile"),
         }
     plain, planned = sides.get("plain"), sides.get("symmplan")

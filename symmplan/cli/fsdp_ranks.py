@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from symmplan.cli.fsdp_sides import Side
 
-__all__ = ["difference", "rounds", "start"]
+__all__ = ["difference", "rounds", "start", "worst"]
 
 #: Steps of a new side: the first is recorded, the second makes the plan.
 _WARM_UP = 4
@@ -195,7 +195,7 @@ def _run(
         if plain is not None:
             for name, before in largest.items():
                 apart = difference(plain.gradients(), sides[name].gradients())
-                largest[name] = apart if math.isnan(apart) else max(before, apart)
+                largest[name] = worst([before, apart])
         for side in sides.values():
             side.advance()
         if turn >= _SETTLE:
@@ -226,6 +226,11 @@ def difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) ->
     apart = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
     total = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
     return float((apart / total).sqrt()) if float(apart) != 0.0 else 0.0
+
+
+def worst(differences: Sequence[float]) -> float:
+    """The largest; not a number if one is not, which `max` may overlook."""
+    return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
 def _say(rank: int, text: str) -> None:
