@@ -293,7 +293,8 @@ def test_llama_is_causal_and_knows_places():
     before, after = model(x), model(changed)
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 5], after[:, 5])
-    # The same token everywhere attends to itself only, whatever its place is; two do not.
+    # One layer that knew no places would see the same set of tokens twice.
+    model = Llama(1, 32)
     moved = torch.stack([x[0, 0], x[0, 1], x[0, 0], x[0, 0]])[None]
     swapped = torch.stack([x[0, 0], x[0, 0], x[0, 1], x[0, 0]])[None]
     assert not torch.allclose(model(moved)[0, 3], model(swapped)[0, 3], atol=1e-5)
@@ -421,6 +422,8 @@ def test_copies_that_nobody_knows_are_told_apart_by_gaps():
     expected = [(0, 200_000), (500_000, 600_000), (900_000, 950_000)]
     assert gathers_of(events) == expected
     assert gathers_of(events, [(10, 20)]) == expected
+    inside = event(PEER, 700_000, 710_000, launched=4)
+    assert gathers_of([*events, inside], [(2, 5)]) == sorted([*expected, (700_000, 710_000)])
 
 
 def test_only_computation_hides_a_gather():
