@@ -21,7 +21,8 @@ import platform
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.fsdp_ranks import start
+from symmplan.cli.fsdp_ranks import measure, worst
+from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
 from symmplan.report.format import size
 
@@ -91,7 +92,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         RunError: An option makes no sense here, or a rank failed or did not finish in time.
     """
     options = _options(args)
-    ranks = start(options, args.timeout)
+    ranks = run_ranks(
+        measure,
+        options,
+        ranks=args.ranks,
+        device=args.device,
+        timeout=args.timeout,
+        eager=False,
+    )
     runs = [_compared([r["runs"][i] for r in ranks], options) for i in range(len(args.tokens))]
     first = ranks[0]
     words = [
@@ -181,7 +189,9 @@ def _compared(ranks: list[dict[str, Any]], options: dict[str, Any]) -> dict[str,
             "losses_equal": all(m["losses_equal"] for m in mine)
             if "losses_equal" in mine[0]
             else None,
-            "difference": max(m["difference"] for m in mine) if "difference" in mine[0] else None,
+            "difference": worst([m["difference"] for m in mine])
+            if "difference" in mine[0]
+            else None,
             "profile": mine[0].get("profile"),
         }
     plain, planned = sides.get("plain"), sides.get("symmplan")

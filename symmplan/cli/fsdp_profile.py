@@ -33,6 +33,8 @@ _COMPUTATION = ("attention", "GEMM", "sums", "other")
 _GAP = 20_000
 #: What FSDP2 calls the host's part of a gather.
 _GATHER = re.compile(r"FSDP::all_gather( \(|$)")
+#: Calls of the CUDA runtime or driver; ops have correlation numbers too, but others.
+_LAUNCH = re.compile(r"cu(da)?[A-Z]")
 
 
 @frozen
@@ -159,8 +161,9 @@ def _profiled(act: Callable[[], Any], *, host: bool) -> tuple[list[Event], list[
         name, begin = event.name(), event.start_ns()
         end = begin + event.duration_ns()
         if "CUDA" not in str(event.device_type()):
-            launches[event.correlation_id()] = begin
-            if _GATHER.match(name):
+            if _LAUNCH.match(name):
+                launches[event.correlation_id()] = begin
+            elif _GATHER.match(name):
                 calls.append((begin, end))
         elif not name.startswith(("Memset", "FSDP::")) and not _annotates(event):
             on_device.append((name, begin, end, event.correlation_id()))

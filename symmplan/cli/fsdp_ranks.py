@@ -1,29 +1,19 @@
-"""The processes of ``symmplan bench fsdp``: start them, and what each does."""
+"""What a rank of ``symmplan bench fsdp`` does: build the sides, step them in turn, compare."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
-import json
 import math
-import multiprocessing
-import os
 import sys
-import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from symmplan.cli.fsdp_sides import Side
 
-__all__ = ["difference", "rounds", "start"]
+__all__ = ["difference", "measure", "rounds", "worst"]
 
 #: Steps of a new side: the first is recorded, the second makes the plan.
 _WARM_UP = 4
@@ -41,86 +31,15 @@ def rounds(names: Sequence[str], count: int) -> list[list[str]]:
     return [[*names[turn:], *names[:turn]] for turn in turns]
 
 
-def start(options: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """Run the ranks; what each measured.
+def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train all sides; what was seen of each, as plain data.
 
     Args:
-        options: Plain data, with ``ranks`` and ``device``.
-        timeout: Seconds for everything.
+        rank: This one.
+        options: Of the benchmark.
 
-    Raises:
-        RunError: A rank failed or did not finish in time.
+    Collective: yes.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [
-        context.Process(target=_rank, args=(rank, store.port, options), daemon=True)
-        for rank in range(options["ranks"])
-    ]
-    with _ended(processes):
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes):
-            if any(p.exitcode for p in processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
-        if any(code != 0 for code in codes):
-            raise RunError(
-                "ranks of the benchmark failed or did not finish",
-                expected=f"all of them done within {timeout:g} s",
-                got=f"exit codes {codes} (None: still running)",
-                fix="see their output above, or raise --timeout",
-                exit_codes=codes,
-            )
-        return [
-            json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(options["ranks"])
-        ]
-
-
-@contextlib.contextmanager
-def _ended(processes: list[BaseProcess]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                process.kill()
-            if process.pid is not None:
-                process.join()
-
-
-def _rank(rank: int, port: int, options: Mapping[str, Any]) -> None:
-    """One rank's life."""
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames collectives
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cuda = options["device"] == "cuda"
-    if cuda:
-        torch.cuda.set_device(rank)
-    torch.set_num_threads(options["threads"])
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=PrefixStore("bench/group", store),
-        rank=rank,
-        world_size=options["ranks"],
-        timeout=dt.timedelta(seconds=options["wait"]),
-    )
-    dist.barrier()
-    store.set(f"bench/result/{rank}", json.dumps(_measure(rank, options)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _measure(rank: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train all sides; what was seen of each. Collective: yes."""
     import attrs
     import torch
 
@@ -195,7 +114,7 @@ def _run(
         if plain is not None:
             for name, before in largest.items():
                 apart = difference(plain.gradients(), sides[name].gradients())
-                largest[name] = apart if math.isnan(apart) else max(before, apart)
+                largest[name] = worst([before, apart])
         for side in sides.values():
             side.advance()
         if turn >= _SETTLE:
@@ -226,6 +145,11 @@ def difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) ->
     apart = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
     total = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
     return float((apart / total).sqrt()) if float(apart) != 0.0 else 0.0
+
+
+def worst(differences: Sequence[float]) -> float:
+    """The largest; not a number if one is not, which `max` may overlook."""
+    return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
 def _say(rank: int, text: str) -> None:

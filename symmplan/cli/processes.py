@@ -27,6 +27,7 @@ def run_ranks(
     ranks: int,
     device: str,
     timeout: float,
+    eager: bool = True,
 ) -> list[Any]:
     """Call ``act(rank, options)`` in new processes that share a process group.
 
@@ -37,6 +38,8 @@ def run_ranks(
         ranks: How many processes.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one device for each rank).
         timeout: Seconds for everything.
+        eager: Whether NCCL connects at once. Communicators that are made later are then split
+            from the first one, which those with other options should not be.
 
     Returns:
         What each rank returned.
@@ -50,7 +53,7 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
         context.Process(
-            target=_rank, args=(act, rank, ranks, device, store.port, options), daemon=True
+            target=_rank, args=(act, rank, ranks, device, store.port, options, eager), daemon=True
         )
         for rank in range(ranks)
     ]
@@ -93,6 +96,7 @@ def _rank(
     device: str,
     port: int,
     options: dict[str, Any],
+    eager: bool,
 ) -> None:
     """One rank's life."""
     import torch
@@ -105,7 +109,8 @@ def _rank(
     more: dict[str, Any] = {}
     if cuda:
         torch.cuda.set_device(rank)
-        more["device_id"] = torch.device("cuda", rank)
+        if eager:
+            more["device_id"] = torch.device("cuda", rank)
         if options.get("zero_cta"):
             nccl: Any = dist.ProcessGroupNCCL
             more["pg_options"] = nccl.Options()
@@ -120,6 +125,7 @@ def _rank(
         timeout=dt.timedelta(seconds=120),
         **more,
     )
+    dist.barrier()  # symmetric memory needs a communicator that has run something
     store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
     dist.barrier()
     dist.destroy_process_group()

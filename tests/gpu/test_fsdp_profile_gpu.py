@@ -1,0 +1,179 @@
+"""What FSDP2's collectives run as, by the profiler: on copy engines, in symmetric kernels, or else.
+
+    python -m pytest tests/gpu/test_fsdp_profile_gpu.py -m gpu
+
+Two and four devices of one host. The layers are large enough to hide a gather.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ranks import RankPool
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = 4
+DIM = 2048
+TOKENS = 4096
+
+
+def ranks(count):
+    missing = torch.cuda.device_count() < count
+    return pytest.param(
+        count, marks=pytest.mark.skipif(missing, reason=f"needs {count} CUDA devices")
+    )
+
+
+WORLDS = [ranks(2), ranks(4)]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def pool(request):
+    with RankPool(request.param, init="nccl", timeout=180) as started:
+        yield started
+        started.outcomes(finish)
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def zero_cta(request):
+    """Ranks whose NCCL gathers with copy engines wherever memory is symmetric."""
+    env = {"NCCL_CTA_POLICY": "2"}
+    with RankPool(request.param, init="nccl", timeout=180, env=env) as started:
+        yield started
+        started.outcomes(finish)
+
+
+# Rank side.
+
+
+def finish(rank, world):
+    import torch.distributed as dist
+
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def seen(rank, world, side, choose="measure"):
+    """What ran on the device in a step after the plan was made."""
+    import attrs
+    import torch.distributed as dist
+
+    from symmplan.cli.fsdp_sides import Side
+
+    dist.barrier()
+    options = {
+        "ranks": world,
+        "device": "cuda",
+        "model": "llama",
+        "layers": LAYERS,
+        "dim": DIM,
+        "dtype": "bfloat16",
+        "reduce": "bfloat16",
+        "choose": choose,
+        "wait": 60.0,
+    }
+    trained = Side(side, rank, options)
+    for step in range(4):
+        trained.step(step, TOKENS)
+        trained.advance()
+    found = trained.profile(TOKENS)
+    handle = trained.handle
+    if handle is not None:
+        found["stats"] = attrs.asdict(handle.stats)
+        found["ways"] = {(c.kind, c.nbytes): c.way for c in handle.choices}
+        handle.remove()
+    return found
+
+
+# Parent side.
+
+
+def count(found, *words, without=()):
+    """How many kernels and copies have all of ``words`` in their names."""
+    return sum(
+        n
+        for name, n in found["collectives"].items()
+        if all(word in name for word in words) and not any(word in name for word in without)
+    )
+
+
+def test_plain_fsdp_gathers_in_rings_beside_computation(pool):
+    """The other tests' names and counts mean something."""
+    for found in pool.run(seen, "plain"):
+        print(found)
+        assert count(found, "ncclDevKernel_AllGather") == 2 * LAYERS + 1
+        assert count(found, "ncclDevKernel_ReduceScatter") == LAYERS + 1
+        assert count(found, "Memcpy PtoP") == count(found, "ncclSym") == 0
+        assert found["forward"]["gathers"] == LAYERS + 1
+        assert found["forward"]["beside"] >= LAYERS - 1
+
+
+def test_placed_gathers_run_in_symmetric_kernels(pool):
+    for found in pool.run(seen, "symmplan", "placed"):
+        print(found)
+        assert found["stats"]["plain"] == found["stats"]["staged"] == 0
+        assert count(found, "AllGather", without=["ncclSym"]) == count(found, "Memcpy PtoP") == 0
+        assert count(found, "ncclSym", "AllGather") >= 2 * LAYERS + 1
+        assert found["forward"]["gathers"] == LAYERS + 1
+        assert found["forward"]["beside"] >= LAYERS - 1
+
+
+def test_placed_gathers_run_on_copy_engines_under_zero_cta(zero_cta):
+    for found in zero_cta.run(seen, "symmplan", "placed"):
+        print(found)
+        assert found["stats"]["plain"] == found["stats"]["staged"] == 0
+        assert count(found, "AllGather") == 0
+        assert count(found, "Memcpy PtoP") >= (2 * LAYERS + 1) * (zero_cta.world_size - 1)
+        assert found["forward"]["gathers"] == LAYERS + 1
+        assert found["forward"]["beside"] >= LAYERS - 1
+
+
+def test_by_copy_engines_nothing_runs_in_kernels(pool):
+    for found in pool.run(seen, "symmplan", "copy engine"):
+        print(found)
+        assert found["stats"]["plain"] == found["stats"]["staged"] == 0
+        assert count(found, "AllGather") == count(found, "ReduceScatter") == 0
+        collectives = 2 * LAYERS + 1 + LAYERS + 1
+        assert count(found, "Memcpy PtoP") >= collectives * (pool.world_size - 1)
+        assert found["forward"]["gathers"] == LAYERS + 1
+        assert found["forward"]["beside"] >= LAYERS - 1
+
+
+def test_measured_collectives_run_as_the_choices_say(pool):
+    results = pool.run(seen, "symmplan", "measure")
+    assert len({str(sorted(found["ways"].items())) for found in results}) == 1
+    # The root's norm alone is too small to be measured, and stays with NCCL.
+    ways = dict(results[0]["ways"])
+    for found in results:
+        print(found)
+        gathers = {way for (kind, _), way in ways.items() if kind == "all_gather"}
+        reductions = {way for (kind, _), way in ways.items() if kind == "reduce_scatter"}
+        assert len(gathers) == len(reductions) == 1
+        assert count(found, "ncclDevKernel_AllGather") == 1 + 2 * LAYERS * (gathers == {"default"})
+        assert bool(count(found, "ncclSym", "AllGather")) is (gathers == {"symmetric"})
+        rings = 1 + LAYERS * (reductions == {"default"})
+        assert count(found, "ncclDevKernel_ReduceScatter") == rings
+        assert bool(count(found, "ncclSym", "ReduceScatter")) is (reductions == {"symmetric"})
+        engines = 2 * LAYERS * (gathers == {"copy engine"})
+        engines += LAYERS * (reductions == {"copy engine"})
+        assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
+        assert bool(count(found, "Memcpy PtoP")) is bool(engines)
+        assert found["forward"]["beside"] >= LAYERS - 1
+
+
+@pytest.mark.parametrize("pool", [ranks(2)], indirect=True)
+def test_the_pooled_side_gathers_on_copy_engines(pool):
+    """What symmplan is compared with does what FSDP2's own symmetric memory does."""
+    for found in pool.run(seen, "pooled"):
+        print(found)
+        assert count(found, "AllGather") == 0
+        assert count(found, "Memcpy PtoP") >= 2 * LAYERS + 1
+        assert count(found, "ncclDevKernel_ReduceScatter") == LAYERS + 1
+        assert found["forward"]["beside"] >= LAYERS - 1
