@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CASES", "Program"]
 
-_HEADS = 8
+#: Width of an attention head, less in small models, which have at least so many heads.
+_HEAD, _HEADS = 128, 8
 _GATHERS, _PRODUCTS = 8, 4
 
 
@@ -51,7 +52,7 @@ class Program:
 class _Attention(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.head = dim // _HEADS
+        self.head = min(_HEAD, dim // _HEADS)
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

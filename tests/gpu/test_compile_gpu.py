@@ -36,7 +36,7 @@ def _run(rank, world_size, memory, inner):
     torch.manual_seed(7)
     w = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16) / 32
     expected = _model(x, w, group)
-    backend = symmplan.backend(inner=inner, memory=memory, timeout=60.0)
+    backend = symmplan.backend(inner=inner, memory=memory, timeout=60.0, choose="placed")
     compiled = torch.compile(_model, backend=backend, fullgraph=True)
     for _ in range(3):
         got = compiled(x, w, group)
@@ -97,7 +97,7 @@ def _overlapped(rank, world_size, inner):
     w = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5
     x = torch.randn(65536, 2048, device=device, dtype=torch.bfloat16)
     expected = _two_gathers(x, w, group)
-    backend = symmplan.backend(inner=inner, memory="nccl", timeout=60.0)
+    backend = symmplan.backend(inner=inner, memory="nccl", timeout=60.0, choose="placed")
     compiled = torch.compile(_two_gathers, backend=backend, fullgraph=True)
     for _ in range(3):
         got = compiled(x, w, group)
@@ -130,3 +130,121 @@ def test_the_wait_for_one_gather_does_not_wait_for_the_next(inner):
     assert first["products"] == 9
     assert first["early"] >= 2  # they began before the second gather had ended
     assert first["stats"].placed == 4
+
+
+def _chosen(rank, world_size):
+    """Results and what was measured, with every collective timed both ways."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    x = torch.randn(2048, 1024, device=device, dtype=torch.bfloat16) / 32
+    w = torch.eye(1024, device=device, dtype=torch.bfloat16)
+    expected = _model(x, w, group)
+    backend = symmplan.backend(memory="nccl", timeout=60.0)
+    got = torch.compile(_model, backend=backend, fullgraph=True)(x, w, group)
+    torch.testing.assert_close(got[1].float(), expected[1].float(), rtol=2e-2, atol=2e-2)
+    stats, choices = backend.stats, backend.choices
+    reasons = [u.reason for p in backend.plans for u in p.unplanned]
+    dist.barrier()
+    backend.release()
+    return choices, stats, reasons
+
+
+@needs_two
+def test_ranks_choose_alike_by_measurement():
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        first, second = pool.run(_chosen)
+    print(first)
+    assert first == second
+    choices, stats, reasons = first
+    assert len(choices) >= 3
+    left = [c for c in choices if not c.placed]
+    assert sum("torch's own way was faster" in r for r in reasons) >= len(left)
+    assert (stats.placed > 0) == (len(left) < len(choices))
+
+
+def _graphed(rank, world_size):
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    w = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16) / 32
+    backend = symmplan.backend(memory="nccl", timeout=60.0, choose="placed")
+    compiled = torch.compile(_model, backend=backend, fullgraph=True, mode="reduce-overhead")
+    for turn in range(6):
+        x = torch.randn(2048, 1024, device=device, dtype=torch.bfloat16) / 32
+        expected = _model(x, w, group)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = compiled(x, w, group)
+        torch.testing.assert_close(
+            got[1].float(),
+            expected[1].float(),
+            rtol=2e-2,
+            atol=2e-2,
+            msg=lambda m, t=turn: f"{t}: {m}",
+        )
+    stats = backend.stats
+    torch.cuda.synchronize()
+    dist.barrier()
+    backend.release()
+    return stats
+
+
+@needs_two
+def test_cuda_graphs_use_the_segments_where_they_lie():
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        first, second = pool.run(_graphed)
+    assert first == second
+    assert first.rendezvous == 1
+
+
+def _pads(x, group):
+    y = torch.ops.symm_mem.one_shot_all_reduce(x * 2, "sum", group)
+    z = torch.ops.symm_mem.one_shot_all_reduce(y.sin(), "sum", group)
+    return z + 1
+
+
+def _with_pads(rank, world_size, memory, inner):
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    x = torch.randn(256, 256, device=device)
+    total = x * 2
+    dist.all_reduce(total)
+    expected = total.sin()
+    dist.all_reduce(expected)
+    backend = symmplan.backend(inner=inner, memory=memory, timeout=60.0)
+    compiled = torch.compile(_pads, backend=backend, fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x, group), expected + 1, rtol=1e-4, atol=1e-4)
+    stats = backend.stats
+    dist.barrier()
+    backend.release()
+    return stats
+
+
+@needs_two
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_ops_of_torch_symmetric_memory_run_in_placements(inner):
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        first, second = pool.run(_with_pads, "cuda", inner)
+    print(first)
+    assert first == second
+    assert first.bound >= 2
