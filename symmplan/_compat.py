@@ -39,6 +39,7 @@ __all__ = [
     "known_groups",
     "premul_factor",
     "set_symm_mem_backend",
+    "storage_uses",
     "symm_mem_backend",
     "symm_mem_empty",
     "symm_mem_pool",
@@ -342,3 +343,9 @@ def all_to_all(output: Any, source: Any, group: Any) -> None:
     work = group.alltoall_base(output, source, [], [], options)
     if work is not None:
         work.wait()
+
+
+def storage_uses(tensor: Any) -> int:
+    """How many tensors and saved values share the storage of ``tensor``, in units of torch's."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -22,7 +22,9 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
 
 [Note: a gather ahead of its time]
     A gather that a program did not do ahead of time while it was recorded may find its bytes in
-    use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters.
+    use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters. If it
+    is needed now, the module leaves: from now on its gathers are flat, which the next plan knows.
+    Only where a graph still has parameters at the old address it cannot, and raises.
 """
 
 from __future__ import annotations
@@ -124,6 +126,7 @@ class Direct:
         self._tenant: Tenant | None = None
         self._looked = False
         self._put_off = False
+        self._alone = 0
         self._unshard: Callable[..., None] = group.unshard
         self._wait: Callable[[], None] = group.wait_for_unshard
         self._reshard: Callable[[], None] = group._to_sharded
@@ -185,6 +188,9 @@ class Direct:
                 return
             self._late(home)
             result = group._all_gather_result
+            if not isinstance(result, Gathered):
+                self._wait()
+                return
         _compat.fsdp_release_gather(group)
         if result.all_gather_event is not None:
             torch.cuda.current_stream().wait_event(result.all_gather_event)
@@ -235,19 +241,35 @@ class Direct:
 
     def _late(self, home: Home) -> None:
         """Gather now what was put off."""
-        if home.users.held(home.begin, home.end):
+        self._put_off = False
+        if not home.users.held(home.begin, home.end):
+            self._start(self._key(), home, async_op=False)
+            return
+        if self._bound is not None and self._in_use() != self._alone:
             raise RunError(
                 f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
-                f"[{home.begin}, {home.end})",
+                f"[{home.begin}, {home.end}), and a graph still refers to these",
                 expected="modules that were unsharded one after the other when the first step was "
-                "recorded to be so in later steps, and nobody to keep FSDP2's buffers",
+                "recorded to be so until their backward passes are done",
                 got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
                 fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
                 "changes",
                 module=self.site,
             )
-        self._put_off = False
-        self._start(self._key(), home, async_op=False)
+        self._leave()
+        self._unshard(False)
+
+    def _leave(self) -> None:
+        """FSDP2's own gathers from now on."""
+        self._unbind()
+        self._home = self._layout = None
+        self.reason = "other modules' parameters were needed at the same time"
+        self._runtime.left(self.site)
+
+    def _in_use(self) -> int:
+        """How many tensors and views refer to the parameters' storages."""
+        assert self._home is not None
+        return sum(_compat.storage_uses(storage) for storage in self._home.storages)
 
     def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
         group = self._group
@@ -286,6 +308,7 @@ class Direct:
                 parameter.free_unsharded_param = _nothing
                 parameter.init_unsharded_param()
         self._bound = home
+        self._alone = self._in_use()
 
     def _unbind(self) -> None:
         """Forget the parameters' storages; FSDP2 makes new ones when it gathers next."""

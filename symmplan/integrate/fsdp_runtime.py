@@ -59,6 +59,7 @@ REPLANS = 8
 _LONGEST = 1 << 17
 
 _NOT_PLANNED = "the plan does not know this collective"
+_LEFT = "other modules' parameters were needed at the same time"
 _NOT_OURS = "its buffer came from elsewhere"
 _OTHER_GROUP = "it ran over another group than planned"
 _OTHER_OP = "the memory backend has no such reduction"
@@ -175,6 +176,10 @@ class Runtime:
         if log is not None:
             log.release(index)
 
+    def left(self, site: str) -> None:
+        """A module's gathers are flat from now on."""
+        self.layouts.pop(site, None)
+
     def _follow(self, key: Key) -> Spot | None:
         if self._schedule is None:
             return None
@@ -185,7 +190,7 @@ class Runtime:
 
     def _move_in(self, spot: Spot, device: torch.device) -> Tenant | None:
         """Take the bytes of ``spot``; None if it has none, or somebody still uses them."""
-        if spot.place is None:
+        if spot.place is None or spot.direct:
             return None
         begin, end = spot.place.offset, spot.place.end
         users = self._bytes[spot.place.segment]
@@ -289,6 +294,9 @@ class Runtime:
             return _NOT_PLANNED, None
         if slot.spot.place is None:
             return slot.spot.way.reason, None
+        if slot.spot.direct:
+            self._strange = True
+            return _LEFT, None
         if slot.spot.call.group != group:
             self._strange = True
             return _OTHER_GROUP, None

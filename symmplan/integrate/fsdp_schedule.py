@@ -32,12 +32,14 @@ class Spot:
         place: Where its buffer lies; None if it stays in ordinary memory.
         received: Where the output of its all-to-all lies; None if it has none.
         way: How it runs.
+        direct: Whether its buffer is the parameters themselves.
     """
 
     call: Call
     place: Placement | None
     received: Placement | None
     way: Way
+    direct: bool = False
 
 
 class Schedule:
@@ -55,6 +57,7 @@ class Schedule:
                 None if c.buffer is None else plan.placements[c.buffer],
                 None if c.received is None else plan.placements[c.received],
                 c.way,
+                c.direct,
             )
             for stretch in stretches
             for c in stretch
