@@ -104,15 +104,13 @@ def count(found, *words, without=()):
     )
 
 
-def test_plain_fsdp_gathers_in_rings_beside_computation(pool):
+def test_plain_fsdp_gathers_in_rings(pool):
     """The other tests' names and counts mean something."""
     for found in pool.run(seen, "plain"):
         print(found)
         assert count(found, "ncclDevKernel_AllGather") == 2 * LAYERS + 1
         assert count(found, "ncclDevKernel_ReduceScatter") == LAYERS + 1
         assert count(found, "Memcpy PtoP") == count(found, "ncclSym") == 0
-        assert found["forward"]["gathers"] == LAYERS + 1
-        assert found["forward"]["beside"] >= LAYERS - 1
 
 
 def test_placed_gathers_run_in_symmetric_kernels(pool):
@@ -121,8 +119,6 @@ def test_placed_gathers_run_in_symmetric_kernels(pool):
         assert found["stats"]["plain"] == found["stats"]["staged"] == 0
         assert count(found, "AllGather", without=["ncclSym"]) == count(found, "Memcpy PtoP") == 0
         assert count(found, "ncclSym", "AllGather") >= 2 * LAYERS + 1
-        assert found["forward"]["gathers"] == LAYERS + 1
-        assert found["forward"]["beside"] >= LAYERS - 1
 
 
 def test_placed_gathers_run_on_copy_engines_under_zero_cta(zero_cta):
@@ -131,8 +127,6 @@ def test_placed_gathers_run_on_copy_engines_under_zero_cta(zero_cta):
         assert found["stats"]["plain"] == found["stats"]["staged"] == 0
         assert count(found, "AllGather") == 0
         assert count(found, "Memcpy PtoP") >= (2 * LAYERS + 1) * (zero_cta.world_size - 1)
-        assert found["forward"]["gathers"] == LAYERS + 1
-        assert found["forward"]["beside"] >= LAYERS - 1
 
 
 def test_by_copy_engines_nothing_runs_in_kernels(pool):
@@ -142,8 +136,6 @@ def test_by_copy_engines_nothing_runs_in_kernels(pool):
         assert count(found, "AllGather") == count(found, "ReduceScatter") == 0
         collectives = 2 * LAYERS + 1 + LAYERS + 1
         assert count(found, "Memcpy PtoP") >= collectives * (pool.world_size - 1)
-        assert found["forward"]["gathers"] == LAYERS + 1
-        assert found["forward"]["beside"] >= LAYERS - 1
 
 
 def test_measured_collectives_run_as_the_choices_say(pool):
@@ -165,7 +157,6 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         engines += LAYERS * (reductions == {"copy engine"})
         assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
         assert bool(count(found, "Memcpy PtoP")) is bool(engines)
-        assert found["forward"]["beside"] >= LAYERS - 1
 
 
 @pytest.mark.parametrize("pool", [ranks(2)], indirect=True)
@@ -176,4 +167,3 @@ def test_the_pooled_side_gathers_on_copy_engines(pool):
         assert count(found, "AllGather") == 0
         assert count(found, "Memcpy PtoP") >= 2 * LAYERS + 1
         assert count(found, "ncclDevKernel_ReduceScatter") == LAYERS + 1
-        assert found["forward"]["beside"] >= LAYERS - 1
