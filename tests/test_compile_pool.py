@@ -147,3 +147,49 @@ def _at_once(rank, world_size):
 def test_two_graphs_at_once_are_refused(pool):
     for fix in pool.run(_at_once):
         assert "symmplan.backend() of its own" in fix
+
+
+def _late_reader(rank, world_size):
+    """Rank 1 reads its peers' bytes late; rank 0 must not overwrite them with its next graph."""
+    import time
+
+    import torch.distributed as dist
+
+    import symmplan
+
+    @symmplan.symm_args("x", group="group_name", handshake=True)
+    @torch.library.custom_op("symmplan_late::total", mutates_args=())
+    def total(x: torch.Tensor, group_name: str) -> torch.Tensor:
+        placed = symmplan.handle(x, group_name)
+        placed.barrier()
+        time.sleep(0.3 * rank)
+        return torch.stack([placed.peer(r) for r in range(placed.world_size)]).sum(0)
+
+    @total.register_fake
+    def _(x, _group_name):
+        return torch.empty_like(x)
+
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    group = dist.group.WORLD.group_name
+    first = torch.compile(lambda x: total(x * 1, group) + 1, backend=backend)
+    second = torch.compile(
+        # Meets all ranks before and after by itself, but what it is given is written before.
+        lambda x: F.wait_tensor(F.reduce_scatter_tensor(x * 100, "sum", 2, group)) + 1,
+        backend=backend,
+    )
+    x = torch.full((8,), 1.0 + rank)
+    found = []
+    try:
+        for _ in range(2):
+            found += [first(x)[0].item(), second(x)[0].item()]
+        return found, backend.stats.segment_bytes, backend.stats.bound
+    finally:
+        dist.barrier()
+        backend.release()
+
+
+def test_peers_have_read_before_the_next_graph_writes(pool):
+    for found, nbytes, bound in pool.run(_late_reader):
+        assert found == [4.0, 301.0] * 2
+        assert (nbytes, bound) == (256, 2)
