@@ -20,6 +20,7 @@ __all__ = [
     "all_to_all",
     "copy_engine_group",
     "copy_engine_options",
+    "finished_work",
     "fsdp_can_be_replaced",
     "fsdp_comm_bases",
     "fsdp_comms",
@@ -36,14 +37,17 @@ __all__ = [
     "has_nccl_backend",
     "has_process_groups",
     "in_backward",
+    "keyset_after_select",
     "known_groups",
     "premul_factor",
+    "reduction_name",
     "set_symm_mem_backend",
-    "storage_uses",
+    "storage_use_count",
     "symm_mem_backend",
     "symm_mem_empty",
     "symm_mem_pool",
     "symm_mem_rendezvous",
+    "unboxed_group",
     "world_name",
 ]
 
@@ -345,7 +349,57 @@ def all_to_all(output: Any, source: Any, group: Any) -> None:
         work.wait()
 
 
-def storage_uses(tensor: Any) -> int:
-    """How many tensors and saved values share the storage of ``tensor``, in units of torch's."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+def unboxed_group(given: Any) -> Any:
+    """The process group in what the dispatcher passes to kernels in Python."""
+    if isinstance(given, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(given)
+    return given
+
+
+def reduction_name(given: Any) -> str | None:
+    """``"sum"``, ``"max"``, ... of a boxed or plain ``ReduceOp``; None for a scaled one."""
+    boxed: Any = given
+    op: Any = boxed.op() if isinstance(given, torch.ScriptObject) else given
+    plain = dist.ReduceOp.RedOpType
+    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"):
+        if op in (getattr(plain, name), getattr(plain, name).value):
+            return name.lower()
+    return None
+
+
+def storage_use_count(storage: int) -> int:
+    """How many references there are to the storage whose ``_cdata`` is ``storage``."""
+    return int(torch._C._storage_Use_Count(storage))
+
+
+def keyset_after_select() -> Any:
+    """The dispatch keys that come after BackendSelect: those of the kernels themselves."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+class _Finished(dist.Work):
+    """The work of a collective that was over when it returned."""
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It was."""
+        return True
+
+
+#: One for all: a box does not keep its Python half, and it has no state.
+_FINISHED: list[Any] = []
+
+
+def finished_work() -> Any:
+    """A work that is over, boxed as kernels in Python return it."""
+    if not _FINISHED:
+        work = _Finished()
+        _FINISHED.extend((work, work.boxed()))
+    return _FINISHED[1]

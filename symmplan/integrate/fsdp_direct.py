@@ -269,7 +269,10 @@ class Direct:
     def _in_use(self) -> int:
         """How many tensors and views refer to the parameters' storages."""
         assert self._home is not None
-        return sum(_compat.storage_uses(storage) for storage in self._home.storages)
+        return sum(
+            _compat.storage_use_count(storage.untyped_storage()._cdata)
+            for storage in self._home.storages
+        )
 
     def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
         group = self._group
