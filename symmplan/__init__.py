@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from symmplan import fsdp as fsdp
     from symmplan.api import plan as plan
     from symmplan.integrate.compile import backend as backend
+    from symmplan.integrate.eager import eager as eager
+    from symmplan.integrate.eager import empty as empty
+    from symmplan.integrate.eager import out as out
     from symmplan.memory import handle as handle
     from symmplan.model import Plan as Plan
     from symmplan.model import Problem as Problem
@@ -25,9 +28,12 @@ _HOME = {
     "Plan": "symmplan.model",
     "Problem": "symmplan.model",
     "backend": "symmplan.integrate.compile",
+    "eager": "symmplan.integrate.eager",
+    "empty": "symmplan.integrate.eager",
     "errors": "symmplan.errors",
     "fsdp": "symmplan.fsdp",
     "handle": "symmplan.memory",
+    "out": "symmplan.integrate.eager",
     "plan": "symmplan.api",
     "register_symm_mem_args": "symmplan.registry",
     "requirements": "symmplan.registry",

@@ -40,10 +40,15 @@ __all__ = [
     "premul_factor",
     "set_symm_mem_backend",
     "storage_uses",
+    "keyset_after_select",
+    "reduction_name",
+    "set_symm_mem_backend",
+    "storage_use_count",
     "symm_mem_backend",
     "symm_mem_empty",
     "symm_mem_pool",
     "symm_mem_rendezvous",
+    "unboxed_group",
     "world_name",
 ]
 
@@ -349,3 +354,28 @@ def storage_uses(tensor: Any) -> int:
     """How many tensors and saved values share the storage of ``tensor``, in units of torch's."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+def unboxed_group(given: Any) -> Any:
+    """The process group in what the dispatcher passes to kernels in Python."""
+    if isinstance(given, torch.ScriptObject):
+        return dist.ProcessGroup.unbox(given)
+    return given
+
+
+def reduction_name(given: Any) -> str | None:
+    """``"sum"``, ``"max"``, ... of a boxed or plain ``ReduceOp``; None for a scaled one."""
+    op: Any = given.op() if isinstance(given, torch.ScriptObject) else given
+    plain = dist.ReduceOp.RedOpType
+    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"):
+        if op in (getattr(plain, name), getattr(plain, name).value):
+            return name.lower()
+    return None
+
+
+def storage_use_count(storage: int) -> int:
+    """How many references there are to the storage whose ``_cdata`` is ``storage``."""
+    return int(torch._C._storage_Use_Count(storage))
+
+
+def keyset_after_select() -> Any:
+    """The dispatch keys that come after BackendSelect: those of the kernels themselves."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

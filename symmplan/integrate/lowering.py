@@ -92,6 +92,9 @@ _SHM: Mapping[str, Lowering] = {
     f"{_F}broadcast.default": Lowering(
         "symmplan::broadcast_out.default", ("return",), why_not=_PUSHES
     ),
+    f"{_F}broadcast_.default": Lowering(
+        "symmplan::broadcast_out.default", ("input",), out="input"
+    ),
 }  # fmt: skip
 
 # The process group's own collectives, in the forms that write into given tensors.
@@ -124,6 +127,7 @@ _C10D: Mapping[str, Lowering] = {
     f"{_F}broadcast.default": Lowering(
         f"{_F}broadcast_.default", ("return",), inplace=True, why_not=_COPIED
     ),
+    f"{_F}broadcast_.default": Lowering(f"{_F}broadcast_.default", ("input",), out="input"),
 }  # fmt: skip
 
 _NO_WAY = "no form of this op writes into given memory on this backend"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
 
 __all__ = ["Exchange", "was_told"]
+__all__ = ["Exchange", "error_as_data", "error_from_data"]
 
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
@@ -133,7 +134,7 @@ class Exchange:
             try:
                 key = f"{prefix}/error"
                 if not group.store.check([key]):
-                    group.store.set(key, json.dumps(_error_as_data(error, group.rank)))
+                    group.store.set(key, json.dumps(error_as_data(error, group.rank)))
             except Exception:  # noqa: BLE001, S112 (the store may be what failed)
                 continue
 
@@ -170,7 +171,7 @@ class Exchange:
                 return True
             if group.store.check([f"{prefix}/error"]):
                 failure = bytes(group.store.get(f"{prefix}/error"))
-                raise _error_from_data(failure, group)
+                raise error_from_data(failure, group)
         return False
 
     def _is_complete(self, name: str, phase: str) -> bool:
@@ -255,7 +256,8 @@ def _list(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
 
 
-def _error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
+def error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
+    """An error of this rank as plain values, for `error_from_data`."""
     if not isinstance(error, SymmplanError):
         what = f"{type(error).__name__}: {error}"
         return {"rank": rank, "kind": RunError.__name__, "what": what}
@@ -270,7 +272,7 @@ def _error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
     }
 
 
-def _error_from_data(text: bytes, group: Group) -> SymmplanError:
+def error_from_data(text: bytes, group: Group) -> SymmplanError:
     """The error that a peer posted. What it says is data: only known classes, only plain values."""
     try:
         data = json.loads(text)

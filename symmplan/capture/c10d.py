@@ -1,0 +1,120 @@
+"""`torch.distributed`'s in-place collectives in the words of the functional ones.
+
+``dist.all_reduce(x)`` reaches the dispatcher as ``c10d::allreduce_``, whose schema does not say
+that it writes ``x``. The functional collectives do the same with schemas that tell the truth, so a
+recorded call becomes one of those, and capture, registry and lowerings need to know only them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from symmplan import _compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["NAMES", "Functional", "functional_form"]
+
+
+@frozen
+class Functional:
+    """A call of a functional collective that does what a call of ``c10d::`` does.
+
+    Attributes:
+        op: The functional collective.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+        written: The tensor that it writes.
+        listed: Whether the original returns its tensor in a list.
+        asynchronous: Whether the caller holds a ``Work`` to wait for.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: torch.Tensor
+    listed: bool
+    asynchronous: bool
+
+    def results(self, work: Any) -> tuple[Any, Any]:
+        """What the original op returns."""
+        return ([self.written] if self.listed else self.written), work
+
+
+def _group(given: Any) -> tuple[str, int]:
+    group = _compat.unboxed_group(given)
+    return _compat.group_name(group), group.size()
+
+
+def _all_gather(bound: dict[str, Any]) -> tuple[Any, ...] | None:
+    name, size = _group(bound["process_group"])
+    out = bound["output_tensor"]
+    op = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    return op, (bound["input_tensor"], size, name), {"out": out}, out, False
+
+
+def _reduce_scatter(bound: dict[str, Any]) -> tuple[Any, ...] | None:
+    name, size = _group(bound["process_group"])
+    reduction = _compat.reduction_name(bound["reduce_op"])
+    if reduction is None:
+        return None
+    out = bound["output_tensor"]
+    op = torch.ops._c10d_functional.reduce_scatter_tensor_out.default
+    return op, (bound["input_tensor"], reduction, size, name), {"out": out}, out, False
+
+
+def _all_reduce(bound: dict[str, Any]) -> tuple[Any, ...] | None:
+    name, _ = _group(bound["process_group"])
+    reduction = _compat.reduction_name(bound["reduce_op"])
+    tensors = bound["tensors"]
+    if reduction is None or len(tensors) != 1 or bound["sparse_indices"] is not None:
+        return None
+    op = torch.ops._c10d_functional.all_reduce_.default
+    return op, (tensors[0], reduction, name), {}, tensors[0], True
+
+
+def _broadcast(bound: dict[str, Any]) -> tuple[Any, ...] | None:
+    name, _ = _group(bound["process_group"])
+    tensors = bound["tensors"]
+    if len(tensors) != 1 or bound["root_tensor"] != 0:
+        return None
+    op = torch.ops._c10d_functional.broadcast_.default
+    return op, (tensors[0], bound["root_rank"], name), {}, tensors[0], True
+
+
+_FORMS: Mapping[str, Callable[[dict[str, Any]], tuple[Any, ...] | None]] = {
+    "c10d::_allgather_base_": _all_gather,
+    "c10d::_reduce_scatter_base_": _reduce_scatter,
+    "c10d::allreduce_": _all_reduce,
+    "c10d::broadcast_": _broadcast,
+}
+
+#: The ops that have a functional form.
+NAMES = tuple(_FORMS)
+
+
+def functional_form(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Functional | None:
+    """The functional form of a call of ``c10d::``, or None if it has none.
+
+    Args:
+        op: The op called.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+    """
+    form = _FORMS.get(op._schema.name)
+    if form is None:
+        return None
+    bound = {a.name: a.default_value for a in op._schema.arguments}
+    bound.update(zip(bound, args, strict=False))
+    bound.update(kwargs)
+    found = form(bound)
+    if found is None:
+        return None
+    target, positional, named, written, listed = found
+    return Functional(target, positional, named, written, listed, bool(bound["async_op"]))

@@ -1,0 +1,68 @@
+"""The kernels through which a frozen session sees declared ops, and no others.
+
+[Note: nobody else pays]
+    The first iteration runs under a dispatch mode, which sees every op. After that there is none:
+    declared ops, and only those, get a kernel at the dispatch key BackendSelect. That key is in
+    every call's key set, below autograd and above all backends; an op without a kernel for it falls
+    through at no cost. The kernel looks what the schedule expects, and hands calls that are not the
+    session's (a declared op that runs inside another) to the keys behind it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan import _compat
+from symmplan.capture.c10d import NAMES
+from symmplan.integrate.lowering import overload_named
+from symmplan.registry import all_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmplan.integrate.eager_session import Session
+
+__all__ = ["install"]
+
+#: Their ops run others of the catalogue below autograd, which the session sees.
+_FRONTS = ("_c10d_functional_autograd", "_dtensor")
+
+
+def install(session: Session) -> list[torch.library.Library]:
+    """Kernels for all declared ops. See [Note: nobody else pays]."""
+    names = [spec.op for spec in all_specs()]
+    names += [f"{name}.default" for name in NAMES]
+    libraries: dict[str, torch.library.Library] = {}
+    after = _compat.keyset_after_select()
+    for name in dict.fromkeys(names):
+        namespace = name.partition("::")[0]
+        if namespace in _FRONTS:
+            continue
+        try:
+            op = overload_named(name)
+        except AttributeError:
+            continue
+        library = libraries.get(namespace)
+        if library is None:
+            library = libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        library.impl(
+            op._name.partition("::")[2],
+            _kernel(session, op, after),
+            "BackendSelect",
+            with_keyset=True,
+        )
+    return list(libraries.values())
+
+
+def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
+    redispatch = op.redispatch
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        behind = keys & after
+        if session._busy:
+            return redispatch(behind, *args, **kwargs)
+        return session.serve(op, args, kwargs, lambda *a, **k: redispatch(behind, *a, **k))
+
+    return kernel

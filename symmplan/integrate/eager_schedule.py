@@ -1,0 +1,389 @@
+"""What a frozen session expects next, and how each call runs in its placements.
+
+[Note: when bytes may be overwritten]
+    Every placement that the program gets to see is lent as a storage of its own on the segment's
+    bytes. Before an event writes a placement, the storages of all buffers that share bytes with it
+    must have no user but the session. So a tensor that is held longer than planned is found before
+    a byte of it changes, at the price of a few reference counts.
+
+[Note: barriers of an eager program]
+    The plan may want a barrier before an op that is not declared, and those are not seen any more.
+    What it protects from is a peer's access, which only a declared op can have made, so the
+    barrier moves up to the end of the declared op before it. Before the first, it moves to the end
+    of the iteration: the program repeats.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+
+from symmplan import _compat
+from symmplan.capture.eager import signature
+from symmplan.capture.graphs import overload_of
+from symmplan.integrate.fsdp_bytes import lend
+from symmplan.integrate.lowering import overload_named
+from symmplan.registry import bind_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
+    from symmplan.capture.eager import Recorded, Recorder
+    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.integrate.lowering import Lowering, Lowerings
+    from symmplan.memory import Arena
+    from symmplan.model import Plan
+
+__all__ = ["Event", "Lent", "events_of"]
+
+
+@define(eq=False)
+class Lent:
+    """A placement that the program gets to see.
+
+    Attributes:
+        buffer: Name of the buffer.
+        tensor: The whole storage, as its maker shapes it.
+        address: Of its first byte.
+    """
+
+    buffer: str
+    tensor: torch.Tensor
+    address: int
+    _storage: int = field(init=False)
+    _own: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._storage = self.tensor.untyped_storage()._cdata
+        self._own = _compat.storage_use_count(self._storage)
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody but the session has a tensor on it."""
+        return _compat.storage_use_count(self._storage) > self._own
+
+    def give(self) -> torch.Tensor:
+        """A tensor for the program."""
+        return self.tensor.detach()
+
+
+@define(eq=False)
+class Stage:
+    """An argument that is copied into its placement.
+
+    Attributes:
+        head: Name of the argument.
+        index: Where in the argument, if it is a list.
+        view: The placement.
+        copy_in: Whether the op reads it.
+        copy_back: Whether the op writes it.
+    """
+
+    head: str
+    index: tuple[int, ...]
+    view: torch.Tensor
+    copy_in: bool
+    copy_back: bool
+
+
+@define(eq=False)
+class Bound:
+    """An argument that must already lie in its placement."""
+
+    head: str
+    index: tuple[int, ...]
+    address: int
+    buffer: str
+
+
+@define(eq=False)
+class Event:
+    """A call that the schedule expects.
+
+    Attributes:
+        call: What was recorded.
+        overload: The op that stands for it in the graph.
+        names: Names of that op's arguments.
+        before: What to do first: overwriting of dead placements, barriers.
+        claims: Placements whose bytes it writes, and who must be gone by then.
+        stages: See `Stage`.
+        binds: See `Bound`.
+        ready: Barriers between staging and the op itself.
+        results: ``{path: placement}`` of results.
+        lent: ``{path: Lent}`` of those results that stay there.
+        row: How it runs on this memory backend.
+        target: The op of ``row``.
+        shapes: ``{path: stand-in}`` of the op's results.
+        waits: Whether the work must be waited for before results or arguments are copied.
+        variant: The out-variant of a declared op without row, if its results are placed.
+        group: Name of the process group, for the argument that carries it.
+        group_argument: Name of that argument.
+        copied: Barriers before copies out and back.
+        after: Barriers of ops behind it that are not declared.
+    """
+
+    call: Recorded
+    overload: Any
+    names: list[str] = field(factory=list)
+    before: list[Callable[[], None]] = field(factory=list)
+    claims: list[tuple[str, Lent]] = field(factory=list)
+    stages: list[Stage] = field(factory=list)
+    binds: list[Bound] = field(factory=list)
+    ready: list[Callable[[], None]] = field(factory=list)
+    results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
+    lent: dict[tuple[int, ...], Lent] = field(factory=dict)
+    row: Lowering | None = None
+    target: Any = None
+    shapes: dict[tuple[int, ...], Any] = field(factory=dict)
+    waits: bool = False
+    variant: Any = None
+    group: str = ""
+    group_argument: str = ""
+    copied: list[Callable[[], None]] = field(factory=list)
+    after: list[Callable[[], None]] = field(factory=list)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.call.op is not None:
+            return str(self.call.op.name())
+        return f"symmplan.{self.call.kind}"
+
+    @property
+    def placed(self) -> bool:
+        """Whether any of its tensors is in a placement."""
+        return bool(self.stages or self.binds or self.results)
+
+    def overdue(self) -> tuple[str, Lent] | None:
+        """A buffer that is about to be written, and one on its bytes that is still held."""
+        for claim in self.claims:
+            if claim[1].held:
+                gc.collect()  # it may only hang in a cycle
+                if claim[1].held:
+                    return claim
+        return None
+
+    def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """What the call was expected to be and is, if not the same."""
+        if len(args) == len(self.call.args) and kwargs.keys() == self.call.kwargs.keys():
+            for want, have in zip(self.call.args, args, strict=True):
+                if isinstance(have, torch.Tensor):
+                    if want.__class__ is tuple and want[0] == have.shape and want[1] is have.dtype:
+                        continue
+                elif want is have or want == signature(have):
+                    continue
+                return self.call.args, signature(args)
+            if not kwargs or signature(kwargs) == self.call.kwargs:
+                return None
+        return (self.call.args, self.call.kwargs), (signature(args), signature(kwargs))
+
+
+def _flat(view: torch.Tensor, like: Any) -> torch.Tensor:
+    return view[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+@define(eq=False)
+class _Builder:
+    recorder: Recorder
+    captured: Captured
+    plan: Plan
+    arena: Arena
+    lowerings: Lowerings
+    lent: dict[str, Lent] = field(init=False, factory=dict)
+    overlapping: dict[str, list[str]] = field(init=False, factory=dict)
+
+    def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
+        order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
+        homes: dict[fx.Node, list[Home]] = {}
+        for home in self.captured.homes:
+            homes.setdefault(home.node, []).append(home)
+            self.lent[home.buffer] = self._lend(home)
+        sites: dict[fx.Node, list[Site]] = {}
+        for site in self.captured.sites:
+            sites.setdefault(site.node, []).append(site)
+        events = [
+            self._event(call, sites.get(call.node, []), homes.get(call.node, []))
+            for call in sorted(self.recorder.calls, key=lambda c: order[c.node])
+        ]
+        return events, self._between(events, order)
+
+    def _bytes(self, buffer: str) -> torch.Tensor:
+        place = self.plan.placements[buffer]
+        return self.arena.segments[place.segment].tensor[place.offset : place.end]
+
+    def _lend(self, home: Home) -> Lent:
+        like = self.captured.values.tensors[(home.node, home.path)]
+        flat = self._bytes(home.buffer).view(like.dtype)
+        base = lend(flat, _nothing)
+        tensor = base.as_strided(like.shape, like.stride(), 0)
+        del base
+        return Lent(home.buffer, tensor, flat.data_ptr())
+
+    def _claims(self, buffers: list[str]) -> list[tuple[str, Lent]]:
+        found = []
+        for buffer in buffers:
+            mine = self.plan.placements[buffer]
+            for other, lent in self.lent.items():
+                theirs = self.plan.placements[other]
+                if (
+                    mine.segment == theirs.segment
+                    and mine.offset < theirs.end
+                    and theirs.offset < mine.end
+                ):
+                    found.append((buffer, lent))
+        return found
+
+    def _event(self, call: Recorded, sites: list[Site], homes: list[Home]) -> Event:
+        overload = overload_of(call.form) if call.kind == "op" else None
+        event = Event(call, overload)
+        for home in homes:
+            event.lent[home.path] = self.lent[home.buffer]
+            event.results[home.path] = self.lent[home.buffer].tensor
+        written = [h.buffer for h in homes]
+        event.shapes = {
+            p: self.captured.values.tensors[(call.node, p)]
+            for _, p in self.captured.values.of_node(call.node)
+        }
+        if overload is None:
+            event.claims = self._claims(written)
+            return event
+        event.names = [a.name for a in overload._schema.arguments]
+        spec = self.captured.specs.get(call.node)
+        if spec is not None:
+            event.row = self.lowerings.row(spec)
+            event.group_argument = spec.group
+            event.waits = spec.asynchronous
+        for site in sites:
+            if site.buffer is None:
+                continue
+            event.group = self._group(site.buffer)
+            if site.kind == "result":
+                if site.how == "stage" and not site.stays:
+                    like = self.captured.values.tensors[(site.node, site.path)]
+                    event.results[site.path] = _flat(self._bytes(site.buffer), like)
+                    written.append(site.buffer)
+                continue
+            head, _, rest = site.where.partition(".")
+            index = tuple(int(i) for i in rest.split(".")) if rest else ()
+            assert site.source is not None
+            like = self.captured.values.tensors[(site.source, site.path)]
+            if site.how == "stage":
+                reads = event.row is None or event.row.out != head or head == "input"
+                view = _flat(self._bytes(site.buffer), like)
+                event.stages.append(Stage(head, index, view, reads, site.writes))
+                written.append(site.buffer)
+            else:
+                address = self._bytes(site.buffer).data_ptr()
+                address += like.storage_offset() * like.element_size()
+                event.binds.append(Bound(head, index, address, site.buffer))
+        if event.row is not None:
+            event.target = overload_named(event.row.target)
+        elif spec is not None and spec.out is not None and event.results:
+            paths = [p for _, p in self.captured.values.of_node(call.node)]
+            if len(paths) == len(event.results):
+                event.variant = overload_named(spec.out)
+        event.claims = self._claims(written)
+        return event
+
+    def _group(self, buffer: str) -> str:
+        return next(b.group for b in self.captured.problem.buffers if b.name == buffer)
+
+    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Callable[[], None]]:
+        """Barriers and overwriting; returns what belongs to the end of the iteration."""
+        by_name = {event.call.node.name: event for event in events}
+        nodes = {node.name: i for node, i in order.items()}
+        barriers: dict[str, list[Callable[[], None]]] = {}
+        for barrier in self.plan.barriers:
+            segment = self.arena.segments[self.plan.placements[barrier.buffers[0]].segment]
+            act = _Barrier(segment, barrier.group)
+            barriers.setdefault(barrier.before, []).append(act)
+        tail: list[Callable[[], None]] = []
+        lazy: list[Callable[[], None]] = []  # waits for the next event
+        current = -1
+        for operation in self.captured.problem.operations:
+            due = barriers.get(operation.name, [])
+            base, _, kind = operation.name.rpartition(":")
+            if kind == "dead":
+                lazy += [*due, _Poison(self._bytes(base), base, self.lent.get(base))]
+                continue
+            node = operation.name.partition(":")[0].partition(".")[0]
+            event = by_name.get(node) if kind != "drop" else None
+            if kind != "drop":
+                while current + 1 < len(events):
+                    following = events[current + 1]
+                    if order[following.call.node] > nodes[node]:
+                        break
+                    following.before += lazy
+                    lazy = []
+                    current += 1
+            if event is None:
+                target = tail if current < 0 else events[current].after
+                target += due
+            elif kind == "in" or (event.call.kind != "op"):
+                event.before += due
+            elif kind in ("out", "back"):
+                event.copied += due
+            else:
+                event.ready += due
+        for event in events[current + 1 : current + 2]:
+            event.before += lazy
+            lazy = []
+        return [*lazy, *tail]
+
+
+@define(eq=False)
+class _Barrier:
+    segment: Any
+    group: str
+
+    def __call__(self) -> None:
+        self.segment.barrier(self.group)
+
+
+@define(eq=False)
+class _Poison:
+    """Overwrite a dead placement with bits that are no number."""
+
+    view: torch.Tensor
+    buffer: str
+    lent: Lent | None
+
+    def __call__(self) -> None:
+        if self.lent is None or not self.lent.held:
+            self.view.fill_(255)
+
+
+def _nothing() -> None:
+    """Nobody needs to know that a lent tensor is gone: uses are counted."""
+
+
+def events_of(
+    recorder: Recorder, captured: Captured, plan: Plan, arena: Arena, lowerings: Lowerings
+) -> tuple[list[Event], list[Callable[[], None]]]:
+    """The schedule that a plan makes of a recording.
+
+    Args:
+        recorder: The recording.
+        captured: What capture made of it.
+        plan: The plan.
+        arena: Its memory.
+        lowerings: How ops run on it.
+
+    Returns:
+        The events in order, and what is to be done when the iteration ends.
+    """
+    return _Builder(recorder, captured, plan, arena, lowerings).build()
+
+
+def bound_values(event: Event, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The call's arguments by name, defaults filled in."""
+    if len(args) == len(event.names):
+        return dict(zip(event.names, args, strict=True))
+    if len(args) + len(kwargs) == len(event.names):
+        return {**dict(zip(event.names, args, strict=False)), **kwargs}
+    return bind_arguments(event.overload, args, kwargs)

@@ -1,0 +1,58 @@
+"""Tell the ranks of a group that one of them failed, outside of any exchange between them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from symmplan.memory.exchange import error_as_data, error_from_data
+
+if TYPE_CHECKING:
+    from symmplan.errors import SymmplanError
+    from symmplan.memory.groups import Group
+
+__all__ = ["Alarm"]
+
+_POLL = 0.02
+
+
+class Alarm:
+    """One error, the first, for all ranks of a group.
+
+    Args:
+        group: The group.
+
+    Collective: yes, in that every rank must make its alarms in the same order. Nobody waits.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._key = ""
+        if group.size > 1:
+            count = group.store.add(f"symmplan/alarms/{group.rank}", 1)
+            self._key = f"symmplan/alarm/{count}"
+
+    def ring(self, error: BaseException) -> None:
+        """Tell the others of ``error``, unless somebody was first. Never raises."""
+        if not self._key:
+            return
+        try:
+            if self._group.store.add(f"{self._key}/rung", 1) == 1:
+                self._group.store.set(self._key, json.dumps(error_as_data(error, self._group.rank)))
+        except Exception:  # noqa: BLE001 (the store may be what failed)
+            return
+
+    def heard(self, patience: float = 0.0) -> SymmplanError | None:
+        """What a peer failed with; None if nobody rang within ``patience`` seconds."""
+        if not self._key:
+            return None
+        deadline = time.monotonic() + patience
+        try:
+            while not self._group.store.check([self._key]):
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_POLL)
+            return error_from_data(bytes(self._group.store.get(self._key)), self._group)
+        except Exception:  # noqa: BLE001 (the store may be what failed)
+            return None
