@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from programs import Program, make_inputs, programs, run
 from ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -67,3 +69,104 @@ def test_thin(pool):
     first, second = pool.run(_thin)
     assert first == second
     print(first)
+
+
+def _graph(program: Program, rank: int):
+    """The program as a straight line: an FX graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = make_inputs(program, rank)
+    return make_fx(lambda *tensors: run(program, _GROUPS, *tensors))(*inputs), inputs
+
+
+class _StraightLine(torch.fx.Interpreter):
+    """Drops every value after its last use, and at once what nobody uses."""
+
+    def run_node(self, n):
+        value = super().run_node(n)
+        return value if n.users or n.op == "output" else None
+
+
+def _same_program(rank, world_size, program: Program, repeat: int):
+    import symmplan
+    from symmplan.capture import capture_fx
+    from symmplan.integrate.lowering import Lowerings
+
+    gm, inputs = _graph(program, rank)
+    expected = run(program, _GROUPS, *(x.clone() for x in inputs))
+    low = Lowerings("shm")
+    want = capture_fx(
+        gm,
+        inputs,
+        lookup=low.lookup,
+        producer=lambda node: low.producer(node, lambda _: None),
+        skip=low.skip,
+    ).problem
+    interpreter = _StraightLine(gm)
+    batches = [[x.clone() for x in inputs] for _ in range(repeat)]
+    with symmplan.eager(timeout=30.0) as session:
+        for turn in range(repeat):
+            got = interpreter.run(*batches[turn])
+            session.step()
+            _close(got, expected, turn)
+        plan, stats = session.plan, session.stats
+    plan.verify()
+    for mine, theirs in zip(_key(plan.problem), _key(want), strict=True):
+        assert mine == theirs, f"{set(mine) ^ set(theirs)}"
+    # Only a tensor that a dead view or wait holds on to makes a difference.
+    held = any(o.name.endswith(":drop") for o in plan.problem.operations)
+    assert held or plan.fingerprint == symmplan.plan(want).fingerprint
+    return plan.fingerprint, str(stats), held
+
+
+def _close(got, expected, turn):
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        torch.testing.assert_close(
+            a, b, rtol=1e-4, atol=1e-5, msg=lambda m, i=i, t=turn: f"{t}.{i}: {m}"
+        )
+
+
+def _key(problem):
+    return (
+        [(b.name, b.nbytes, b.group, b.align, b.op, b.where) for b in problem.buffers],
+        [
+            (o.name, o.group, o.handshake, o.release)
+            for o in problem.operations
+            if not o.name.endswith(":drop")
+        ],
+        [
+            (a.operation, a.buffer, a.write, a.remote)
+            for a in problem.accesses
+            if not a.operation.endswith(":drop")
+        ],
+    )
+
+
+def _held(rank, world_size, program: Program, repeat: int):
+    """The same program as people write it: all values are held until it ends."""
+    import symmplan
+
+    inputs = make_inputs(program, rank)
+    expected = run(program, _GROUPS, *(x.clone() for x in inputs))
+    with symmplan.eager(timeout=30.0, debug=True) as session:
+        for turn in range(repeat):
+            got = run(program, _GROUPS, *(x.clone() for x in inputs))
+            _close(got, expected, turn)
+            del got
+            session.step()
+        session.plan.verify()
+        return session.plan.fingerprint, str(session.stats)
+
+
+@given(programs())
+@settings(max_examples=40)
+def test_random_straight_lines_plan_as_fx_does(pool, program):
+    first, second = pool.run(_same_program, program, 3)
+    assert first == second
+
+
+@given(programs())
+@settings(max_examples=25)
+def test_random_programs_that_hold_their_values(pool, program):
+    first, second = pool.run(_held, program, 3)
+    assert first == second

@@ -8,7 +8,8 @@ graph then goes the way of all graphs through `capture_fx`.
     A graph knows the last *use* of a tensor; a running program may hold one longer, and could use
     it at any time. So the moment at which a storage is released is recorded, and where other
     operations lie between last use and release the buffer gets one more access, ``<buffer>:drop``.
-    A program that drops what it no longer needs has none, and gives exactly the problem of FX.
+    A program that computes nothing in vain and drops each tensor after its last use has none, and
+    gives exactly the problem of FX.
 """
 
 from __future__ import annotations
@@ -256,7 +257,8 @@ class Recorder(TorchDispatchMode):
     ) -> Captured:
         """End the recording and capture it. See `capture_fx` for the arguments."""
         self._closed = True
-        living = [s.origin for s in self._storages.values() if s.made]
+        # The last view, not the origin: that may return several storages.
+        living = [list(s.nodes.values())[-1] for s in self._storages.values() if s.made]
         self._watches.clear()
         output = self.graph.output(tuple(living))
         output.meta["val"] = None
@@ -283,7 +285,7 @@ class Recorder(TorchDispatchMode):
             if storage is None or storage.dropped is None:
                 continue
             end = sum(i <= order[storage.dropped.name] for i in at)
-            if end > last[home.buffer] + 1:
+            if end and at[end - 1] > at[last[home.buffer]]:
                 due.setdefault(end, []).append(home.buffer)
         if not due:
             return captured

@@ -1,0 +1,192 @@
+"""One rank departs from the plan of an eager session: an error on every rank, in time."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT = 10.0
+
+
+@pytest.fixture
+def pool():
+    with RankPool(2, timeout=90.0) as ranks:
+        yield ranks
+
+
+def _gather(x):
+    import torch.distributed as dist
+
+    ops = torch.ops._c10d_functional
+    name = dist.group.WORLD.group_name
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
+
+
+def _reduce(x):
+    import torch.distributed as dist
+
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
+
+
+def _program(x, fault="", kept=None):
+    """Gather, sum up, gather again in the bytes of the first."""
+    y = _gather(x[:2] if fault == "shape" else x)
+    if fault == "keep":
+        kept.append(y)
+    if fault == "extra":
+        _gather(x)
+    if fault == "dtype":
+        x = x.double()
+    z = y.sum() + x
+    del y
+    if fault == "less":
+        return z
+    w = _reduce(z) if fault != "other" else _gather(z)
+    del z
+    return _gather(w).sum()
+
+
+def _run(rank, world_size, fault, who, when):
+    import symmplan
+
+    kept = []
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    expected = _program(x)
+    began = time.monotonic()
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for turn in range(4):
+            mine = fault if rank == who and turn == when else ""
+            got = _program(x, mine, kept)
+            assert mine or torch.allclose(got, expected), "a wrong number"
+            session.step()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("fault", ["shape", "extra", "dtype", "less", "other"])
+def test_a_rank_that_departs_ends_in_an_error_on_all(pool, fault, who, when):
+    began = time.monotonic()
+    outcomes = pool.outcomes(_run, fault, who, when)
+    assert time.monotonic() - began < 3 * TIMEOUT
+    for outcome in outcomes:
+        assert outcome.error is not None, outcome
+        assert "SymmplanError" in outcome.error.kinds, outcome.error.traceback
+        assert outcome.error.fields["op"], outcome.error.text
+        assert f"rank {who}" in outcome.error.text or "ranks 0 and 1" in outcome.error.text
+        if when:
+            assert outcome.error.fields["buffer"] or fault == "extra", outcome.error.text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_kept_tensor_is_found_before_its_bytes_change(pool, who):
+    outcomes = pool.outcomes(_run, "keep", who, 2)
+    for outcome in outcomes:
+        assert outcome.error is not None, outcome
+        assert outcome.error.kind == "RunError", outcome.error.traceback
+        assert f"rank {who}" in outcome.error.text
+        assert "still held" in outcome.error.text
+        assert outcome.error.fields["buffer"] == "all_gather_into_tensor"
+        assert outcome.error.fields["op"]
+
+
+def _raises(rank, world_size, when):
+    import symmplan
+
+    x = torch.ones(4, 8)
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for turn in range(4):
+            if rank == 1 and turn == when:
+                raise ZeroDivisionError("a fault of the program")
+            _program(x)
+            session.step()
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_rank_whose_program_raises(pool, when):
+    first, second = pool.outcomes(_raises, when)
+    assert second.error.kind == "ZeroDivisionError"
+    assert "a fault of the program" in first.error.text
+    assert "rank 1" in first.error.text
+
+
+def _replans(rank, world_size):
+    import symmplan
+    from symmplan.errors import RunError
+
+    x = torch.ones(4, 8)
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for _ in range(2):
+            _program(x)
+            session.step()
+        before = session.plan.fingerprint
+        with pytest.raises(RunError, match="other arguments"):
+            _program(x[:2])
+        with pytest.raises(RunError):
+            session.step()
+        session.replan()
+        for _ in range(3):
+            expected = _program(x[:2])
+            session.step()
+        assert session.plan.fingerprint != before
+        assert session.stats.rendezvous == 2
+        return float(expected)
+
+
+def test_replan(pool):
+    first, second = pool.run(_replans)
+    assert first == second
+
+
+def _leaves(rank, world_size):
+    import symmplan
+    from symmplan.errors import ReleasedError, SymmplanError
+
+    x = torch.ones(4, 8)
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for _ in range(2):
+            _program(x)
+            session.step()
+        held = _gather(x)
+    for act in (session.step, session.replan, session.__enter__):
+        with pytest.raises(ReleasedError):
+            act()
+    with pytest.raises(SymmplanError, match="no live segment"):
+        symmplan.handle(held)
+    assert bool((held == 1).all())
+    assert _gather(x).shape == (8, 8)
+    del held
+    gc.collect()
+    torch.distributed.destroy_process_group()
+    return True
+
+
+def test_use_after_leaving(pool, shared_memory_is_left_clean):
+    assert pool.run(_leaves) == [True, True]
+
+
+def _dies(rank, world_size):
+    import os
+
+    import symmplan
+
+    x = torch.ones(4, 8)
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for turn in range(4):
+            if rank == 1 and turn == 2:
+                os._exit(3)
+            _program(x)
+            session.step()
+
+
+def test_a_rank_that_dies(pool, shared_memory_is_left_clean):
+    first, second = pool.outcomes(_dies)
+    assert second.exitcode == 3
+    assert first.error.kind == "PeerLostError"
