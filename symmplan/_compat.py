@@ -21,6 +21,7 @@ __all__ = [
     "copy_engine_group",
     "copy_engine_options",
     "fsdp_can_be_replaced",
+    "finished_work",
     "fsdp_comm_bases",
     "fsdp_comms",
     "fsdp_group_methods",
@@ -379,3 +380,31 @@ def storage_use_count(storage: int) -> int:
 def keyset_after_select() -> Any:
     """The dispatch keys that come after BackendSelect: those of the kernels themselves."""
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+class _Finished(dist.Work):
+    """The work of a collective that was over when it returned."""
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It was."""
+        return True
+
+
+#: One for all: a box does not keep its Python half, and it has no state.
+_FINISHED: list[Any] = []
+
+
+def finished_work() -> Any:
+    """A work that is over, boxed as kernels in Python return it."""
+    if not _FINISHED:
+        work = _Finished()
+        _FINISHED.extend((work, work.boxed()))  # type: ignore[attr-defined]
+    return _FINISHED[1]

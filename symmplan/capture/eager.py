@@ -10,6 +10,11 @@ graph then goes the way of all graphs through `capture_fx`.
     operations lie between last use and release the buffer gets one more access, ``<buffer>:drop``.
     A program that computes nothing in vain and drops each tensor after its last use has none, and
     gives exactly the problem of FX.
+
+[Note: recorded collectives run apart]
+    Threads of a process group may hold the tensors of a collective for a moment after its wait, so
+    that the release of a storage would be seen now here, now there. While recording, declared ops
+    therefore run on clones, to their end, and the program gets clones of their results.
 """
 
 from __future__ import annotations
@@ -23,8 +28,9 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from symmplan import _compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.fx import capture_fx
 from symmplan.model import Access, Operation
@@ -127,7 +133,7 @@ class Recorder(TorchDispatchMode):
         if spec is not None:
             self._before(func, args, kwargs)
         given = self._arguments((args, kwargs))
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if spec is None else _run_apart(func, args, kwargs)
         self._write_down(func, spec, given, args, kwargs, result)
         return result
 
@@ -145,7 +151,7 @@ class Recorder(TorchDispatchMode):
         form = functional_form(func, args, kwargs)
         if form is None:
             given = self._arguments((args, kwargs))
-            flat = [n for n in torch.utils._pytree.tree_leaves(given) if isinstance(n, fx.Node)]
+            flat = [n for n in tree_leaves(given) if isinstance(n, fx.Node)]
             node = self._node(opaque, tuple(flat), {}, None)
             if spec is not None:
                 self._call(node, func, opaque, args, kwargs)
@@ -298,6 +304,42 @@ class Recorder(TorchDispatchMode):
             if operation is not None:
                 operations.append(operation)
         return evolve(captured, problem=evolve(problem, operations=operations, accesses=accesses))
+
+
+def _run_apart(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a declared op; see [Note: recorded collectives run apart]."""
+    form = functional_form(func, args, kwargs) if func.namespace == "c10d" else None
+    if func.namespace == "c10d" and form is None:
+        return func(*args, **kwargs)
+    clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def clone(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return clones.setdefault(id(x), (x, x.clone()))[1]
+
+    def finished(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if func.namespace == "_c10d_functional":
+            x = torch.ops._c10d_functional.wait_tensor(x)
+        return originals.get(_key(x)) if _key(x) in originals else x.clone()
+
+    cloned = tree_map(clone, args), tree_map(clone, kwargs)
+    originals = {_key(copy): x for x, copy in clones.values()}
+    result = func(*cloned[0], **cloned[1])
+    if form is not None:
+        torch.distributed.Work.unbox(result[1]).wait()
+        form.written.copy_(clones[id(form.written)][1])
+        return form.results(_compat.finished_work())
+    result = tree_map(finished, result)
+    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in tree_leaves(named.get(argument.name)):
+                if isinstance(x, torch.Tensor):
+                    x.copy_(clones[id(x)][1])
+    return result
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -110,7 +110,8 @@ class Event:
         overload: The op that stands for it in the graph.
         names: Names of that op's arguments.
         before: What to do first: overwriting of dead placements, barriers.
-        claims: Placements whose bytes it writes, and who must be gone by then.
+        writes: Names of the buffers that it writes first.
+        claims: Those, each with a placement on its bytes that nobody may hold any more.
         stages: See `Stage`.
         binds: See `Bound`.
         ready: Barriers between staging and the op itself.
@@ -131,6 +132,7 @@ class Event:
     overload: Any
     names: list[str] = field(factory=list)
     before: list[Callable[[], None]] = field(factory=list)
+    writes: list[str] = field(factory=list)
     claims: list[tuple[str, Lent]] = field(factory=list)
     stages: list[Stage] = field(factory=list)
     binds: list[Bound] = field(factory=list)
@@ -210,6 +212,7 @@ class _Builder:
             self._event(call, sites.get(call.node, []), homes.get(call.node, []))
             for call in sorted(self.recorder.calls, key=lambda c: order[c.node])
         ]
+        self._claim(events)
         return events, self._between(events, order)
 
     def _bytes(self, buffer: str) -> torch.Tensor:
@@ -224,19 +227,30 @@ class _Builder:
         del base
         return Lent(home.buffer, tensor, flat.data_ptr())
 
-    def _claims(self, buffers: list[str]) -> list[tuple[str, Lent]]:
-        found = []
-        for buffer in buffers:
+    def _claim(self, events: list[Event]) -> None:
+        """Give every event the last users of the bytes that it writes.
+
+        Who used them before those was gone when those came.
+        """
+        writes = [(event, buffer) for event in events for buffer in event.writes]
+        for i, (event, buffer) in enumerate(writes):
             mine = self.plan.placements[buffer]
-            for other, lent in self.lent.items():
+            free = [(mine.offset, mine.end)]
+            for _, other in [*writes[:i][::-1], *writes[i:][::-1]]:
                 theirs = self.plan.placements[other]
-                if (
-                    mine.segment == theirs.segment
-                    and mine.offset < theirs.end
-                    and theirs.offset < mine.end
-                ):
-                    found.append((buffer, lent))
-        return found
+                if theirs.segment != mine.segment:
+                    continue
+                left = [
+                    piece
+                    for low, high in free
+                    for piece in ((low, min(high, theirs.offset)), (max(low, theirs.end), high))
+                    if piece[0] < piece[1]
+                ]
+                if left != free and other in self.lent:
+                    event.claims.append((buffer, self.lent[other]))
+                free = left
+                if not free:
+                    break
 
     def _event(self, call: Recorded, sites: list[Site], homes: list[Home]) -> Event:
         overload = overload_of(call.form) if call.kind == "op" else None
@@ -250,7 +264,7 @@ class _Builder:
             for _, p in self.captured.values.of_node(call.node)
         }
         if overload is None:
-            event.claims = self._claims(written)
+            event.writes = written
             return event
         event.names = [a.name for a in overload._schema.arguments]
         spec = self.captured.specs.get(call.node)
@@ -287,7 +301,7 @@ class _Builder:
             paths = [p for _, p in self.captured.values.of_node(call.node)]
             if len(paths) == len(event.results):
                 event.variant = overload_named(spec.out)
-        event.claims = self._claims(written)
+        event.writes = written
         return event
 
     def _group(self, buffer: str) -> str:

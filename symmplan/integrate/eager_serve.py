@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan import _compat
 from symmplan.errors import RunError
 from symmplan.integrate.eager_schedule import bound_values
 
@@ -15,34 +16,7 @@ if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
     from symmplan.integrate.eager_schedule import Event
 
-__all__ = ["Done", "serve"]
-
-
-class Done(torch.distributed.Work):
-    """The work of a collective that is over when it returns."""
-
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
-        """Nothing to wait for."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-    def is_success(self) -> bool:
-        """It was."""
-        return True
-
-
-#: Kept for the life of the process: a boxed work object does not keep its Python half.
-_DONE: list[Any] = []
-
-
-def _done() -> Any:
-    if not _DONE:
-        _DONE.append(Done())
-        _DONE.append(_DONE[0].boxed())
-    return _DONE[1]
+__all__ = ["serve"]
 
 
 def serve(
@@ -126,7 +100,7 @@ def serve(
     for act in event.after:
         act()
     if form is not None:
-        return form.results(_done() if work is None else work)
+        return form.results(_compat.finished_work() if work is None else work)
     return _handed(event, results, back)
 
 

@@ -1,0 +1,113 @@
+"""A custom op that reads its peers' memory by itself: one declaration, eager and compiled.
+
+    python examples/peer_read.py
+
+`peers::mean` handshakes before it reads, `peers::mean_unguarded` does not: the plan then runs the
+barriers that it needs. On CUDA devices a Triton kernel reads through the peers' pointers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import symmplan
+
+
+def is_placed(x: torch.Tensor) -> bool:
+    """Whether ``x`` lies in symmetric memory; it does not while a program is being recorded."""
+    from symmplan.memory import locate
+
+    return locate(x) is not None
+
+
+def read_mean(placed) -> torch.Tensor:
+    """The mean of all ranks' tensors, read from their memory."""
+    parts = [placed.peer(rank) for rank in range(placed.world_size)]
+    if not placed.tensor.is_cuda:
+        return torch.stack(parts).mean(0)
+    from peer_read_triton import mean  # beside this file
+
+    return mean(parts)
+
+
+def fallback(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """The same where ``x`` is ordinary memory, as while a program is being recorded."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "avg" if x.is_cuda else "sum", group_name)) / (
+        1 if x.is_cuda else dist.get_world_size()
+    )
+
+
+@symmplan.symm_args("x", group="group_name", handshake=True, release=False)
+@torch.library.custom_op("peers::mean", mutates_args=())
+def mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Meets the peers, then reads them."""
+    if not is_placed(x):
+        return fallback(x, group_name)
+    placed = symmplan.handle(x, group_name)
+    placed.barrier()  # the handshake: every rank has written its x
+    return read_mean(placed)
+
+
+@symmplan.symm_args("x", group="group_name", handshake=False, release=False)
+@torch.library.custom_op("peers::mean_unguarded", mutates_args=())
+def mean_unguarded(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Reads the peers at once: whoever calls it sees to it that they are ready."""
+    if not is_placed(x):
+        return fallback(x, group_name)
+    return read_mean(symmplan.handle(x, group_name))
+
+
+for op in (mean, mean_unguarded):
+    op.register_fake(lambda x, _group_name: torch.empty_like(x))
+
+
+def work(rank: int, world_size: int, store: str) -> None:
+    """What every rank runs."""
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        device_id=device if cuda else None,
+    )
+    group = dist.group.WORLD.group_name
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        a = symmplan.out(torch.add, x, 1.0)
+        b = symmplan.out(torch.mul, mean(a, group), 2.0)
+        return mean_unguarded(b, group) - x
+
+    x = torch.full((16, 64), float(rank), device=device)
+    expected = torch.full_like(x, (1 + (world_size - 1) / 2) * 2) - x
+    memory = "cuda" if cuda else "shm"
+    with symmplan.eager(timeout=60.0, memory=memory) as session:
+        for _ in range(4):
+            got = program(x)
+            session.step()
+            torch.testing.assert_close(got, expected)
+        if rank == 0:
+            print("eager:", session.stats)
+            print("barriers before:", [b.before for b in session.plan.barriers])
+    backend = symmplan.backend(inner="eager", memory=memory, timeout=60.0)
+    compiled = torch.compile(program, backend=backend)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x), expected)
+    if rank == 0:
+        print("compiled:", backend.stats)
+    dist.barrier()
+    backend.release()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(work, args=(2, f"{directory}/store"), nprocs=2)
