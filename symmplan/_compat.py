@@ -364,7 +364,8 @@ def unboxed_group(given: Any) -> Any:
 
 def reduction_name(given: Any) -> str | None:
     """``"sum"``, ``"max"``, ... of a boxed or plain ``ReduceOp``; None for a scaled one."""
-    op: Any = given.op() if isinstance(given, torch.ScriptObject) else given
+    boxed: Any = given
+    op: Any = boxed.op() if isinstance(given, torch.ScriptObject) else given
     plain = dist.ReduceOp.RedOpType
     for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"):
         if op in (getattr(plain, name), getattr(plain, name).value):
@@ -406,5 +407,5 @@ def finished_work() -> Any:
     """A work that is over, boxed as kernels in Python return it."""
     if not _FINISHED:
         work = _Finished()
-        _FINISHED.extend((work, work.boxed()))  # type: ignore[attr-defined]
+        _FINISHED.extend((work, work.boxed()))
     return _FINISHED[1]

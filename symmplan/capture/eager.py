@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         lookup: Callable[[Any], OpSpec | None],
         before: Callable[[Any, Any, Any], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.calls: list[Recorded] = []
         self.lines: dict[fx.Node, str] = {}
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             self._c10d(func, spec, args, kwargs)
             return
-        node = self._node(func, *given, result)
+        node = self._node(func, given, result)
         if spec is not None:
             self._call(node, func, func, args, kwargs)
 
@@ -152,16 +152,16 @@ class Recorder(TorchDispatchMode):
         if form is None:
             given = self._arguments((args, kwargs))
             flat = [n for n in tree_leaves(given) if isinstance(n, fx.Node)]
-            node = self._node(opaque, tuple(flat), {}, None)
+            node = self._node(opaque, (tuple(flat), {}), None)
             if spec is not None:
                 self._call(node, func, opaque, args, kwargs)
             return
         given = self._arguments((form.args, form.kwargs))
-        node = self._node(form.op, *given, form.written)
+        node = self._node(form.op, given, form.written)
         self._call(node, func, form.op, form.args, form.kwargs)
         if not form.asynchronous:
             wait = torch.ops._c10d_functional.wait_tensor.default
-            self._node(wait, (node,), {}, form.written)
+            self._node(wait, ((node,), {}), form.written)
 
     def _call(self, node: fx.Node, op: Any, form: Any, args: Any, kwargs: Any) -> None:
         args, kwargs = signature(args), signature(kwargs)
@@ -196,12 +196,13 @@ class Recorder(TorchDispatchMode):
             node.meta["val"] = self._enter(tensor, node, made=False)
             return node
         view = _view(tensor)
-        node = storage.nodes.get(view)
-        if node is None:  # a view that no op made
-            target = torch.ops.aten.as_strided.default
-            args = (storage.origin, list(view[1]), list(view[2]), view[0])
-            node = self.graph.call_function(target, args)
-            node.meta["val"] = self._enter(tensor, node, made=False)
+        found = storage.nodes.get(view)
+        if found is not None:
+            return found
+        target = torch.ops.aten.as_strided.default  # a view that no op made
+        args = (storage.origin, list(view[1]), list(view[2]), view[0])
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = self._enter(tensor, node, made=False)
         return node
 
     def _enter(
@@ -227,10 +228,10 @@ class Recorder(TorchDispatchMode):
         if self._storages.get(key) is storage:
             del self._storages[key], self._watches[key]
 
-    def _node(self, target: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    def _node(self, target: Any, given: tuple[Any, Any], result: Any) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)
         name = self.graph._target_to_str(packet.__name__)  # as make_fx names it
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = self.graph.create_node("call_function", target, *given, name)
         self._last = node
         self.lines[node] = _line()
         node.meta["val"] = self._results(node, result, ())
@@ -365,10 +366,10 @@ def signature(value: Any) -> Any:
 
 def _line() -> str:
     """The innermost frame that is neither torch's nor symmplan's."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("symmplan", "torch"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

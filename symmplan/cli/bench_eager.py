@@ -33,13 +33,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     dist.init_process_group(
         "gloo" if args.device == "cpu" else "nccl",
-        store=dist.HashStore(),
+        store=HashStore(),
         rank=0,
         world_size=1,
-        **({} if args.device == "cpu" else {"device_id": torch.device("cuda", 0)}),
+        device_id=None if args.device == "cpu" else torch.device("cuda", 0),
     )
     try:
         rows = [_row(name, make, args) for name, make in _PROGRAMS.items()]
@@ -151,7 +152,5 @@ def render(result: dict[str, Any]) -> str:
     lines = [f"{'us of host time per call':44}" + "".join(f"{c:>10}" for c in columns)]
     for row in result["results"]:
         cells = (row[f"{c}_us"] for c in columns)
-        lines.append(
-            f"{row['op']:44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells)
-        )
+        lines.append(f"{row['op']:44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells))
     return "\n".join(lines)

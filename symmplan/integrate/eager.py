@@ -52,7 +52,7 @@ def eager(
             fix="call torch.distributed.init_process_group first",
         )
     if device is None:
-        chosen = torch.distributed.group.WORLD if group is None else group
+        chosen: Any = torch.distributed.group.WORLD if group is None else group
         cuda = torch.cuda.is_available() and _compat.has_nccl_backend(chosen)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     return Session(

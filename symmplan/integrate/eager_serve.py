@@ -86,11 +86,10 @@ def serve(
                 work_of(work).wait()
             results = {(): form.written}
         else:
-            results = _copied(event, result)
-            if results is None:
-                results, back_result = {}, result
-                return _ended(event, back, back_result, swapped)
-            work = None
+            copied = _copied(event, result)
+            if copied is None:
+                return _ended(event, back, result)
+            results, work = copied, None
     for act in event.copied:
         act()
     for tensor, view in back:
@@ -113,7 +112,6 @@ def _ended(
     event: Event,
     back: list[tuple[torch.Tensor, torch.Tensor]],
     result: Any,
-    swapped: dict[int, torch.Tensor],
 ) -> Any:
     """An op none of whose results has a placement."""
     for act in event.copied:
@@ -123,7 +121,6 @@ def _ended(
     for act in event.after:
         act()
     originals = {id(view): tensor for tensor, view in back}
-    del swapped
     if isinstance(result, torch.Tensor):
         return originals.get(id(result), result)
     return result

@@ -128,7 +128,7 @@ class Session:
     def _record(self) -> None:
         self._state = "recording"
         self._recorder = Recorder(self._lowerings.lookup, self._meet_at_op)
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def _meet_at_op(self, op: Any, args: Any, kwargs: Any) -> None:
         """Before a declared op is recorded: do all ranks call the same?"""
@@ -227,7 +227,7 @@ class Session:
 
     def _stop_recording(self) -> None:
         if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
+            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._recorder = None
 
     def replan(self) -> None:
@@ -408,20 +408,30 @@ class Session:
             return
         try:
             if error is None:
+                self._usable()
                 self._meet("leave the session")
             else:
                 self._leave_by(error)
-        except SymmplanError:
+        except SymmplanError as failure:
             if error is None:
+                self._fail(failure)
+                self._abort()
                 raise
         finally:
             self.release()
 
     def _leave_by(self, error: BaseException) -> None:
         """Peers may wait anywhere: in an op, or for this rank to record one."""
-        if self._state == "recording":
-            Exchange(self._groups, self._timeout).fail(error)
+        Exchange(self._groups, self._timeout).fail(error)
         self._fail(error)
+        self._abort()
+
+    def _abort(self) -> None:
+        """End device work that waits for a peer which will never come."""
+        abort = getattr(self._group.process_group, "abort", None)
+        if self._device.type == "cuda" and abort is not None:
+            with contextlib.suppress(RuntimeError):
+                abort()
 
     def _let_go(self) -> None:
         self._stop_recording()

@@ -1,0 +1,168 @@
+"""Eager sessions on CUDA devices: results, kernels, CUDA graphs, latency against plain NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def _block(x, qkv, proj, up, down, eager):
+    """A transformer block without its norms' weights, heads and columns sharded over the ranks."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    tokens, width = x.shape
+    make = symmplan.out if eager else lambda fn, *args: fn(*args)
+    h = torch.nn.functional.layer_norm(x, (width,))
+    q, k, v = (h @ qkv).view(tokens, 3, -1, 64).unbind(1)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True
+    )
+    part = make(torch.mm, attended.transpose(0, 1).reshape(tokens, -1), proj)
+    dist.all_reduce(part)
+    x = x + part
+    del part
+    h = torch.nn.functional.layer_norm(x, (width,))
+    part = make(torch.mm, torch.nn.functional.gelu(h @ up), down)
+    dist.all_reduce(part)
+    return x + part
+
+
+def _weights(rank, width, blocks, device):
+    generator = torch.Generator(device).manual_seed(7)
+    found = []
+    for _ in range(blocks):
+        shapes = [
+            (width, 3 * width // 2),
+            (width // 2, width),
+            (width, 2 * width),
+            (2 * width, width),
+        ]
+        both = [
+            [
+                torch.randn(s, device=device, generator=generator, dtype=torch.bfloat16)
+                for s in shapes
+            ]
+            for _ in range(2)
+        ]
+        found.append([w / w.shape[0] ** 0.5 for w in both[rank]])
+    return found
+
+
+def _model(x, weights, eager):
+    for block in weights:
+        x = _block(x, *block, eager)
+    return x
+
+
+def _microseconds(call, repeat=30):
+    for _ in range(5):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    begin.record()
+    for _ in range(repeat):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeat * 1e3
+
+
+def _infer(rank, world_size, memory, nbytes, graph):
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    width = 1024
+    weights = _weights(rank, width, 2, device)
+    torch.manual_seed(0)
+    x = torch.randn(nbytes // 2 // width, width, device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = _model(x, weights, eager=False)
+        plain = _microseconds(lambda: _model(x, weights, eager=False))
+        with symmplan.eager(memory=memory, timeout=60.0) as session:
+            for _ in range(3):
+                got = _model(x, weights, eager=True)
+                session.step()
+                torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+            def served():
+                _model(x, weights, eager=True)
+                session.step()
+
+            placed = _microseconds(served)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                served()
+                torch.cuda.synchronize()
+            if graph:
+                captured = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(captured):
+                    got = _model(x, weights, eager=True)
+                session.step()
+                for _ in range(3):
+                    captured.replay()
+                torch.cuda.synchronize()
+                torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+                placed = _microseconds(captured.replay)
+                del captured
+            stats = session.stats
+            plan = session.plan
+        del got
+    kernels = sorted({e.name for e in seen.events() if "nccl" in e.name or "PtoP" in e.name})
+    return {
+        "plain_us": plain,
+        "session_us": placed,
+        "kernels": kernels,
+        "staged": stats.staged,
+        "bound": stats.bound,
+        "rendezvous": stats.rendezvous,
+        "fingerprint": plan.fingerprint,
+    }
+
+
+@needs_two
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, 8 << 20])
+def test_tensor_parallel_inference(nbytes, graph):
+    with RankPool(2, init="nccl", timeout=240.0) as pool:
+        first, second = pool.run(_infer, "nccl", nbytes, graph)
+    print(nbytes, graph, first)
+    assert first["fingerprint"] == second["fingerprint"]
+    assert first["staged"] == 0
+    assert first["bound"] == 4
+    assert first["rendezvous"] == 1
+    assert any("Symk" in kernel for kernel in first["kernels"]), first["kernels"]
+
+
+def _departs(rank, world_size):
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    x = torch.ones(1 << 16, device="cuda")
+    with symmplan.eager(memory="nccl", timeout=10.0) as session:
+        for turn in range(3):
+            y = symmplan.out(torch.mul, x, 2)
+            if rank == 1 and turn == 2:
+                y = y[:8]
+            dist.all_reduce(y)
+            del y
+            session.step()
+
+
+@needs_two
+def test_a_rank_that_departs_says_so():
+    with RankPool(2, init="nccl", timeout=120.0) as pool:
+        first, second = pool.outcomes(_departs)
+    assert first.error is not None
+    assert "rank 1" in first.error.text
+    assert second.error.kind == "RunError"
+    assert "other arguments" in second.error.text
