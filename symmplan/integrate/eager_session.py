@@ -253,9 +253,10 @@ class Session:
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         given = (args, kwargs) if form is None else (form.args, form.kwargs)
         event = self._expect(op, *given)
-        with self._guarded():
-            for act in event.before:
-                act()
+        if event.before:
+            with self._guarded():
+                for act in event.before:
+                    act()
         self._check_claims(event)
         with self._guarded():
             result = serve(event, args, kwargs, original, form)
@@ -382,9 +383,10 @@ class Session:
             self._recorder.memory(tensor, kind, write, (make, *args), kwargs)
             return tensor
         event = self._expect(None, (make, *args), kwargs, kind)
-        with self._guarded():
-            for act in event.before:
-                act()
+        if event.before:
+            with self._guarded():
+                for act in event.before:
+                    act()
         self._check_claims(event)
         lent = next(iter(event.lent.values()), None)
         if lent is None:
