@@ -20,8 +20,8 @@ __all__ = [
     "all_to_all",
     "copy_engine_group",
     "copy_engine_options",
-    "fsdp_can_be_replaced",
     "finished_work",
+    "fsdp_can_be_replaced",
     "fsdp_comm_bases",
     "fsdp_comms",
     "fsdp_group_methods",
@@ -37,14 +37,13 @@ __all__ = [
     "has_nccl_backend",
     "has_process_groups",
     "in_backward",
+    "keyset_after_select",
     "known_groups",
     "premul_factor",
-    "set_symm_mem_backend",
-    "storage_uses",
-    "keyset_after_select",
     "reduction_name",
     "set_symm_mem_backend",
     "storage_use_count",
+    "storage_uses",
     "symm_mem_backend",
     "symm_mem_empty",
     "symm_mem_pool",
@@ -355,6 +354,8 @@ def storage_uses(tensor: Any) -> int:
     """How many tensors and saved values share the storage of ``tensor``, in units of torch's."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
 def unboxed_group(given: Any) -> Any:
     """The process group in what the dispatcher passes to kernels in Python."""
     if isinstance(given, torch.ScriptObject):
