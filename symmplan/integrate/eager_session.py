@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import evolve
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.eager import Recorder, signature
 from symmplan.errors import AgreementError, ReleasedError, RunError, SymmplanError
@@ -67,7 +67,7 @@ class Session:
         timeout: float,
         debug: bool,
     ) -> None:
-        name = _compat.world_name() if group is None else _compat.group_name(group)
+        name = compat.world_name() if group is None else compat.group_name(group)
         self._groups = resolve_groups([name])
         self._group = self._groups[name]
         self._device = device
