@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from symmplan import _compat
+from symmplan import _compat as compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +46,8 @@ class Functional:
 
 
 def _group(given: Any) -> tuple[str, int]:
-    group = _compat.unboxed_group(given)
-    return _compat.group_name(group), group.size()
+    group = compat.unboxed_group(given)
+    return compat.group_name(group), group.size()
 
 
 def _all_gather(bound: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -59,7 +59,7 @@ def _all_gather(bound: dict[str, Any]) -> tuple[Any, ...] | None:
 
 def _reduce_scatter(bound: dict[str, Any]) -> tuple[Any, ...] | None:
     name, size = _group(bound["process_group"])
-    reduction = _compat.reduction_name(bound["reduce_op"])
+    reduction = compat.reduction_name(bound["reduce_op"])
     if reduction is None:
         return None
     out = bound["output_tensor"]
@@ -69,7 +69,7 @@ def _reduce_scatter(bound: dict[str, Any]) -> tuple[Any, ...] | None:
 
 def _all_reduce(bound: dict[str, Any]) -> tuple[Any, ...] | None:
     name, _ = _group(bound["process_group"])
-    reduction = _compat.reduction_name(bound["reduce_op"])
+    reduction = compat.reduction_name(bound["reduce_op"])
     tensors = bound["tensors"]
     if reduction is None or len(tensors) != 1 or bound["sparse_indices"] is not None:
         return None

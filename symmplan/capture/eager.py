@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.fx import capture_fx
 from symmplan.model import Access, Operation
@@ -330,9 +330,11 @@ def _run_apart(func: Any, args: Any, kwargs: Any) -> Any:
     originals = {_key(copy): x for x, copy in clones.values()}
     result = func(*cloned[0], **cloned[1])
     if form is not None:
-        torch.distributed.Work.unbox(result[1]).wait()
+        work = torch.distributed.Work.unbox(result[1])
+        if work is not None:  # NCCL has none for what runs on the current stream
+            work.wait()
         form.written.copy_(clones[id(form.written)][1])
-        return form.results(_compat.finished_work())
+        return form.results(compat.finished_work())
     result = tree_map(finished, result)
     named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     for argument in func._schema.arguments:

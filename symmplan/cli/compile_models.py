@@ -102,7 +102,7 @@ def _training(
     compiled: Callable[..., Any],
     batch: Callable[[int], torch.Tensor],
 ) -> Program:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
     def run(step: int) -> torch.Tensor:
         loss: torch.Tensor = compiled(batch(step)).float().square().mean()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.capture.eager import signature
 from symmplan.capture.graphs import overload_of
 from symmplan.integrate.fsdp_bytes import lend
@@ -60,12 +60,12 @@ class Lent:
 
     def __attrs_post_init__(self) -> None:
         self._storage = self.tensor.untyped_storage()._cdata
-        self._own = _compat.storage_use_count(self._storage)
+        self._own = compat.storage_use_count(self._storage)
 
     @property
     def held(self) -> bool:
         """Whether anybody but the session has a tensor on it."""
-        return _compat.storage_use_count(self._storage) > self._own
+        return compat.storage_use_count(self._storage) > self._own
 
     def give(self) -> torch.Tensor:
         """A tensor for the program."""

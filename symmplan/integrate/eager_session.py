@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import evolve
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.eager import Recorder, signature
 from symmplan.errors import AgreementError, ReleasedError, RunError, SymmplanError
@@ -67,7 +67,7 @@ class Session:
         timeout: float,
         debug: bool,
     ) -> None:
-        name = _compat.world_name() if group is None else _compat.group_name(group)
+        name = compat.world_name() if group is None else compat.group_name(group)
         self._groups = resolve_groups([name])
         self._group = self._groups[name]
         self._device = device
@@ -253,9 +253,10 @@ class Session:
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         given = (args, kwargs) if form is None else (form.args, form.kwargs)
         event = self._expect(op, *given)
-        with self._guarded():
-            for act in event.before:
-                act()
+        if event.before:
+            with self._guarded():
+                for act in event.before:
+                    act()
         self._check_claims(event)
         with self._guarded():
             result = serve(event, args, kwargs, original, form)
@@ -382,9 +383,10 @@ class Session:
             self._recorder.memory(tensor, kind, write, (make, *args), kwargs)
             return tensor
         event = self._expect(None, (make, *args), kwargs, kind)
-        with self._guarded():
-            for act in event.before:
-                act()
+        if event.before:
+            with self._guarded():
+                for act in event.before:
+                    act()
         self._check_claims(event)
         lent = next(iter(event.lent.values()), None)
         if lent is None:
