@@ -6,6 +6,7 @@ returns where the feature is missing.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "known_groups",
     "premul_factor",
     "reduction_name",
+    "same_version",
     "set_symm_mem_backend",
     "storage_use_count",
     "symm_mem_backend",
@@ -274,10 +276,12 @@ _SEAM_OF_GROUP = (
     "wait_for_unshard",
 )
 _SEAM_OF_PARAMETER = (
+    "_contiguous_orig_stride",
     "_orig_size",
     "_sharded_local_tensor",
     "_sharded_param_data",
     "all_gather_outputs",
+    "alloc_all_gather_outputs",
     "free_unsharded_param",
     "fsdp_placement",
     "init_unsharded_param",
@@ -403,3 +407,14 @@ def finished_work() -> Any:
         work = _Finished()
         _FINISHED.extend((work, work.boxed()))
     return _FINISHED[1]
+
+
+def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Writes to ``tensor`` inside do not count as changes for autograd."""
+    from torch.autograd import grad_mode
+
+    if tensor.is_inference():  # it has no version
+        return contextlib.nullcontext()
+    preserve: Any = grad_mode._unsafe_preserve_version_counter
+    guard: contextlib.AbstractContextManager[Any] = preserve(tensor)
+    return guard

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 __all__ = ["Direct", "Home"]
 
 
+#: What torch counts for a storage that a flat tensor and the parameter on it share.
+_OWN_USES = 3
+
+
 class Home:
     """Where a group's parameters live.
 
@@ -195,7 +199,10 @@ class Direct:
         if result.all_gather_event is not None:
             torch.cuda.current_stream().wait_event(result.all_gather_event)
         if self._bound is not home:
-            self._bind(home)
+            if self._held():
+                self._copy_out(home)
+            else:
+                self._bind(home)
         group._to_unsharded()
         group._all_gather_result = None
 
@@ -302,14 +309,40 @@ class Direct:
                 self._tenant.after(event)
         self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
 
+    def _held(self) -> bool:
+        """Whether anybody else refers to the parameters' own storages, as a graph does."""
+        return any(
+            hasattr(p, "_unsharded_param")
+            and _compat.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
+            for p in self._group.fsdp_params
+            for output in p.all_gather_outputs
+        )
+
+    def _copy_out(self, home: Home) -> None:
+        """Fill the parameters where FSDP2 put them; on this rank alone."""
+        for parameter, output in zip(self._group.fsdp_params, home.outputs, strict=True):
+            parameter.alloc_all_gather_outputs()
+            own = parameter.all_gather_outputs[0]
+            with torch.no_grad(), _compat.same_version(own):
+                own.copy_(output)
+
     def _bind(self, home: Home) -> None:
-        """Make the parameters views of their placements."""
-        self._unbind()
-        with torch.inference_mode(mode=False):
+        """Make the parameters views of their placements.
+
+        They stay the same objects where there are some: a graph may accumulate gradients in them.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, storage in zip(self._group.fsdp_params, home.storages, strict=True):
                 parameter.all_gather_outputs = [storage]
                 parameter.free_unsharded_param = _nothing
-                parameter.init_unsharded_param()
+                old = getattr(parameter, "_unsharded_param", None)
+                old = getattr(old, "_local_tensor", old)  # of a DTensor
+                if old is None or old.is_inference():
+                    parameter.__dict__.pop("_unsharded_param", None)
+                    parameter.init_unsharded_param()
+                else:
+                    size, stride = parameter._orig_size, parameter._contiguous_orig_stride
+                    old.data = torch.as_strided(storage, size, stride)
         self._bound = home
         self._alone = self._in_use()
 

@@ -1,0 +1,160 @@
+"""Programs in which FSDP2's parameters move, on a rank; see `test_fsdp_direct.py`."""
+
+from __future__ import annotations
+
+import torch
+from fsdp_models import Net, Trace, batch, both, differences, shard, train, train_step
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import symmplan
+
+
+class Side(Net):
+    """Three blocks; the second one's output may have no part in the loss."""
+
+    def forward(self, x):
+        x = self.blocks[0](self.inlet(x))
+        side = self.blocks[1](x)
+        if not self.order:
+            side = side.detach()
+        return self.outlet(self.blocks[2](x)) + side
+
+
+def unused(rank, world, steps):
+    """FSDP2 prefetches a block in backward that then is not used, in some steps."""
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(6):
+            model.order = [] if step in steps else [0, 1, 2]
+            train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    return both(lambda: shard(Side()), program, rank)
+
+
+def frozen_between(rank, world):
+    """The plan is frozen by hand between forward and backward: a graph has views."""
+    traces, told = [], {}
+    for planned in (False, True):
+        torch.manual_seed(7)
+        model = shard(Net())
+        handle = symmplan.fsdp.apply(model, choose="placed", timeout=20.0) if planned else None
+        trace = Trace()
+        traces.append(trace)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(5):
+            loss = model(batch(step, rank)).pow(2).mean()
+            if handle is not None and step == 0:
+                handle.freeze()
+            loss.backward()
+            trace.add("loss", loss)
+            trace.grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.parameters(model)
+        if handle is not None:
+            told["placed"] = handle.stats.placed
+            handle.remove()
+    told["differences"] = differences(*traces)
+    return told
+
+
+def kept_unsharded(rank, world):
+    """All blocks are unsharded by hand at once, in one step, in another order than planned."""
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(5):
+            if step == 2:
+                for block in reversed(model.blocks):
+                    block.unshard()
+            train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    return both(lambda: shard(Net(blocks=4)), program, rank)
+
+
+def changed(rank, world, what):
+    """From the third step on the program does something else."""
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        blocks = list(model.blocks)
+        for step in range(6):
+            for i, block in enumerate(blocks if step == 2 else ()):
+                if what == "keep":
+                    block.set_reshard_after_forward(False)
+                elif what == "prefetch":
+                    block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+                    block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
+            if what == "freeze" and step in (2, 4):
+                blocks[1].requires_grad_(step == 4)
+            train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    return both(lambda: shard(Net(blocks=4)), program, rank)
+
+
+def views(rank, world):
+    """The program keeps views of parameters that were resharded."""
+    kept = []
+
+    def program(model, trace, rank):
+        up = model.blocks[1].up
+        hook = up.register_forward_hook(lambda m, *_: kept.append(m.weight.detach()[:1]))
+        train(model, trace, rank, steps=5)
+        hook.remove()
+
+    return both(lambda: shard(Net()), program, rank)
+
+
+def graphs(rank, world):
+    """Graphs that are used twice, and that live across other passes."""
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(4):
+            first = model(batch(step, rank)).pow(2).mean()
+            with torch.no_grad():
+                trace.add("between", model(batch(50 + step, rank)))
+            first.backward(retain_graph=True)
+            first.backward()
+            trace.grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.parameters(model)
+
+    return both(lambda: shard(Net()), program, rank)
+
+
+def addresses(rank, world):
+    """Whether all parameters in use lie in symmetric memory, and how many addresses each has."""
+    model = shard(Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=20.0)
+    seen = {}
+
+    def note(name):
+        def hook(module, *_):
+            pointers = tuple(p.data_ptr() for p in module.parameters())
+            seen.setdefault(name, []).append(pointers)
+
+        return hook
+
+    train(model, Trace(), rank, steps=2)
+    for name, block in model.blocks.named_children():
+        block.down.register_forward_hook(note(name))
+        block.down.register_full_backward_pre_hook(note(name))
+    train(model, Trace(), rank, steps=3)
+    ranges = [
+        (s.tensor.data_ptr(), s.tensor.data_ptr() + s.tensor.numel())
+        for s in handle._runtime.arena.segments.values()
+    ]
+    inside = all(
+        any(begin <= p < end for begin, end in ranges)
+        for uses in seen.values()
+        for pointers in uses
+        for p in pointers
+    )
+    handle.remove()
+    return inside, {name: (len(uses), len(set(uses))) for name, uses in seen.items()}

@@ -1,0 +1,55 @@
+"""FSDP2's unsharded parameters in placements: where they lie, and programs in which they move."""
+
+from __future__ import annotations
+
+import fsdp_direct_programs as programs
+import pytest
+from ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def same(results):
+    for result in results:
+        assert result["differences"] == []
+        assert result["stats"]["placed"] > 0
+
+
+def test_parameters_lie_in_the_segment_in_forward_and_backward(two):
+    for inside, counts in two.run(programs.addresses):
+        assert inside
+        assert counts == {str(block): (6, 1) for block in range(3)}
+
+
+@pytest.mark.parametrize("steps", [(2, 3), (0, 1, 2, 5)])
+def test_a_prefetch_that_nobody_needs_does_no_harm(two, steps):
+    same(two.run(programs.unused, steps))
+
+
+def test_a_plan_that_is_frozen_before_backward_leaves_the_graph_right(two):
+    for told in two.run(programs.frozen_between):
+        assert told["differences"] == []
+        assert told["placed"] > 0
+
+
+def test_parameters_that_are_needed_at_once_make_room(two):
+    same(two.run(programs.kept_unsharded))
+
+
+@pytest.mark.parametrize("what", ["keep", "prefetch", "freeze"])
+def test_programs_that_change(two, what):
+    same(two.run(programs.changed, what))
+
+
+def test_views_that_the_program_keeps_do_no_harm(two):
+    same(two.run(programs.views))
+
+
+def test_graphs_that_live_across_passes(two):
+    same(two.run(programs.graphs))
