@@ -88,10 +88,12 @@ class Tenant:
     Attributes:
         stream: The stream on which they are filled, None on the CPU.
         live: Whether FSDP2 still holds the buffer.
+        owner: Whose parameters they are, weakly; None for a buffer.
     """
 
     stream: Any = None
     live: bool = True
+    owner: Any = None
     _at_drop: bool = True
     _marks: list[Any] = field(factory=list)
 
@@ -139,6 +141,14 @@ class Bytes:
     def held(self, begin: int, end: int) -> bool:
         """Whether a live buffer has any of the bytes ``[begin, end)``."""
         return any(t.live and b < end and begin < e for b, e, t in self._pieces)
+
+    def holders(self, begin: int, end: int) -> list[Tenant]:
+        """The live tenants of any of the bytes ``[begin, end)``, each once."""
+        found: dict[int, Tenant] = {}
+        for b, e, t in self._pieces:
+            if t.live and b < end and begin < e:
+                found[id(t)] = t
+        return list(found.values())
 
     def live(self) -> list[tuple[int, int]]:
         """The ``[begin, end)`` of live buffers."""

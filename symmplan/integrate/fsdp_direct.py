@@ -23,12 +23,14 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
 [Note: a gather ahead of its time]
     A gather that a program did not do ahead of time while it was recorded may find its bytes in
     use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters. If it
-    is needed now, the module leaves: from now on its gathers are flat, which the next plan knows.
+    is needed now, prefetches give way that nobody has used. Else the module leaves: from now on
+    its gathers are flat, which the next plan knows.
     Only where a graph still has parameters at the old address it cannot, and raises.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,7 +178,7 @@ class Direct:
         if self._home is None:
             self._unshard(async_op)
             return
-        self._put_off = self._home.users.held(self._home.begin, self._home.end)
+        self._put_off = not self._room(self._home, needed=False)
         if not self._put_off:
             self._start(key, self._home, async_op=async_op)
 
@@ -249,7 +251,7 @@ class Direct:
     def _late(self, home: Home) -> None:
         """Gather now what was put off."""
         self._put_off = False
-        if not home.users.held(home.begin, home.end):
+        if self._room(home, needed=True):
             self._start(self._key(), home, async_op=False)
             return
         if self._bound is not None and self._in_use() != self._alone:
@@ -265,6 +267,31 @@ class Direct:
             )
         self._leave()
         self._unshard(False)
+
+    def _room(self, home: Home, *, needed: bool) -> bool:
+        """Whether the bytes are free. If ``needed``, gathers ahead of their time give way."""
+        holders = home.users.holders(home.begin, home.end)
+        if not all(t.owner is not None and t.owner.gives_way(needed=needed) for t in holders):
+            return False
+        for tenant in holders:
+            tenant.owner.give_way()
+        return True
+
+    def gives_way(self, *, needed: bool) -> bool:
+        """Whether nobody has used what was gathered, nor will before it can be gathered again."""
+        pending = self._group._all_gather_result is not None
+        # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
+        return self._group.is_sharded and (needed or not pending)
+
+    def give_way(self) -> None:
+        """Let go of what was gathered; it is gathered again when it is needed."""
+        assert self._tenant is not None
+        if self._group._all_gather_result is not None:
+            self._group._all_gather_result = None
+            self._put_off = True
+        self._runtime.released(self.site)
+        self._tenant.drop()
+        self._tenant = None
 
     def _leave(self) -> None:
         """FSDP2's own gathers from now on."""
@@ -287,7 +314,7 @@ class Direct:
         cuda = home.outputs[0].is_cuda
         with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
             if not cuda:
-                self._tenant = Tenant()
+                self._tenant = Tenant(owner=weakref.proxy(self))
                 home.users.take(home.begin, home.end, self._tenant)
                 _fill(home.parts, shards)
                 home.gather()
@@ -297,7 +324,7 @@ class Direct:
                     async_op, group._training_state
                 )
                 # Dropped when the module is done, which its own kernels are on this stream.
-                self._tenant = Tenant(torch.cuda.current_stream())
+                self._tenant = Tenant(torch.cuda.current_stream(), owner=weakref.proxy(self))
                 with torch.cuda.stream(copies):
                     home.users.take(home.begin, home.end, self._tenant)
                     _fill(home.parts, shards)

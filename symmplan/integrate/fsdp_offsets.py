@@ -44,10 +44,12 @@ def plan_with_homes(
     if not homes:
         return plan_problem(problem, effort=effort)
     first = {other: leader for leader, other in problem.together}
-    try:
-        leaders = plan_problem(_only(problem, homes - first.keys()), effort=effort)
-        names = frozenset(b.name for b in problem.buffers)
-        others = plan_problem(_only(problem, names - homes), effort=effort)
+    names = frozenset(b.name for b in problem.buffers)
+    others = plan_problem(_only(problem, names - homes), effort=effort)
+    whole = evolve(_only(problem, homes), together=problem.together)
+    # If gathers overlap in another way later, each module has its bytes from its first to its last.
+    for own in (_only(problem, homes - first.keys()), whole):
+        leaders = plan_problem(own, effort=effort)
         above = {g: spec.nbytes for spec in leaders.segments for g in spec.groups}
         pinned = []
         for b in problem.buffers:
@@ -56,10 +58,12 @@ def plan_with_homes(
             else:
                 offset = others.placements[b.name].offset + above.get(b.group, 0)
             pinned.append(evolve(b, offset=offset))
-        return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
-    except PlanningError:
-        # Gathers that overlap in another way later, or groups that share segments otherwise.
-        return plan_problem(problem, effort=effort)
+        try:
+            return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
+        except PlanningError:
+            continue
+    # Groups that share segments in another way when they are planned apart.
+    return plan_problem(problem, effort=effort)
 
 
 def _only(problem: Problem, names: frozenset[str]) -> Problem:

@@ -53,7 +53,14 @@ def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
         bound = bind_arguments(overload, node.args, node.kwargs)
         if home is None or bound["storage_offset"] is None:
             continue
-        shift = emitter.offset(home.buffer, values.tensors[(source, ())].dtype)
+        like = values.tensors[(source, ())]
+        if overload._schema.name == "aten::as_strided_scatter" and _whole(like):
+            # It writes a copy in any case, and torch's own checks take its offset for that one's.
+            with emitter.graph.inserting_before(node):
+                copy = emitter.call(torch.ops.aten.clone.default, (source,))
+            node.replace_input_with(source, copy)
+            continue
+        shift = emitter.offset(home.buffer, like.dtype)
         if isinstance(bound["storage_offset"], fx.Node):
             with emitter.graph.inserting_before(node):
                 bound["storage_offset"] = emitter.call(
@@ -63,6 +70,11 @@ def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
             bound["storage_offset"] += shift
         node.args = tuple(bound[a.name] for a in overload._schema.arguments)
         node.kwargs = {}
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    """Whether a copy of ``tensor`` has its elements where its storage has them."""
+    return tensor.storage_offset() == 0 and tensor.is_contiguous()
 
 
 def _make_home(emitter: Emitter, captured: Captured, home: Home) -> None:
