@@ -7,6 +7,14 @@
     then the graph is captured, planned and rewritten; and then it is compiled with those passes
     off. What is left, Inductor's scheduler and its buffer reuse, keeps the order of all accesses
     to a segment, because it is one tensor that everybody mutates (see [Note: segments are inputs]).
+
+[Note: kernels are not tuned on segments]
+    The first time that a Triton kernel with several configurations runs, Inductor times them on the
+    real arguments. What the kernel writes it saves before and puts back after, and that is not the
+    placement but the whole tensor that the placement is a view of: the segment, into which peers
+    write meanwhile. Gathers of the first step were lost that way (four H200, torch 2.11). So
+    kernels of rewritten graphs get one configuration. Templates of matrix products are tuned on
+    tensors of their own, and still are.
 """
 
 from __future__ import annotations
@@ -146,9 +154,20 @@ def _is_collective(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional"
 
 
+#: See [Note: kernels are not tuned on segments].
+_TUNING_OFF = {
+    "triton.autotune_pointwise": False,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+}
+
+
 def _off() -> dict[str, Any]:
     known = inductor_config.get_config_copy()
-    return {name: value for name, value in _PASSES_OFF.items() if name in known}
+    settings: dict[str, Any] = {**_PASSES_OFF, **_TUNING_OFF}
+    settings["max_autotune_gemm"] = known.get("max_autotune") or known.get("max_autotune_gemm")
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def _run_passes(
