@@ -9,24 +9,18 @@ reduce-scatter, the whole tensor of an all-reduce.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime as dt
-import json
-import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import time
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from symmplan.cli.machine import hardware
+from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Callable
 
     import torch
 
@@ -71,11 +65,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
-    times = _start(options, args.timeout)
+    measured = run_ranks(_times, options, ranks=args.ranks, device="cpu", timeout=args.timeout)
     rows = []
     for op in _OPS:
         for size in args.sizes:
-            cell = [rank[op][str(size)] for rank in times]
+            cell = [rank["times"][op][str(size)] for rank in measured]
             # One repetition is over when its slowest rank is.
             slowest = {
                 side: [max(run) for run in zip(*(c[side] for c in cell), strict=True)]
@@ -101,7 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "repetitions": args.repetitions,
         "results": rows,
-        "machine": _machine(),
+        "machine": {**hardware(), "torch": measured[0]["torch"]},
     }
 
 
@@ -143,82 +137,20 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _start(options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """Run the ranks; what each measured."""
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [
-        context.Process(target=_rank, args=(rank, store.port, options), daemon=True)
-        for rank in range(options["ranks"])
-    ]
-    with _ended(processes):
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        seen = 0
-        while any(process.is_alive() for process in processes):
-            failed = [p for p in processes if p.exitcode]
-            if failed or time.monotonic() > deadline:
-                break
-            done = store.add("bench/progress", 0)
-            if done > seen:
-                seen = done
-                print(f"bench comm: {seen}/{len(_OPS) * len(options['sizes'])}", file=sys.stderr)
-            time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
-        if any(code != 0 for code in codes):
-            raise RunError(
-                "ranks of the benchmark failed or did not finish",
-                expected=f"all of them done within {timeout:g} s",
-                got=f"exit codes {codes} (None: still running)",
-                fix="see their output above, or raise --timeout",
-                exit_codes=codes,
-            )
-        return [
-            json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(options["ranks"])
-        ]
-
-
-@contextlib.contextmanager
-def _ended(processes: list[BaseProcess]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                process.kill()
-            if process.pid is not None:
-                process.join()
-
-
-def _rank(rank: int, port: int, options: dict[str, Any]) -> None:
-    """One rank's life."""
+def _times(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """What one rank measures; the first one says how far it is."""
     import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames collectives
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(options["threads"])
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("bench/group", store),
-        rank=rank,
-        world_size=options["ranks"],
-        timeout=dt.timedelta(seconds=120),
-    )
-    result: dict[str, Any] = {}
+    total = len(_OPS) * len(options["sizes"])
+    times: dict[str, Any] = {}
     for op in _OPS:
-        result[op] = {}
+        times[op] = {}
         for size in options["sizes"]:
-            result[op][str(size)] = _measure(op, size, rank, options)
+            times[op][str(size)] = _measure(op, size, rank, options)
             if rank == 0:
-                store.add("bench/progress", 1)
-    store.set(f"bench/result/{rank}", json.dumps(result))
-    dist.destroy_process_group()
+                done = sum(map(len, times.values()))
+                print(f"bench comm: {done}/{total}", file=sys.stderr, flush=True)
+    return {"torch": torch.__version__, "times": times}
 
 
 def _measure(op: str, size: int, rank: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -291,21 +223,3 @@ def _plan(nbytes: int) -> Any:
             "small": Placement("s0", nbytes, nbytes),
         },
     )
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                cpu = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }

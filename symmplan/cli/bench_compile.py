@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from symmplan.cli.machine import hardware
 from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
 
@@ -112,9 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **options,
         "results": results,
         "machine": {
-            "system": f"{platform.system()} {platform.release()}",
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
+            **hardware(),
             **ranks[0]["machine"],
         },
     }

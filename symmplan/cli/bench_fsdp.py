@@ -17,11 +17,11 @@ compared with the plain side's.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from symmplan.cli.fsdp_ranks import measure, worst
+from symmplan.cli.machine import hardware
 from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
 from symmplan.report.format import size
@@ -121,9 +121,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "stats": first.get("stats"),
         "choices": first.get("choices"),
         "machine": {
-            "system": f"{platform.system()} {platform.release()}",
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
+            **hardware(),
             **{name: first[name] for name in ("torch", "cuda", "nccl", "device")},
         },
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import multiprocessing
-import platform
 import resource
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
+from symmplan.cli.machine import hardware
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
 from symmplan.planner import instances, plan
@@ -98,20 +98,8 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        cpu = next(x.split(":", 1)[1].strip() for x in info.splitlines() if "model name" in x)
-    except (OSError, StopIteration):
-        pass
     packages = ("symmplan", "numpy", "networkx", "omnimalloc")
-    return {
-        "cpu": cpu,
-        "cores": multiprocessing.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "versions": {p: _version(p) for p in packages},
-    }
+    return {**hardware(), "versions": {p: _version(p) for p in packages}}
 
 
 def _version(package: str) -> str | None:

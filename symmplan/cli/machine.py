@@ -6,17 +6,18 @@ Torch's private names are only looked at here, never called with effect.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import frozen
 
 from symmplan.report.format import size
 
-__all__ = ["Check", "checks", "cxx_compiler"]
+__all__ = ["Check", "checks", "cxx_compiler", "hardware"]
 
 #: Where POSIX shared memory lives on Linux.
 _SHM = Path("/dev/shm")  # noqa: S108
@@ -60,6 +61,20 @@ def checks() -> list[Check]:
         else Check("torch", "fix", version, "python -m pip install 'torch>=2.11'")
     )
     return [*found, *_distributed(), *_features(), *_symmetric_memory(), _entry_point()]
+
+
+def hardware() -> dict[str, Any]:
+    """What a measurement ran on: processor, cores, system, Python."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpu = next(x.split(":", 1)[1].strip() for x in info.splitlines() if "model name" in x)
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
 
 
 def _python() -> Check:
