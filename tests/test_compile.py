@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from programs import Program, make_inputs, programs, run
 from ranks import RankPool
 
@@ -90,6 +90,8 @@ def test_random_programs_op_by_op(pool, program):
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(program=programs(max_steps=16))
+# What one group gathered is written for another, and then the first wants it again.
+@example(program=Program((2,), (("gather", 0, 1), ("bump", 1, 0), ("scatter", 1, 1)), (1, 2)))
 def test_random_programs_through_inductor(pool, program):
     _check(pool, program, "inductor", repeat=2)
 

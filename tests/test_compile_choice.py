@@ -102,3 +102,31 @@ def test_ranks_that_compile_other_collectives_all_get_an_error(pair):
         assert outcome.error is not None
         assert "AgreementError" in outcome.error.text
         assert "compile different collectives" in outcome.error.text
+
+
+def _other_later(rank, size):
+    """All ranks have measured a gather of four rows; then rank 1 alone has a new one."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.integrate import choice
+
+    choice.forget()
+    group = dist.group.WORLD.group_name
+
+    def program(x):
+        return F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, group)) + 1
+
+    for rows in (4, 4 + 4 * rank):
+        torch._dynamo.reset()
+        backend = symmplan.backend(inner="eager", timeout=30.0, choose="measure")
+        torch.compile(program, backend=backend, dynamic=False)(torch.ones(rows, 8))
+        backend.release()
+
+
+def test_a_rank_that_measures_alone_fails_on_all(pair):
+    for outcome in pair.outcomes(_other_later):
+        assert outcome.error is not None
+        assert outcome.error.kind == "AgreementError"
+        assert "make different calls at the same time" in outcome.error.text
+        assert outcome.seconds < 20

@@ -114,6 +114,8 @@ class Decider:
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
     sites: list[Site] = field(init=False, factory=list)
     unplanned: list[Unplanned] = field(init=False, factory=list)
+    #: Storages of which an op wrote a staged copy: from there on the copy counts.
+    copied: set[Value] = field(init=False, factory=set)
 
     def _leave_out(self, request: Request, reason: str) -> None:
         fake = self.values.tensors[request.value]
@@ -265,6 +267,8 @@ class Decider:
         if request.writes and not self._is_last_alias(request, root):
             self._leave_out(request, "the op writes it, and other views of it are used later")
             return
+        if request.writes and self._origin(root)[0].op == "call_function":
+            self.copied.add(root)
         name = f"{request.node.name}.{request.where}"
         buffer = self._buffer(request, name, request.value, whole=False)
         self._site(request, "stage", buffer.name, reason)
@@ -283,6 +287,8 @@ class Decider:
         fake = self.values.tensors[request.value]
         if not contiguous(fake):
             return "it is not contiguous"
+        if root in self.copied:
+            return "an op before wrote a copy of it"
         itemsize = fake.element_size()
         if not isinstance(fake.storage_offset(), int):
             return "it begins at an offset that is not known"

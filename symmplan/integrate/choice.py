@@ -153,7 +153,9 @@ def refused(
         if case is not None:
             cases[node] = case
     new = [c for c in dict.fromkeys(cases.values()) if c not in _FOUND]
-    if cases:
+    # Where nothing is new nobody is waited for: ranks that compile other collectives than their
+    # peers have something new, or another plan.
+    if new:
         # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
@@ -228,8 +230,6 @@ def _measure(
     keys = {name: [c.key for c in of] for name, of in mine.items()}
     for name, said in tell("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
-    if not cases:
-        return
     times = _times(cases, groups, lowerings, device, timeout)
     seconds = {name: [times[c] for c in of] for name, of in mine.items()}
     for name, said in tell("choices", seconds, groups, timeout).items():

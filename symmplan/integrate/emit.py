@@ -66,6 +66,19 @@ def _dense(shape: Sequence[int | torch.SymInt]) -> list[int | torch.SymInt]:
     return strides
 
 
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | None:
+    """The argument that an op writes and returns, if that is what it does."""
+    (result, *others) = op._schema.returns
+    if others or result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for i, argument in enumerate(op._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set & result.alias_info.before_set:
+            given = kwargs.get(argument.name, args[i] if i < len(args) else None)
+            return given if isinstance(given, fx.Node) else None
+    return None
+
+
 @frozen
 class SegmentInput:
     """One input that a rewritten graph takes after its own.
@@ -187,10 +200,19 @@ class Emitter:
         """A call node with its fake value."""
         kwargs = kwargs or {}
         node = self.graph.call_function(op, args, kwargs)
+        node.meta["val"] = self._value(op, args, kwargs)
+        return node
+
+    def _value(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else None
+        if returns is not None and not returns:
+            return None
+        given = _written(op, args, kwargs) if returns is not None else None
+        if given is not None:
+            return given.meta["val"]
         real = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
-            node.meta["val"] = op(*real[0], **real[1])
-        return node
+            return op(*real[0], **real[1])
 
     def getitem(self, value: fx.Node, index: int) -> fx.Node:
         """One of several results."""

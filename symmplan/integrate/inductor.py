@@ -32,7 +32,8 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.virtualized import V
 
 from symmplan.integrate import ops
-from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
+from symmplan.integrate.refresh import note, refresh_changed
+from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,11 +110,17 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     if not unit.declares(gm):
         return inductor.compile_fx_inner(gm, inputs, **kwargs)
     mode = fake_mode_of(inputs)
-    _run_passes(gm, inputs, mode, is_inference=part == "inference")
+    _view_to_reshape(gm)
+    with torch.no_grad():
+        inductor.fake_tensor_prop(gm, inputs)
     with unit.timed():
-        refresh_values(gm, inputs, mode)
+        noted = note(gm)
+    with torch.no_grad(), V.set_fake_mode(mode):
+        inductor._recursive_post_grad_passes(gm, is_inference=part == "inference")
+    with unit.timed():
+        refresh_changed(gm, inputs, mode, noted)
     rewritten = unit.rewrite(gm, part, mode)
-    with inductor_config.patch(_off()), _types_as_given():
+    with inductor_config.patch(_off()), _types_as_given(), _passes_done(gm, mode):
         if rewritten is None:
             return inductor.compile_fx_inner(gm, inputs, **kwargs)
         added = [n for n in gm.graph.nodes if n.op == "placeholder"][-len(rewritten.inputs) :]
@@ -125,6 +132,27 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         kwargs["static_input_idxs"] = static
         inputs = [*inputs, *(n.meta["val"] for n in added)]
         return with_segments(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, rewritten)
+
+
+@contextlib.contextmanager
+def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> Iterator[None]:
+    """Inductor runs its passes over no graph twice: ``gm`` has had them, and has its values."""
+    propagate: Any = inductor.fake_tensor_prop
+    passes: Any = inductor._recursive_post_grad_passes
+
+    def propagate_others(given: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return fake_mode if given is gm else propagate(given, *args, **kwargs)
+
+    def pass_others(given: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return None if given is gm else passes(given, *args, **kwargs)
+
+    inductor.fake_tensor_prop = propagate_others
+    inductor._recursive_post_grad_passes = pass_others
+    try:
+        yield
+    finally:
+        inductor.fake_tensor_prop = propagate
+        inductor._recursive_post_grad_passes = passes
 
 
 @register_lowering(torch.ops.symmplan.fence_.default, type_promotion_kind=None)
@@ -168,13 +196,3 @@ def _off() -> dict[str, Any]:
     settings: dict[str, Any] = {**_PASSES_OFF, **_TUNING_OFF}
     settings["max_autotune_gemm"] = known.get("max_autotune") or known.get("max_autotune_gemm")
     return {name: value for name, value in settings.items() if name in known}
-
-
-def _run_passes(
-    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, *, is_inference: bool
-) -> None:
-    """Everything that Inductor does to a graph before it lowers it."""
-    _view_to_reshape(gm)
-    with torch.no_grad(), V.set_fake_mode(fake_mode):
-        inductor.fake_tensor_prop(gm, inputs)
-        inductor._recursive_post_grad_passes(gm, is_inference=is_inference)

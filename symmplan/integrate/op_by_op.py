@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.integrate.unit import Unit, fake_mode_of, refresh_values, with_segments
+from symmplan.integrate.refresh import refresh_values
+from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

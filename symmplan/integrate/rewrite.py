@@ -63,7 +63,7 @@ def rewrite(
     keep_order(emitter, captured, barriers)
     emitter.finish()
     module.graph.lint()
-    module.recompile()
+    module.recompile()  # Inductor keys its code cache on the code as it is now
     return tuple(emitter.inputs)
 
 

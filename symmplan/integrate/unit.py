@@ -39,7 +39,6 @@ __all__ = [
     "Settings",
     "Unit",
     "fake_mode_of",
-    "refresh_values",
     "with_segments",
 ]
 
@@ -308,19 +307,6 @@ def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def refresh_values(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:
-    """Give every node the fake value it has now: passes leave some of them stale."""
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    calls = [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
-    for node in calls:
-        node.meta.pop("val", None)
-    with torch.no_grad():
-        FakeTensorProp(gm, mode=fake_mode).propagate_dont_convert_inputs(*inputs)
-    for node in calls:
-        node.meta.setdefault("val", None)
 
 
 def with_segments(

@@ -8,7 +8,8 @@
     gives up waiting counts as failed, so that one that comes late does not wait for it.
 
     Rounds that belong together share a sequence number, which each rank counts in the store
-    itself: process groups may be destroyed and made again on the same store.
+    itself: process groups may be destroyed and made again on the same store. Each rank also posts
+    which round it began with, so that ranks in different calls do not wait for each other in vain.
 
 Only JSON and raw bytes travel. Nothing read from a peer is unpickled.
 """
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from symmplan import errors
-from symmplan.errors import PeerLostError, PeerTimeoutError, RunError, SymmplanError
+from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, RunError, SymmplanError
 from symmplan.memory.process import ProcessIdentity, is_gone
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ class Exchange:
                 for phase in self._phases[name]:
                     for last in ("count", "full", *range(group.size)):
                         group.store.delete_key(f"{prefix}/{phase}/{last}")
+                for rank in range(group.size):
+                    group.store.delete_key(f"{prefix}/began/{rank}")
                 group.store.delete_key(f"{prefix}/left")
             except Exception:  # noqa: BLE001, S112 (not every store can delete)
                 continue
@@ -158,6 +161,8 @@ class Exchange:
         group, prefix = self.groups[name], self._prefix[name]
         self._phases[name].append(phase)
         with _StoreErrors(group):
+            if len(self._phases[name]) == 1:
+                group.store.set(f"{prefix}/began/{group.rank}", phase)
             group.store.set(f"{prefix}/{phase}/{group.rank}", payload)
             if group.store.add(f"{prefix}/{phase}/count", 1) == group.size:
                 group.store.set(f"{prefix}/{phase}/full", b"1")
@@ -178,9 +183,12 @@ class Exchange:
 
         Raises:
             PeerLostError: A rank's value is missing and its process is, too.
+            AgreementError: A rank is in another call.
         """
         missing = self._missing(name, phase)
         group, processes = self.groups[name], self._processes.get(name, ())
+        if missing:
+            self._require_same_call(name, missing)
         for rank in missing if processes else ():
             if is_gone(processes[rank]):
                 raise PeerLostError(
@@ -192,6 +200,24 @@ class Exchange:
                     phase=phase,
                 )
         return not missing
+
+    def _require_same_call(self, name: str, missing: list[int]) -> None:
+        group, prefix = self.groups[name], self._prefix[name]
+        mine = self._phases[name][0]
+        for rank in missing:
+            key = f"{prefix}/began/{rank}"
+            with _StoreErrors(group):
+                theirs = str(group.store.get(key), "utf-8") if group.store.check([key]) else mine
+            if theirs != mine:
+                raise AgreementError(
+                    f"ranks {group.rank} and {rank} make different calls at the same time",
+                    expected=f"{mine!r} (rank {group.rank})",
+                    got=f"{theirs!r} (rank {rank})",
+                    fix="run the same program with the same shapes on every rank of the group",
+                    group=group.name,
+                    rank=group.rank,
+                    ranks=(group.rank, rank),
+                )
 
     def _values(self, name: str, phase: str) -> list[bytes]:
         group, prefix = self.groups[name], self._prefix[name]

@@ -1,0 +1,140 @@
+"""Fake values of nodes after passes have changed a graph.
+
+Capture follows aliases by the fake tensors' storages, so each node needs the value that it has
+now. Passes change few nodes, and to run the whole graph again would cost as much as the rest of
+what symmplan does to it. So what every node was is noted before the passes, and afterwards only
+those are run whose op, arguments or inputs' values are no longer the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import fx
+
+from symmplan.capture.values import tensor_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Noted", "note", "refresh_changed", "refresh_values"]
+
+
+@frozen(eq=False)
+class Noted:
+    """What a node was when its value was right."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
+
+    def holds(self, node: fx.Node) -> bool:
+        """Whether the node is still the same; the nodes it takes may have changed."""
+        return (
+            node.target is self.target
+            and node.args is self.args  # replaced as a whole whenever one of them changes
+            and node.kwargs is self.kwargs
+            and node.meta.get("val") is self.value
+        )
+
+
+def note(gm: fx.GraphModule) -> dict[fx.Node, Noted]:
+    """What every node of a graph is whose values are right."""
+    return {
+        n: Noted(n.target, n.args, n.kwargs, n.meta.get("val"))
+        for n in _calls(gm)
+        if "val" in n.meta
+    }
+
+
+def refresh_changed(
+    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, noted: Mapping[fx.Node, Noted]
+) -> None:
+    """Give every node the fake value it has now.
+
+    Args:
+        gm: The graph.
+        inputs: Its inputs, fake.
+        fake_mode: Their mode.
+        noted: What `note` said before it was changed.
+    """
+    changed: set[fx.Node] = set()
+    for node in _calls(gm):
+        before = noted.get(node)
+        if before is not None and before.holds(node) and changed.isdisjoint(node.all_input_nodes):
+            continue
+        if not _is_plain(node):
+            refresh_values(gm, inputs, fake_mode)
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with torch.no_grad(), fake_mode:
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+        if (
+            before is not None
+            and before.target is node.target
+            and _interchangeable(node, value, before.value)
+        ):
+            node.meta["val"] = before.value
+            continue
+        node.meta["val"] = value
+        changed.add(node)
+
+
+def refresh_values(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:
+    """The same, for all nodes, whatever they were."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    calls = _calls(gm)
+    for node in calls:
+        node.meta.pop("val", None)
+    with torch.no_grad():
+        FakeTensorProp(gm, mode=fake_mode).propagate_dont_convert_inputs(*inputs)
+    for node in calls:
+        node.meta.setdefault("val", None)
+
+
+def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node can be run by itself: no subgraphs, no sizes that depend on data."""
+    plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return (
+        plain
+        and "unbacked_bindings" not in node.meta
+        and all(i.op != "get_attr" and "val" in i.meta for i in node.all_input_nodes)
+    )
+
+
+def _interchangeable(node: fx.Node, new: Any, old: Any) -> bool:
+    """Whether nobody can tell the old value from the new: neither is an alias of anything."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or any(r.alias_info is not None for r in schema.returns):
+        return False
+    used = {
+        tensor.untyped_storage()._cdata
+        for source in node.all_input_nodes
+        for _, tensor in tensor_leaves(source.meta["val"])
+    }
+    ours, theirs = list(tensor_leaves(new)), list(tensor_leaves(old))
+    return (
+        len(ours) == len(theirs) > 0
+        and all(a == b and _alike(x, y) for (a, x), (b, y) in zip(ours, theirs, strict=True))
+        and used.isdisjoint(t.untyped_storage()._cdata for _, t in (*ours, *theirs))
+    )
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    sizes = (*a.shape, *a.stride(), *b.shape, *b.stride())
+    return (
+        type(a) is type(b)
+        and a.layout is torch.strided is b.layout
+        and not any(isinstance(size, torch.SymInt) for size in sizes)
+        and (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        and a.storage_offset() == b.storage_offset() == 0
+    )
