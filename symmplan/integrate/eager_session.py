@@ -29,6 +29,7 @@ from symmplan.memory import Arena, realize, resolve_backend
 from symmplan.memory.alarm import Alarm
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import OWN, own_work
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ class Session:
         self._events: list[Event] = []
         self._tail: list[Callable[[], None]] = []
         self._next = 0
-        self._busy = False
         self._arena: Arena | None = None
         self._captured: Captured | None = None
         self._copies: tuple[Copy, ...] = ()
@@ -127,7 +127,9 @@ class Session:
 
     def _record(self) -> None:
         self._state = "recording"
-        self._recorder = Recorder(self._lowerings.lookup, self._meet_at_op)
+        self._recorder = Recorder(
+            self._lowerings.lookup, self._meet_at_op, lambda: bool(OWN.depth)
+        )
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def _meet_at_op(self, op: Any, args: Any, kwargs: Any) -> None:
@@ -248,7 +250,7 @@ class Session:
 
     def serve(self, op: Any, args: Any, kwargs: Any, original: Callable[..., Any]) -> Any:
         """Run a declared op as the schedule says. Called by the session's kernels."""
-        if self._busy or self._state != "frozen":
+        if self._state != "frozen":
             return original(*args, **kwargs)
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         given = (args, kwargs) if form is None else (form.args, form.kwargs)
@@ -350,9 +352,9 @@ class Session:
     @contextlib.contextmanager
     def _guarded(self) -> Any:
         """Run something of ours; if it fails, say why on every rank."""
-        self._busy = True
         try:
-            yield
+            with own_work:
+                yield
         except SymmplanError as error:
             told = self._alarm.heard(_PATIENCE)
             self._fail(error)
@@ -362,8 +364,6 @@ class Session:
         except BaseException as error:
             self._fail(error)
             raise
-        finally:
-            self._busy = False
 
     # Memory.
 
@@ -375,7 +375,7 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
-        if self._busy or self._state not in ("recording", "frozen"):
+        if OWN.depth or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recorder is not None:
             tensor = make(*args, **kwargs)
