@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from symmplan.cli.processes import run_ranks
@@ -194,6 +195,7 @@ class _Bench:
         plain: list[float] = []
         served: list[float] = []
         placed: list[float] = []
+        barriers = 0
         for _ in range(max(1, self.rounds // 5)):
             plain += [self._host(lambda: program(x, _plainly)) for _ in range(5)]
             with symmplan.eager(memory=self.memory) as session:
@@ -206,12 +208,13 @@ class _Bench:
                 served.pop(-6)  # warming up
                 plan, staged = session.plan, session.stats.staged
             assert plan is not None
+            barriers = len(plan.barriers)
             if by_hand is None or not plan.placements:
                 continue
             with realize(plan, memory=self.memory, device=self.device) as arena:
                 buffer = plan.problem.buffers[0]
                 out = arena.tensor(buffer.name, x.dtype, buffer.shape)
-                placed += [self._host(lambda: by_hand(x, out)) for _ in range(5)]
+                placed += [self._host(partial(by_hand, x, out)) for _ in range(5)]
         overhead = min(served) - min(plain)
         return {
             "op": label,
@@ -221,7 +224,7 @@ class _Bench:
             "session_us": round(min(served), 2),
             "overhead_us": round(overhead / max(1, declared), 2),
             "staged": staged,
-            "barriers": len(plan.barriers),
+            "barriers": barriers,
         }
 
     def message(self, nbytes: int) -> dict[str, Any]:
@@ -334,5 +337,7 @@ def render(result: dict[str, Any]) -> str:
     lines.append(f"{'us per all-reduce of so many bytes':44}" + "".join(f"{c:>10}" for c in heads))
     for row in result["messages"]:
         cells = (row[name] for name in _TIMES)
-        lines.append(f"{row['nbytes']:<44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells))
+        lines.append(
+            f"{row['nbytes']:<44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells)
+        )
     return "\n".join(lines)

@@ -62,9 +62,8 @@ def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
     redispatch = op.redispatch
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        behind = keys & after
         if OWN.depth:
-            return redispatch(behind, *args, **kwargs)
-        return session.serve(op, args, kwargs, lambda *a, **k: redispatch(behind, *a, **k))
+            return redispatch(keys & after, *args, **kwargs)
+        return session.serve(op, keys & after, args, kwargs)
 
     return kernel

@@ -37,9 +37,7 @@ def gathers(
     """
     if memory != "shm":
         return own_work(
-            lambda: plain(
-                output_tensor=output, input_tensor=source, group=group, async_op=async_op
-            )
+            lambda: plain(output_tensor=output, input_tensor=source, group=group, async_op=async_op)
         )
     name = compat.group_name(group)
     return lambda: torch.ops.symmplan.all_gather_out(source, group.size(), name, out=output)
