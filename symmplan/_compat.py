@@ -7,6 +7,7 @@ returns where the feature is missing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+    from symmplan.errors import SymmplanError
+
 __all__ = [
+    "abort_group",
     "all_gather_coalesced",
     "all_to_all",
     "copy_engine_group",
@@ -41,6 +45,7 @@ __all__ = [
     "keyset_after_select",
     "known_groups",
     "premul_factor",
+    "raise_in_thread",
     "reduction_name",
     "same_version",
     "set_symm_mem_backend",
@@ -50,6 +55,7 @@ __all__ = [
     "symm_mem_pool",
     "symm_mem_rendezvous",
     "unboxed_group",
+    "unboxed_if_group",
     "world_name",
 ]
 
@@ -198,6 +204,38 @@ def has_copy_engine_policy() -> bool:
         and hasattr(getattr(nccl, "NCCLConfig", None), "cta_policy")
         # The library may be older than the one that torch was built with.
         and torch.cuda.nccl.version() >= (2, 28)
+    )
+
+
+def abort_group(group: Any) -> None:
+    """End what waits in ``group``'s communicators; it cannot be used any more.
+
+    Does nothing where the group cannot be aborted (gloo), or this torch has no way.
+    """
+    abort = getattr(group, "abort", None)
+    if abort is not None:
+        with contextlib.suppress(RuntimeError):
+            abort()
+
+
+def raise_in_thread(thread: int, error: SymmplanError | None) -> None:
+    """Let a thread raise ``error`` when it next runs Python code; None takes that back.
+
+    Args:
+        thread: As `threading.get_ident` gives it.
+        error: What to raise. It is made anew there, from its values.
+    """
+    kind: Any = None
+    if error is not None:
+        base = type(error)
+        values = {"expected": error.expected, "got": error.got, "fix": error.fix, **error.fields}
+
+        def build(self: Any) -> None:
+            base.__init__(self, error.what, group=error.group, rank=error.rank, **values)
+
+        kind = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
     )
 
 
@@ -358,6 +396,14 @@ def unboxed_group(given: Any) -> Any:
     if isinstance(given, torch.ScriptObject):
         return dist.ProcessGroup.unbox(given)
     return given
+
+
+def unboxed_if_group(given: torch.ScriptObject) -> Any:
+    """The process group in the box, or None if it holds something else."""
+    try:
+        return dist.ProcessGroup.unbox(given)
+    except (RuntimeError, TypeError):
+        return None
 
 
 def reduction_name(given: Any) -> str | None:

@@ -190,3 +190,57 @@ def test_a_rank_that_dies(pool, shared_memory_is_left_clean):
     first, second = pool.outcomes(_dies)
     assert second.exitcode == 3
     assert first.error.kind == "PeerLostError"
+
+
+def _waits_elsewhere(rank, world_size):
+    """Rank 1 departs while rank 0 waits where nothing of symmplan's can look around."""
+    import symmplan
+
+    x = torch.ones(4, 8)
+    began = None
+    try:
+        with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+            for turn in range(4):
+                if turn == 2 and rank == 0:
+                    began = time.monotonic()
+                    while time.monotonic() < began + 60:  # it would see a wrong number then
+                        time.sleep(0.05)
+                _program(x, "shape" if rank == 1 and turn == 2 else "")
+                session.step()
+    except RuntimeError as error:
+        if began is not None:
+            assert time.monotonic() - began < 2 * TIMEOUT
+        raise error from None
+
+
+def test_a_rank_that_waits_elsewhere_is_told(pool):
+    for outcome in pool.outcomes(_waits_elsewhere):
+        assert outcome.error is not None, outcome
+        assert outcome.error.kind == "RunError", outcome.error.traceback
+        assert "rank 1" in outcome.error.text
+        assert outcome.error.fields["op"]
+        assert outcome.error.fields["buffer"]
+
+
+def _goes_on_after(rank, world_size):
+    """A failure that the program catches at once is not raised again later."""
+    import symmplan
+    from symmplan.errors import RunError
+
+    x = torch.ones(4, 8)
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for _ in range(2):
+            _program(x)
+            session.step()
+        with pytest.raises(RunError):
+            _program(x[:2])
+        session.replan()
+        for _ in range(3):
+            _program(x)
+            session.step()
+            time.sleep(2.0)
+        return session.stats.rendezvous
+
+
+def test_a_failure_that_was_caught_is_over(pool):
+    assert pool.run(_goes_on_after) == [2, 2]

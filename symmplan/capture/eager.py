@@ -97,6 +97,7 @@ class Recorder(TorchDispatchMode):
     Args:
         lookup: Gives what is declared of an op, or None.
         before: Called with each declared op and its arguments, before it runs.
+        aside: Whether what runs now is not the program's, and is to be left alone.
 
     Attributes:
         graph: The graph so far.
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self,
         lookup: Callable[[Any], OpSpec | None],
         before: Callable[[Any, Any, Any], None],
+        aside: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
@@ -115,6 +117,7 @@ class Recorder(TorchDispatchMode):
         self.lines: dict[fx.Node, str] = {}
         self._lookup = lookup
         self._before = before
+        self._aside = aside
         self._storages: dict[int, _Storage] = {}
         self._made: dict[tuple[fx.Node, tuple[int, ...]], _Storage] = {}
         self._watches: dict[int, Any] = {}
@@ -125,7 +128,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._closed:
+        if self._closed or self._aside():
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper: let it run the ops that it is made of

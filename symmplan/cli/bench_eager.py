@@ -1,15 +1,23 @@
-"""Time what an eager session costs the host: per declared op, and per op that is not declared.
+"""Time what an eager session costs the host, and collectives with and without one.
 
-One process, a group of one rank, a small tensor: what is left is the time of the host. ``plain`` is
-the op as torch runs it, ``placed`` the op that takes its place called by hand on a placement,
-``session`` the program's own call in a frozen session. The best of alternating rounds counts;
-``overhead`` is what ``session`` takes longer than ``plain``.
+``host``: a small tensor, so that what counts is the time of the host for one call. ``plain`` is the
+program as torch runs it, ``placed`` the op that takes its place called by hand on a placement,
+``session`` the same program in a frozen session. The best of alternating rounds counts;
+``overhead`` is what ``session`` takes longer than ``plain``, for each declared call.
+
+``messages``: what one all-reduce of so many bytes takes together with the op that writes them, as
+torch runs it and in a session; on CUDA also as CUDA graphs. The median of alternating rounds of the
+slowest rank counts.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from symmplan.cli.processes import run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -17,139 +25,319 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
+_MESSAGES = (64 << 10, 1 << 20, 8 << 20)
+_TIMES = ("plain_us", "session_us", "plain_graph_us", "session_graph_us")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan bench eager``."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default 15)")
     parser.add_argument("--calls", type=int, default=200, help="calls in a round (default 200)")
+    parser.add_argument(
+        "--messages",
+        type=_sizes,
+        default=_MESSAGES,
+        help="bytes of the all-reduces, with commas (default 64 KiB, 1 MiB and 8 MiB)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for everything (default 600)"
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(",") if word)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Time all ops.
+    """Start the ranks, time everything.
 
     Raises:
-        BackendError: The device has no symmetric memory.
+        RunError: A rank failed, or did not finish in time.
     """
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
-
-    dist.init_process_group(
-        "gloo" if args.device == "cpu" else "nccl",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=None if args.device == "cpu" else torch.device("cuda", 0),
-    )
-    try:
-        rows = [_row(name, make, args) for name, make in _PROGRAMS.items()]
-    finally:
-        dist.destroy_process_group()
-    return {
-        "ok": True,
+    options = {
         "device": args.device,
-        "torch": torch.__version__,
+        "ranks": args.ranks,
         "rounds": args.rounds,
         "calls": args.calls,
-        "results": rows,
+        "messages": list(args.messages),
+    }
+    ranks = run_ranks(_measure, options, ranks=args.ranks, device=args.device, timeout=args.timeout)
+    messages = [_slowest(rows) for rows in zip(*(r["messages"] for r in ranks), strict=True)]
+    return {
+        "ok": all(row["equal"] for row in messages),
+        **options,
+        "torch": ranks[0]["torch"],
+        "machine": ranks[0]["machine"],
+        "host": ranks[0]["host"],
+        "messages": messages,
     }
 
 
-def _undeclared(x: Any, _name: str) -> None:
+def _slowest(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One row for all ranks."""
+    found = {k: max(r[k] for r in rows) for k in _TIMES if rows[0][k] is not None}
+    return {
+        **rows[0],
+        **found,
+        "equal": all(r["equal"] for r in rows),
+    }
+
+
+def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """What every rank runs."""
     import torch
+    import torch.distributed as dist
 
-    torch.add(x, x)
+    cuda = options["device"] == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    bench = _Bench(device, options["rounds"], options["calls"])
+    with torch.inference_mode():
+        host = [bench.host(label, *what) for label, what in _PROGRAMS.items()]
+        dist.barrier()
+        messages = [bench.message(nbytes) for nbytes in options["messages"]]
+    return {
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "host": host,
+        "messages": messages,
+    }
 
 
-def _all_gather(x: Any, name: str) -> None:
+# What is timed: a call of ordinary ops (``x``, how to call a producer), and the declared op that
+# runs in its place, called by hand.
+
+
+def _undeclared(x: Any, _make: Any) -> None:
+    x.add(x)
+
+
+def _all_gather(x: Any, _make: Any) -> None:
     import torch
+    import torch.distributed as dist
 
-    ops = torch.ops._c10d_functional
-    ops.wait_tensor(ops.all_gather_into_tensor(x, 1, name))
+    ops, group = torch.ops._c10d_functional, dist.group.WORLD
+    assert group is not None
+    ops.wait_tensor(ops.all_gather_into_tensor(x, group.size(), group.group_name))
 
 
-#: What is timed: name -> one call.
-_PROGRAMS: dict[str, Callable[[Any, str], None]] = {
-    "aten::add (not declared)": _undeclared,
-    "_c10d_functional::all_gather_into_tensor": _all_gather,
+def _all_gather_by_hand(x: Any, out: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    if x.is_cuda:
+        ops = torch.ops._c10d_functional
+        ops.wait_tensor(ops.all_gather_into_tensor_out(x, group.size(), group.group_name, out=out))
+    else:
+        torch.ops.symmplan.all_gather_out(x, group.size(), group.group_name, out=out)
+
+
+def _all_reduce(x: Any, make: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    part = make(torch.mul, x, 2.0)
+    dist.all_reduce(part)
+
+
+def _all_reduce_by_hand(x: Any, out: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    torch.mul(x, 2.0, out=out)
+    if x.is_cuda:
+        dist.all_reduce(out)
+    else:
+        torch.ops.symmplan.all_reduce_out(out, "sum", group.group_name, out=out)
+
+
+#: name -> (declared calls, the program, the same by hand on a placement).
+_PROGRAMS: dict[str, tuple[int, Callable[[Any, Any], None], Callable[[Any, Any], None] | None]] = {
+    "aten::add (not declared)": (0, _undeclared, None),
+    "_c10d_functional::all_gather_into_tensor": (1, _all_gather, _all_gather_by_hand),
+    "symmplan.out(mul), c10d::allreduce_": (2, _all_reduce, _all_reduce_by_hand),
 }
 
 
-def _row(label: str, call: Callable[[Any, str], None], args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
+def _plainly(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
 
-    from symmplan.integrate.eager import eager
 
-    group = dist.group.WORLD
-    assert group is not None
-    name = group.group_name
-    x = torch.ones(64, 64, device=args.device)
-    plain: list[float] = []
-    served: list[float] = []
-    placed: list[float] = []
-    _timed(lambda: call(x, name), args.calls)
-    for _ in range(max(1, args.rounds // 5)):
-        plain += [_timed(lambda: call(x, name), args.calls) for _ in range(5)]
-        with eager(memory="auto" if args.device == "cuda" else "shm") as session:
-            for _ in range(args.calls):
-                call(x, name)
-            session.step()
-            for _ in range(6):
-                served.append(_timed(lambda: call(x, name), args.calls))
+class _Bench:
+    """Runs programs with and without a session on one rank."""
+
+    def __init__(self, device: Any, rounds: int, calls: int) -> None:
+        self.device = device
+        self.rounds = rounds
+        self.calls = calls
+        self.cuda = device.type == "cuda"
+        self.memory = "auto" if self.cuda else "shm"
+
+    def host(
+        self,
+        label: str,
+        declared: int,
+        program: Callable[[Any, Any], None],
+        by_hand: Callable[[Any, Any], None] | None,
+    ) -> dict[str, Any]:
+        """Host time of one small call."""
+        import torch
+
+        import symmplan
+        from symmplan.memory import realize
+
+        x = torch.ones(64, 64, device=self.device)
+        plain: list[float] = []
+        served: list[float] = []
+        placed: list[float] = []
+        barriers = 0
+        for _ in range(max(1, self.rounds // 5)):
+            plain += [self._host(lambda: program(x, _plainly)) for _ in range(5)]
+            with symmplan.eager(memory=self.memory) as session:
+                for _ in range(self.calls):
+                    program(x, symmplan.out)
                 session.step()
-            served.pop(-6)  # warming up
-            placed += _by_hand(session, x, args.calls)
-    return {
-        "op": label,
-        "plain_us": round(min(plain), 2),
-        "session_us": round(min(served), 2),
-        "placed_us": round(min(placed), 2) if placed else None,
-        "overhead_us": round(min(served) - min(plain), 2),
-    }
+                for _ in range(6):
+                    served.append(self._host(lambda: program(x, symmplan.out)))
+                    session.step()
+                served.pop(-6)  # warming up
+                plan, staged = session.plan, session.stats.staged
+            assert plan is not None
+            barriers = len(plan.barriers)
+            if by_hand is None or not plan.placements:
+                continue
+            with realize(plan, memory=self.memory, device=self.device) as arena:
+                buffer = plan.problem.buffers[0]
+                out = arena.tensor(buffer.name, x.dtype, buffer.shape)
+                placed += [self._host(partial(by_hand, x, out)) for _ in range(5)]
+        overhead = min(served) - min(plain)
+        return {
+            "op": label,
+            "declared": declared,
+            "plain_us": round(min(plain), 2),
+            "placed_us": round(min(placed), 2) if placed else None,
+            "session_us": round(min(served), 2),
+            "overhead_us": round(overhead / max(1, declared), 2),
+            "staged": staged,
+            "barriers": barriers,
+        }
 
+    def message(self, nbytes: int) -> dict[str, Any]:
+        """Time of one all-reduce of ``nbytes`` bytes and of what writes them."""
+        import torch
 
-def _by_hand(session: Any, x: Any, calls: int) -> list[float]:
-    """The same bytes moved by the bare op, on a placement of the same plan."""
-    import torch
-    import torch.distributed as dist
+        import symmplan
 
-    from symmplan.memory import realize
+        calls = max(1, min(20, self.calls))
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        x = torch.ones(nbytes // dtype.itemsize, device=self.device, dtype=dtype)
+        out: list[Any] = [None]
 
-    if not session.plan.placements:
-        return []
-    group = dist.group.WORLD
-    assert group is not None
-    name = group.group_name
-    with realize(session.plan, memory="auto" if x.is_cuda else "shm", device=x.device) as arena:
-        out = arena.tensor(next(iter(session.plan.placements)), x.dtype, x.shape)
-        if x.is_cuda:
-            ops = torch.ops._c10d_functional
+        def iteration(make: Callable[..., Any]) -> None:
+            for _ in range(calls):
+                part = make(torch.mul, x, 2.0)
+                torch.distributed.all_reduce(part)
+                out[0] = part.sum()
+                del part
 
-            def call() -> None:
-                ops.wait_tensor(ops.all_gather_into_tensor_out(x, 1, name, out=out))
-        else:
+        iteration(_plainly)
+        expected = out[0].clone()
+        times: dict[str, list[float]] = {}
+        with symmplan.eager(memory=self.memory) as session:
+            iteration(symmplan.out)
+            session.step()
 
-            def call() -> None:
-                torch.ops.symmplan.all_gather_out(x, 1, name, out=out)
+            def served() -> None:
+                iteration(symmplan.out)
+                session.step()
 
-        return [_timed(call, calls) for _ in range(5)]
+            sides: dict[str, Callable[[], None]] = {"session_us": served}
+            if self.cuda:
+                served()
+                sides["session_graph_us"] = self._graph(lambda: iteration(symmplan.out))
+                session.step()
+            plan = session.plan
+            self._alternate(sides, calls, times)
+            equal = bool(torch.equal(out[0], expected))
+        sides = {"plain_us": lambda: iteration(_plainly)}
+        if self.cuda:
+            sides["plain_graph_us"] = self._graph(sides["plain_us"])
+        self._alternate(sides, calls, times)
+        assert plan is not None
+        return {
+            "nbytes": nbytes,
+            "equal": equal,
+            "barriers": len(plan.barriers),
+            **{k: round(statistics.median(times[k]), 2) if k in times else None for k in _TIMES},
+        }
 
+    def _graph(self, work: Callable[[], None]) -> Callable[[], None]:
+        import torch
 
-def _timed(call: Callable[[], None], calls: int) -> float:
-    """Microseconds of host time for one call."""
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - began) / calls * 1e6
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _alternate(
+        self, sides: dict[str, Callable[[], None]], calls: int, times: dict[str, list[float]]
+    ) -> None:
+        for turn in range(self.rounds + 1):
+            for name, act in sides.items():
+                seconds = self._whole(act)
+                if turn:  # the first one warms up
+                    times.setdefault(name, []).append(seconds / calls * 1e6)
+
+    def _whole(self, act: Callable[[], None]) -> float:
+        """Seconds until everything that ``act`` started has ended, ranks starting together."""
+        import torch
+        import torch.distributed as dist
+
+        from symmplan.memory.own import own_work
+
+        with own_work:
+            dist.barrier()
+        if not self.cuda:
+            began = time.perf_counter()
+            act()
+            return time.perf_counter() - began
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        act()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def _host(self, call: Callable[[], None]) -> float:
+        """Microseconds of host time for one call."""
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(self.calls):
+            call()
+        return (time.perf_counter() - began) / self.calls * 1e6
 
 
 def render(result: dict[str, Any]) -> str:
-    """A table for people."""
+    """Two tables for people."""
     columns = ("plain", "placed", "session", "overhead")
-    lines = [f"{'us of host time per call':44}" + "".join(f"{c:>10}" for c in columns)]
-    for row in result["results"]:
+    lines = [f"{result['ranks']} ranks on {result['machine']}, torch {result['torch']}"]
+    lines.append(f"{'us of host time per call':44}" + "".join(f"{c:>10}" for c in columns))
+    for row in result["host"]:
         cells = (row[f"{c}_us"] for c in columns)
         lines.append(f"{row['op']:44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells))
+    heads = ("plain", "session", "graph", "s. graph")
+    lines.append(f"{'us per all-reduce of so many bytes':44}" + "".join(f"{c:>10}" for c in heads))
+    for row in result["messages"]:
+        cells = (row[name] for name in _TIMES)
+        lines.append(
+            f"{row['nbytes']:<44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells)
+        )
     return "\n".join(lines)

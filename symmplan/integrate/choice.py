@@ -25,6 +25,7 @@ from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import own_work
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.registry import bind_arguments, resolve_group_name
@@ -209,6 +210,7 @@ def _overlapped(node: fx.Node) -> bool:
     return False
 
 
+@own_work
 def _measure(
     cases: Sequence[_Case],
     names: Sequence[str],

@@ -5,7 +5,8 @@
     declared ops, and only those, get a kernel at the dispatch key BackendSelect. That key is in
     every call's key set, below autograd and above all backends; an op without a kernel for it falls
     through at no cost. The kernel looks what the schedule expects, and hands calls that are not the
-    session's (a declared op that runs inside another) to the keys behind it.
+    program's (a declared op that runs inside another, work of symmplan's own) to the keys behind
+    it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from symmplan import _compat
 from symmplan.capture.c10d import NAMES
 from symmplan.integrate.lowering import overload_named
+from symmplan.memory.own import OWN
 from symmplan.registry import all_specs
 
 if TYPE_CHECKING:
@@ -60,9 +62,8 @@ def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
     redispatch = op.redispatch
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        behind = keys & after
-        if session._busy:
-            return redispatch(behind, *args, **kwargs)
-        return session.serve(op, args, kwargs, lambda *a, **k: redispatch(behind, *a, **k))
+        if OWN.depth:
+            return redispatch(keys & after, *args, **kwargs)
+        return session.serve(op, keys & after, args, kwargs)
 
     return kernel

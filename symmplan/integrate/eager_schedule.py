@@ -1,16 +1,10 @@
-"""What a frozen session expects next, and how each call runs in its placements.
+"""What a frozen session expects next.
 
 [Note: when bytes may be overwritten]
     Every placement that the program gets to see is lent as a storage of its own on the segment's
     bytes. Before an event writes a placement, the storages of all buffers that share bytes with it
     must have no user but the session. So a tensor that is held longer than planned is found before
     a byte of it changes, at the price of a few reference counts.
-
-[Note: barriers of an eager program]
-    The plan may want a barrier before an op that is not declared, and those are not seen any more.
-    What it protects from is a peer's access, which only a declared op can have made, so the
-    barrier moves up to the end of the declared op before it. Before the first, it moves to the end
-    of the iteration: the program repeats.
 """
 
 from __future__ import annotations
@@ -23,23 +17,15 @@ from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan.capture.eager import signature
-from symmplan.capture.graphs import overload_of
-from symmplan.integrate.fsdp_bytes import lend
-from symmplan.integrate.lowering import overload_named
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import fx
+    from symmplan.capture.eager import Recorded
+    from symmplan.integrate.lowering import Lowering
 
-    from symmplan.capture.eager import Recorded, Recorder
-    from symmplan.capture.sites import Captured, Home, Site
-    from symmplan.integrate.lowering import Lowering, Lowerings
-    from symmplan.memory import Arena
-    from symmplan.model import Plan
-
-__all__ = ["Event", "Lent", "events_of"]
+__all__ = ["Bound", "Event", "Lent", "Stage", "bound_values"]
 
 
 @define(eq=False)
@@ -126,6 +112,11 @@ class Event:
         group_argument: Name of that argument.
         copied: Barriers before copies out and back.
         after: Barriers of ops behind it that are not declared.
+        placed: Whether any of its tensors is in a placement.
+        copies: How often bytes are copied into and out of placements.
+        late: Whether a part of it happens when its work is waited for.
+        quick: Serves a call that fits, with the least there is to do; see `symmplan.integrate.
+            eager_quick`.
     """
 
     call: Recorded
@@ -148,6 +139,10 @@ class Event:
     group_argument: str = ""
     copied: list[Callable[[], None]] = field(factory=list)
     after: list[Callable[[], None]] = field(factory=list)
+    placed: bool = False
+    copies: int = 0
+    late: bool = False
+    quick: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -155,11 +150,6 @@ class Event:
         if self.call.op is not None:
             return str(self.call.op.name())
         return f"symmplan.{self.call.kind}"
-
-    @property
-    def placed(self) -> bool:
-        """Whether any of its tensors is in a placement."""
-        return bool(self.stages or self.binds or self.results)
 
     def overdue(self) -> tuple[str, Lent] | None:
         """A buffer that is about to be written, and one on its bytes that is still held."""
@@ -183,215 +173,6 @@ class Event:
             if not kwargs or signature(kwargs) == self.call.kwargs:
                 return None
         return (self.call.args, self.call.kwargs), (signature(args), signature(kwargs))
-
-
-def _flat(view: torch.Tensor, like: Any) -> torch.Tensor:
-    return view[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
-
-
-@define(eq=False)
-class _Builder:
-    recorder: Recorder
-    captured: Captured
-    plan: Plan
-    arena: Arena
-    lowerings: Lowerings
-    lent: dict[str, Lent] = field(init=False, factory=dict)
-    overlapping: dict[str, list[str]] = field(init=False, factory=dict)
-
-    def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
-        order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
-        homes: dict[fx.Node, list[Home]] = {}
-        for home in self.captured.homes:
-            homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend(home)
-        sites: dict[fx.Node, list[Site]] = {}
-        for site in self.captured.sites:
-            sites.setdefault(site.node, []).append(site)
-        events = [
-            self._event(call, sites.get(call.node, []), homes.get(call.node, []))
-            for call in sorted(self.recorder.calls, key=lambda c: order[c.node])
-        ]
-        self._claim(events)
-        return events, self._between(events, order)
-
-    def _bytes(self, buffer: str) -> torch.Tensor:
-        place = self.plan.placements[buffer]
-        return self.arena.segments[place.segment].tensor[place.offset : place.end]
-
-    def _lend(self, home: Home) -> Lent:
-        like = self.captured.values.tensors[(home.node, home.path)]
-        flat = self._bytes(home.buffer).view(like.dtype)
-        base = lend(flat, _nothing)
-        tensor = base.as_strided(like.shape, like.stride(), 0)
-        del base
-        return Lent(home.buffer, tensor, flat.data_ptr())
-
-    def _claim(self, events: list[Event]) -> None:
-        """Give every event the last users of the bytes that it writes.
-
-        Who used them before those was gone when those came.
-        """
-        writes = [(event, buffer) for event in events for buffer in event.writes]
-        for i, (event, buffer) in enumerate(writes):
-            mine = self.plan.placements[buffer]
-            free = [(mine.offset, mine.end)]
-            for _, other in [*writes[:i][::-1], *writes[i:][::-1]]:
-                theirs = self.plan.placements[other]
-                if theirs.segment != mine.segment:
-                    continue
-                left = [
-                    piece
-                    for low, high in free
-                    for piece in ((low, min(high, theirs.offset)), (max(low, theirs.end), high))
-                    if piece[0] < piece[1]
-                ]
-                if left != free and other in self.lent:
-                    event.claims.append((buffer, self.lent[other]))
-                free = left
-                if not free:
-                    break
-
-    def _event(self, call: Recorded, sites: list[Site], homes: list[Home]) -> Event:
-        overload = overload_of(call.form) if call.kind == "op" else None
-        event = Event(call, overload)
-        for home in homes:
-            event.lent[home.path] = self.lent[home.buffer]
-            event.results[home.path] = self.lent[home.buffer].tensor
-        written = [h.buffer for h in homes]
-        event.shapes = {
-            p: self.captured.values.tensors[(call.node, p)]
-            for _, p in self.captured.values.of_node(call.node)
-        }
-        if overload is None:
-            event.writes = written
-            return event
-        event.names = [a.name for a in overload._schema.arguments]
-        spec = self.captured.specs.get(call.node)
-        if spec is not None:
-            event.row = self.lowerings.row(spec)
-            event.group_argument = spec.group
-            event.waits = spec.asynchronous
-        for site in sites:
-            if site.buffer is None:
-                continue
-            event.group = self._group(site.buffer)
-            if site.kind == "result":
-                if site.how == "stage" and not site.stays:
-                    like = self.captured.values.tensors[(site.node, site.path)]
-                    event.results[site.path] = _flat(self._bytes(site.buffer), like)
-                    written.append(site.buffer)
-                continue
-            head, _, rest = site.where.partition(".")
-            index = tuple(int(i) for i in rest.split(".")) if rest else ()
-            assert site.source is not None
-            like = self.captured.values.tensors[(site.source, site.path)]
-            if site.how == "stage":
-                reads = event.row is None or event.row.out != head or head == "input"
-                view = _flat(self._bytes(site.buffer), like)
-                event.stages.append(Stage(head, index, view, reads, site.writes))
-                written.append(site.buffer)
-            else:
-                address = self._bytes(site.buffer).data_ptr()
-                address += like.storage_offset() * like.element_size()
-                event.binds.append(Bound(head, index, address, site.buffer))
-        if event.row is not None:
-            event.target = overload_named(event.row.target)
-        elif spec is not None and spec.out is not None and event.results:
-            paths = [p for _, p in self.captured.values.of_node(call.node)]
-            if len(paths) == len(event.results):
-                event.variant = overload_named(spec.out)
-        event.writes = written
-        return event
-
-    def _group(self, buffer: str) -> str:
-        return next(b.group for b in self.captured.problem.buffers if b.name == buffer)
-
-    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Callable[[], None]]:
-        """Barriers and overwriting; returns what belongs to the end of the iteration."""
-        by_name = {event.call.node.name: event for event in events}
-        nodes = {node.name: i for node, i in order.items()}
-        barriers: dict[str, list[Callable[[], None]]] = {}
-        for barrier in self.plan.barriers:
-            segment = self.arena.segments[self.plan.placements[barrier.buffers[0]].segment]
-            act = _Barrier(segment, barrier.group)
-            barriers.setdefault(barrier.before, []).append(act)
-        tail: list[Callable[[], None]] = []
-        lazy: list[Callable[[], None]] = []  # waits for the next event
-        current = -1
-        for operation in self.captured.problem.operations:
-            due = barriers.get(operation.name, [])
-            base, _, kind = operation.name.rpartition(":")
-            if kind == "dead":
-                lazy += [*due, _Poison(self._bytes(base), base, self.lent.get(base))]
-                continue
-            node = operation.name.partition(":")[0].partition(".")[0]
-            event = by_name.get(node) if kind != "drop" else None
-            if kind != "drop":
-                while current + 1 < len(events):
-                    following = events[current + 1]
-                    if order[following.call.node] > nodes[node]:
-                        break
-                    following.before += lazy
-                    lazy = []
-                    current += 1
-            if event is None:
-                target = tail if current < 0 else events[current].after
-                target += due
-            elif kind == "in" or (event.call.kind != "op"):
-                event.before += due
-            elif kind in ("out", "back"):
-                event.copied += due
-            else:
-                event.ready += due
-        for event in events[current + 1 : current + 2]:
-            event.before += lazy
-            lazy = []
-        return [*lazy, *tail]
-
-
-@define(eq=False)
-class _Barrier:
-    segment: Any
-    group: str
-
-    def __call__(self) -> None:
-        self.segment.barrier(self.group)
-
-
-@define(eq=False)
-class _Poison:
-    """Overwrite a dead placement with bits that are no number."""
-
-    view: torch.Tensor
-    buffer: str
-    lent: Lent | None
-
-    def __call__(self) -> None:
-        if self.lent is None or not self.lent.held:
-            self.view.fill_(255)
-
-
-def _nothing() -> None:
-    """Nobody needs to know that a lent tensor is gone: uses are counted."""
-
-
-def events_of(
-    recorder: Recorder, captured: Captured, plan: Plan, arena: Arena, lowerings: Lowerings
-) -> tuple[list[Event], list[Callable[[], None]]]:
-    """The schedule that a plan makes of a recording.
-
-    Args:
-        recorder: The recording.
-        captured: What capture made of it.
-        plan: The plan.
-        arena: Its memory.
-        lowerings: How ops run on it.
-
-    Returns:
-        The events in order, and what is to be done when the iteration ends.
-    """
-    return _Builder(recorder, captured, plan, arena, lowerings).build()
 
 
 def bound_values(event: Event, args: Any, kwargs: Any) -> dict[str, Any]:

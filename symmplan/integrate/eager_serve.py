@@ -11,8 +11,6 @@ from symmplan.errors import RunError
 from symmplan.integrate.eager_schedule import bound_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from symmplan.capture.c10d import Functional
     from symmplan.integrate.eager_schedule import Event
 
@@ -21,18 +19,18 @@ __all__ = ["serve"]
 
 def serve(
     event: Event,
+    behind: Any,
     args: Any,
     kwargs: Any,
-    original: Callable[..., Any],
     form: Functional | None,
 ) -> Any:
     """Run ``event``.
 
     Args:
         event: What the schedule expects; the call is known to fit it.
+        behind: The dispatch keys behind the session's own.
         args: Arguments of the op as the program called it.
         kwargs: The same by name.
-        original: Runs that op's own kernel on given arguments.
         form: The functional form of a ``c10d::`` call.
 
     Returns:
@@ -43,8 +41,9 @@ def serve(
 
     Collective: as the op.
     """
+    original = event.call.op.redispatch
     if not event.placed:
-        return original(*args, **kwargs)
+        return original(behind, *args, **kwargs)
     values = bound_values(event, *((args, kwargs) if form is None else (form.args, form.kwargs)))
     for bound in event.binds:
         tensor = _at(values[bound.head], bound.index)
@@ -79,7 +78,7 @@ def serve(
         work = None
     else:
         args, kwargs = _swap(args, swapped), {k: _swap(v, swapped) for k, v in kwargs.items()}
-        result = original(*args, **kwargs)
+        result = original(behind, *args, **kwargs)
         if form is not None:
             work = result[1]
             if back:

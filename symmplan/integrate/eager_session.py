@@ -1,16 +1,9 @@
-"""An eager program: its first iteration recorded, planned, the following ones served.
-
-[Note: one rank departs]
-    Who finds that the program departs from the schedule rings the alarm of the group, breaks the
-    arena, and raises. Peers inside a collective of that arena notice that it is broken, read the
-    alarm and raise the same error, which names rank, op and buffer.
-"""
+"""An eager program: its first iteration recorded, planned, the following ones served."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from attrs import evolve
@@ -19,16 +12,18 @@ from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.eager import Recorder, signature
 from symmplan.errors import AgreementError, ReleasedError, RunError, SymmplanError
+from symmplan.integrate.eager_build import events_of
+from symmplan.integrate.eager_faults import REDO, Faults, name_of_buffer, public
 from symmplan.integrate.eager_kernels import install
-from symmplan.integrate.eager_schedule import Event, events_of
+from symmplan.integrate.eager_quick import MISS, quick_call, quick_memory
 from symmplan.integrate.eager_serve import serve
 from symmplan.integrate.eager_stats import Copy, Stats, copies_of
 from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.poison import plan_poison
 from symmplan.memory import Arena, realize, resolve_backend
-from symmplan.memory.alarm import Alarm
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import OWN
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -38,14 +33,10 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
+    from symmplan.integrate.eager_schedule import Event
     from symmplan.model import Plan
 
 __all__ = ["ACTIVE", "Session"]
-
-#: Seconds within which the error of a rank that gave up is there to be read.
-_PATIENCE = 2.0
-_REDO = "make the same calls in every iteration, or call session.replan() on all ranks"
-
 
 ACTIVE: list[Session] = []
 
@@ -75,14 +66,14 @@ class Session:
         self._timeout = timeout
         self._debug = debug
         self._lowerings = Lowerings(resolve_backend(memory, device, self._groups).name)
-        self._alarm = Alarm(self._group)
-        self._state: Literal["new", "recording", "frozen", "failed", "released"] = "new"
+        self._faults = Faults(self._groups, timeout, self._stop_serving)
+        self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recorder: Recorder | None = None
         self._kernels: list[torch.library.Library] = []
         self._events: list[Event] = []
+        self._live: list[Event] = []  # the same, but none once anybody failed
         self._tail: list[Callable[[], None]] = []
         self._next = 0
-        self._busy = False
         self._arena: Arena | None = None
         self._captured: Captured | None = None
         self._copies: tuple[Copy, ...] = ()
@@ -90,7 +81,8 @@ class Session:
         self.plan: Plan | None = None
 
     def __repr__(self) -> str:
-        return f"<symmplan.eager session: {self._state}, {len(self._events)} calls planned>"
+        state = "failed" if self._faults.failed else self._state
+        return f"<symmplan.eager session: {state}, {len(self._events)} calls planned>"
 
     @property
     def stats(self) -> Stats:
@@ -127,13 +119,13 @@ class Session:
 
     def _record(self) -> None:
         self._state = "recording"
-        self._recorder = Recorder(self._lowerings.lookup, self._meet_at_op)
+        self._recorder = Recorder(self._lowerings.lookup, self._meet_at_op, lambda: bool(OWN.depth))
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def _meet_at_op(self, op: Any, args: Any, kwargs: Any) -> None:
         """Before a declared op is recorded: do all ranks call the same?"""
         given = (signature(args), signature(kwargs))
-        self._meet(str(op.name()), repr(_public(given)))
+        self._meet(str(op.name()), repr(public(given)))
 
     def _meet(self, op: str, detail: str = "") -> None:
         """Every rank says what it is about to do.
@@ -190,9 +182,7 @@ class Session:
                 got=self._next,
                 event=event,
             )
-        with self._guarded():
-            for act in self._tail:
-                act()
+        self._run(self._tail)
         self._next = 0
         self._counts["iterations"] += 1
 
@@ -218,10 +208,14 @@ class Session:
             timeout=self._timeout,
         )
         self._counts["rendezvous"] += self._arena.rendezvous
-        self._events, self._tail = events_of(recorder, captured, plan, self._arena, self._lowerings)
+        with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
+            self._events, self._tail = events_of(
+                recorder, captured, plan, self._arena, self._lowerings
+            )
         self._captured, self.plan = captured, plan
         self._copies = copies_of(captured, recorder)
         self._next = 0
+        self._live = self._events
         self._state = "frozen"
         self._kernels = install(self)
 
@@ -241,33 +235,63 @@ class Session:
             self._usable()
         self._let_go()
         self._meet("session.replan()")
-        self._alarm = Alarm(self._group)
+        self._faults = Faults(self._groups, self._timeout, self._stop_serving)
         self._record()
 
     # Serving.
 
-    def serve(self, op: Any, args: Any, kwargs: Any, original: Callable[..., Any]) -> Any:
-        """Run a declared op as the schedule says. Called by the session's kernels."""
-        if self._busy or self._state != "frozen":
-            return original(*args, **kwargs)
+    def serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
+        """Run a declared op as the schedule says. Called by the session's kernels.
+
+        Args:
+            op: The op.
+            behind: The dispatch keys behind the kernel.
+            args: Its arguments.
+            kwargs: The same by name.
+        """
+        live, at = self._live, self._next
+        if at < len(live):
+            event = live[at]
+            if event.quick is not None and event.call.op is op and not kwargs:
+                try:
+                    result = event.quick(behind, args)
+                except BaseException as error:
+                    self._faults.found(error)
+                    raise
+                if result is not MISS:
+                    self._next = at + 1
+                    self._count(event)
+                    return result
+        return self._serve(op, behind, args, kwargs)
+
+    def _serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
+        """The long way, which finds out what is wrong."""
+        self._usable()
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
-        given = (args, kwargs) if form is None else (form.args, form.kwargs)
-        event = self._expect(op, *given)
-        if event.before:
-            with self._guarded():
-                for act in event.before:
-                    act()
+        event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
+        self._run(event.before)
         self._check_claims(event)
-        with self._guarded():
-            result = serve(event, args, kwargs, original, form)
+        with self._faults.guarded():
+            result = serve(event, behind, args, kwargs, form)
+        self._count(event)
+        if event.quick is None:
+            event.quick = quick_call(event, args, kwargs, form)
+        return result
+
+    def _count(self, event: Event) -> None:
         if event.placed:
             self._counts["served"] += 1
-            self._counts["copies"] += len(event.stages)
-        return result
+            self._counts["copies"] += event.copies
+
+    def _run(self, acts: list[Callable[[], None]]) -> None:
+        if acts:
+            with self._faults.guarded():
+                for act in acts:
+                    act()
 
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
         name = f"symmplan.{kind}" if op is None else op.name()
-        if self._next >= len(self._events):
+        if self._next >= len(self._live):
             self._depart(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
@@ -275,7 +299,7 @@ class Session:
                 event=None,
                 op=name,
             )
-        event = self._events[self._next]
+        event = self._live[self._next]
         if op is not event.call.op or kind != event.call.kind:
             self._depart(
                 f"call {self._next} is another op than planned",
@@ -288,8 +312,8 @@ class Session:
         if difference is not None:
             self._depart(
                 f"call {self._next}, {name}, has other arguments than planned",
-                expected=_public(difference[0]),
-                got=_public(difference[1]),
+                expected=public(difference[0]),
+                got=public(difference[1]),
                 event=event,
             )
         self._next += 1
@@ -307,7 +331,7 @@ class Session:
             got="one that is kept longer",
             event=event,
             buffer=lent.buffer,
-            fix=f"drop the tensor or keep a clone of it; or {_REDO}",
+            fix=f"drop the tensor or keep a clone of it; or {REDO}",
         )
 
     def _depart(
@@ -319,51 +343,23 @@ class Session:
         event: Event | None,
         op: str = "",
         buffer: str = "",
-        fix: str = _REDO,
-    ) -> None:
-        """Raise, on every rank. See [Note: one rank departs]."""
-        if not buffer and event is not None:
-            buffer = _buffer_of(event)
-        error = RunError(
-            f"rank {self._group.rank}: {what}",
+        fix: str = REDO,
+    ) -> NoReturn:
+        self._faults.depart(
+            what,
             expected=expected,
             got=got,
-            fix=fix,
-            group=self._group.name,
-            rank=self._group.rank,
-            failed_rank=self._group.rank,
             op=op or (event.name if event is not None else ""),
-            buffer=buffer,
+            buffer=buffer or name_of_buffer(event),
+            fix=fix,
         )
-        self._fail(error)
-        raise error
 
-    def _fail(self, error: BaseException) -> None:
-        if self._state == "failed":
-            return
-        self._state = "failed"
-        self._alarm.ring(error)
+    def _stop_serving(self, error: BaseException) -> None:
+        """The first failure, here or elsewhere: nothing is in its placement any more."""
+        self._live = []
         if self._arena is not None:
             for segment in self._arena.segments.values():
                 segment.health.break_(error)
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Any:
-        """Run something of ours; if it fails, say why on every rank."""
-        self._busy = True
-        try:
-            yield
-        except SymmplanError as error:
-            told = self._alarm.heard(_PATIENCE)
-            self._fail(error)
-            if told is not None:
-                raise told from None
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._busy = False
 
     # Memory.
 
@@ -375,32 +371,41 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
-        if self._busy or self._state not in ("recording", "frozen"):
+        if OWN.depth or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recorder is not None:
-            tensor = make(*args, **kwargs)
+            tensor: torch.Tensor = make(*args, **kwargs)
             write: Write = "alloc" if kind == "empty" else "out"
             self._recorder.memory(tensor, kind, write, (make, *args), kwargs)
             return tensor
+        live, at = self._live, self._next
+        if at < len(live):
+            event = live[at]
+            if event.quick is not None and event.call.kind == kind:
+                tensor = event.quick(make, args, kwargs)
+                if tensor is not MISS:
+                    self._next = at + 1
+                    return tensor
+        return self._memory(kind, make, args, kwargs)
+
+    def _memory(
+        self, kind: str, make: Callable[..., torch.Tensor], args: Any, kwargs: Any
+    ) -> torch.Tensor:
+        """The long way."""
+        self._usable()
         event = self._expect(None, (make, *args), kwargs, kind)
-        if event.before:
-            with self._guarded():
-                for act in event.before:
-                    act()
+        self._run(event.before)
         self._check_claims(event)
         lent = next(iter(event.lent.values()), None)
         if lent is None:
             tensor = make(*args, **kwargs)
         else:
-            tensor = lent.give()
             if kind == "out":
-                make(*args, **kwargs, out=tensor)
-        return self._after(event, tensor)
-
-    def _after(self, event: Event, tensor: torch.Tensor) -> torch.Tensor:
-        with self._guarded():
-            for act in (*event.ready, *event.after):
-                act()
+                make(*args, **kwargs, out=lent.tensor)
+            tensor = lent.give()
+        self._run([*event.ready, *event.after])
+        if event.quick is None:
+            event.quick = quick_memory(event)
         return tensor
 
     # The end.
@@ -413,34 +418,26 @@ class Session:
                 self._usable()
                 self._meet("leave the session")
             else:
-                self._leave_by(error)
+                self._give_up(error)
         except SymmplanError as failure:
             if error is None:
-                self._fail(failure)
-                self._abort()
+                self._give_up(failure)
                 raise
         finally:
             self.release()
 
-    def _leave_by(self, error: BaseException) -> None:
-        """Peers may wait anywhere: in an op, or for this rank to record one."""
-        Exchange(self._groups, self._timeout).fail(error)
-        self._fail(error)
-        self._abort()
-
-    def _abort(self) -> None:
-        """End device work that waits for a peer which will never come."""
-        abort = getattr(self._group.process_group, "abort", None)
-        if self._device.type == "cuda" and abort is not None:
-            with contextlib.suppress(RuntimeError):
-                abort()
+    def _give_up(self, error: BaseException) -> None:
+        """Peers may wait anywhere: in an op, on their device, or for this rank to record one."""
+        self._faults.leave_by(error)
+        self._faults.abort()
 
     def _let_go(self) -> None:
         self._stop_recording()
+        self._faults.close()
         for library in self._kernels:
             library._destroy()
         self._kernels = []
-        self._events, self._tail = [], []
+        self._events, self._live, self._tail = [], [], []
         self.plan = self._captured = None
         self._next = 0
         if self._arena is not None:
@@ -472,28 +469,4 @@ class Session:
                 group=self._group.name,
                 rank=self._group.rank,
             )
-        if self._state == "failed":
-            told = self._alarm.heard()
-            raise told or RunError(
-                "an eager session was used after it failed",
-                fix="call session.replan() on every rank, or leave the session",
-                group=self._group.name,
-                rank=self._group.rank,
-            )
-
-
-def _public(given: Any) -> Any:
-    """Arguments for messages: no objects, no addresses."""
-    if isinstance(given, (tuple, list)):
-        if len(given) == 2 and isinstance(given[1], torch.dtype):
-            return f"{str(given[1]).removeprefix('torch.')}{list(given[0])}"
-        return tuple(_public(v) for v in given)
-    if isinstance(given, dict):
-        return {k: _public(v) for k, v in given.items()}
-    return getattr(given, "__name__", given)
-
-
-def _buffer_of(event: Event) -> str:
-    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds]
-    names += [x.buffer for x in event.lent.values()]
-    return names[0] if names else ""
+        self._faults.usable()

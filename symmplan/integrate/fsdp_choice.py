@@ -33,6 +33,7 @@ from symmplan.capture.fsdp import Way
 from symmplan.errors import AgreementError, PeerTimeoutError
 from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.fsdp_ops import exchanges, gathers, scatters
+from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -320,7 +321,8 @@ class DeviceClock:
             self._multiply(products)
             self._products.wait_stream(self._side)
 
-        dist.all_reduce(self._token, group=group)
+        with own_work:
+            dist.all_reduce(self._token, group=group)
         # While these run the host queues what is timed.
         self._multiply(2 + times)
         return self._timed(both)

@@ -40,6 +40,7 @@ from symmplan import _compat
 from symmplan.errors import RunError
 from symmplan.integrate.fsdp_bytes import Tenant, lend
 from symmplan.integrate.fsdp_layout import Gathered, Layout, layout_of
+from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class Home:
             self.parts.append(whole[rank * count : (rank + 1) * count])
             self.storages.append(lend(whole, lambda: None))
 
+    @own_work
     def gather(self) -> Any:
         """Fill all parameters from every rank's part; on the current stream.
 

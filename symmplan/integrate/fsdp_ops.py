@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat as compat
+from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +36,8 @@ def gathers(
         async_op: Whether FSDP2 wants a work object; shared memory needs none.
     """
     if memory != "shm":
-        return lambda: plain(
-            output_tensor=output, input_tensor=source, group=group, async_op=async_op
+        return own_work(
+            lambda: plain(output_tensor=output, input_tensor=source, group=group, async_op=async_op)
         )
     name = compat.group_name(group)
     return lambda: torch.ops.symmplan.all_gather_out(source, group.size(), name, out=output)
@@ -67,8 +68,10 @@ def scatters(
         None if the backend has no such reduction.
     """
     if memory != "shm":
-        return lambda: plain(
-            output_tensor=output, input_tensor=source, group=group, op=op, async_op=async_op
+        return own_work(
+            lambda: plain(
+                output_tensor=output, input_tensor=source, group=group, op=op, async_op=async_op
+            )
         )
     reduction = _reduction(op)
     if reduction is None:
@@ -109,6 +112,7 @@ def exchanges(
         return None
     total = output.view(-1)
 
+    @own_work
     def act() -> None:
         compat.all_to_all(received, source, group)
         reduce(received.view(group.size(), -1), 0, out=total)

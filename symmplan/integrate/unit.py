@@ -21,6 +21,7 @@ from symmplan.integrate.poison import plan_poison
 from symmplan.integrate.rewrite import rewrite
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import own_work
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of
 from symmplan.planner.items import items_of
@@ -317,7 +318,8 @@ def with_segments(
     def run(args: list[Any]) -> Any:
         args.extend(unit.enter(rewritten))
         try:
-            return compiled(args)
+            with own_work:
+                return compiled(args)
         finally:
             unit.leave(rewritten)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING
+
+from attrs import evolve
 
 from symmplan.memory.exchange import error_as_data, error_from_data
 
@@ -42,6 +45,15 @@ class Alarm:
                 self._group.store.set(self._key, json.dumps(error_as_data(error, self._group.rank)))
         except Exception:  # noqa: BLE001 (the store may be what failed)
             return
+
+    def listener(self) -> Alarm:
+        """The same alarm for another thread, over a connection of its own where stores have one."""
+        other = Alarm.__new__(Alarm)
+        other._group, other._key = self._group, self._key
+        if self._key and hasattr(self._group.store, "clone"):
+            with contextlib.suppress(Exception):  # not every kind of store can
+                other._group = evolve(self._group, store=self._group.store.clone())
+        return other
 
     def heard(self, patience: float = 0.0) -> SymmplanError | None:
         """What a peer failed with; None if nobody rang within ``patience`` seconds."""

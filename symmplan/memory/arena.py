@@ -9,6 +9,7 @@ from symmplan.memory.agreement import compare_notes
 from symmplan.memory.backends import resolve_backend
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import own_work
 from symmplan.memory.segment import Health, Segment
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Arena:
         view = flat[:nbytes].view(wanted)
         return view if shape is None else view.view(tuple(shape))
 
+    @own_work
     def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
         """Register segments with further groups: the same ranks over other communicators.
 
@@ -182,6 +184,7 @@ class Arena:
             segment.release()
 
 
+@own_work
 def realize(
     plan: Plan,
     *,

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from symmplan import _compat
 from symmplan.errors import BackendError, OutOfSharedMemoryError
+from symmplan.memory.own import own_work
 from symmplan.memory.segment import Health, Rendezvous, Segment
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class CollectiveRendezvous(TorchRendezvous):
         super().__init__(group, own, handle, timeout=timeout)
         self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
 
+    @own_work
     def barrier(self, timeout: float | None = None) -> None:
         """A one-element all-reduce in the order of the current stream.
 

@@ -141,29 +141,49 @@ def test_tensor_parallel_inference(nbytes, graph):
     assert any("Symk" in kernel for kernel in first["kernels"]), first["kernels"]
 
 
-def _departs(rank, world_size):
+def _departs(rank, world_size, fault):
+    import time
+
     import torch.distributed as dist
 
     import symmplan
+    from symmplan.errors import SymmplanError
 
     torch.cuda.set_device(rank)
     x = torch.ones(1 << 16, device="cuda")
-    with symmplan.eager(memory="nccl", timeout=10.0) as session:
-        for turn in range(3):
-            y = symmplan.out(torch.mul, x, 2)
-            if rank == 1 and turn == 2:
-                y = y[:8]
-            dist.all_reduce(y)
-            del y
-            session.step()
+    kept = []
+    began = time.monotonic()
+    try:
+        with symmplan.eager(memory="nccl", timeout=10.0) as session:
+            for turn in range(3):
+                began = time.monotonic()
+                mine = fault if rank == 1 and turn == 2 else ""
+                for _ in range(2):
+                    y = symmplan.out(torch.mul, x, 2)
+                    dist.all_reduce(y[:8] if mine == "shape" else y)
+                    kept += [y] if mine == "keep" else []
+                    total = float(y.sum())  # the host waits for the device
+                    assert total == 4 * x.numel(), "a wrong number"
+                    del y
+                if mine == "extra":
+                    dist.all_reduce(symmplan.out(torch.mul, x, 2))
+                session.step()
+    except SymmplanError as error:
+        error.fields["seconds"] = error.seconds = time.monotonic() - began
+        raise
 
 
 @needs_two
-@pytest.mark.skip(reason="a peer that is blocked on its device waits for NCCL's watchdog")
-def test_a_rank_that_departs_says_so():
+@pytest.mark.parametrize("fault", ["shape", "extra", "keep"])
+def test_a_rank_that_departs_says_so(fault):
+    """Rank 0's device waits for rank 1; neither NCCL's watchdog nor its timeout is waited for."""
     with RankPool(2, init="nccl", timeout=120.0) as pool:
-        first, second = pool.outcomes(_departs)
-    assert first.error is not None
-    assert "rank 1" in first.error.text
-    assert second.error.kind == "RunError"
-    assert "other arguments" in second.error.text
+        first, second = pool.outcomes(_departs, fault)
+    assert first.error is not None, first.describe()
+    assert second.error is not None, second.describe()
+    for error in (first.error, second.error):
+        assert "SymmplanError" in error.kinds, error.traceback
+        assert "rank 1" in error.text
+        assert error.fields["op"]
+        assert error.fields["buffer"] or fault == "extra"
+        assert error.fields["seconds"] < 30.0

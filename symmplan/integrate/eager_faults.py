@@ -1,0 +1,211 @@
+"""One rank of an eager session fails: an error on every rank, and nobody left waiting.
+
+[Note: one rank departs]
+    Who finds that the program departs from the schedule rings the alarm of the group, breaks the
+    arena, and raises. Peers inside a collective of that arena notice that it is broken, read the
+    alarm and raise the same error, which names rank, op and buffer.
+
+[Note: who waits elsewhere]
+    A peer may wait where nothing of symmplan's can look around: for its device, on which a kernel
+    waits for the rank that departed, or in a collective that is not declared. So each rank has a
+    thread that listens for the alarm. When it rings, the rank's next declared call raises; if none
+    comes for a while, the thread aborts the group's communicators, which ends the wait, and lets
+    the waiting thread raise the peer's error as soon as it is back in Python, before it can use
+    what the aborted collective left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from symmplan import _compat as compat
+from symmplan.errors import RunError, SymmplanError
+from symmplan.memory.alarm import Alarm
+from symmplan.memory.exchange import Exchange
+from symmplan.memory.own import own_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from symmplan.integrate.eager_schedule import Event
+    from symmplan.memory.groups import Group
+
+__all__ = ["REDO", "Faults"]
+
+#: Seconds within which the error of a rank that gave up is there to be read.
+_PATIENCE = 2.0
+#: Seconds that a rank has to come upon a peer's failure by itself.
+_GRACE = 3.0
+_POLL = 0.25
+
+REDO = "make the same calls in every iteration, or call session.replan() on all ranks"
+
+
+class Faults:
+    """What a session does about failures, its own and its peers'.
+
+    Args:
+        groups: ``{name: group}`` of the session's ranks.
+        timeout: Seconds that ranks wait for each other.
+        on_failure: Called once with the first error: nothing may be served any more.
+
+    Attributes:
+        failed: Whether this rank knows of a failure.
+
+    Collective: yes, in that every rank must make its own in the same order. Nobody waits.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        timeout: float,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._groups = groups
+        (self._group,) = groups.values()
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._alarm = Alarm(self._group)
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._quiet = threading.Event()
+        self._raised_there = False
+        self.failed = False
+        if self._group.size > 1:
+            threading.Thread(target=self._listen, name="symmplan alarm", daemon=True).start()
+
+    def usable(self) -> None:
+        """Raise if the session failed.
+
+        Raises:
+            SymmplanError: What the first rank failed with.
+        """
+        if not self.failed:
+            return
+        self._notice()
+        raise self._alarm.heard() or RunError(
+            "an eager session was used after it failed",
+            fix="call session.replan() on every rank, or leave the session",
+            group=self._group.name,
+            rank=self._group.rank,
+        )
+
+    def depart(
+        self,
+        what: str,
+        *,
+        expected: object,
+        got: object,
+        op: str,
+        buffer: str,
+        fix: str = REDO,
+    ) -> NoReturn:
+        """Raise, on every rank. See [Note: one rank departs]."""
+        error = RunError(
+            f"rank {self._group.rank}: {what}",
+            expected=expected,
+            got=got,
+            fix=fix,
+            group=self._group.name,
+            rank=self._group.rank,
+            failed_rank=self._group.rank,
+            op=op,
+            buffer=buffer,
+        )
+        self.fail(error)
+        raise error
+
+    def fail(self, error: BaseException) -> None:
+        """This rank failed, or learnt that another did. Only the first error counts."""
+        self._notice()
+        if not self.failed:
+            self.failed = True
+            self._alarm.ring(error)
+            self._on_failure(error)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run something of ours; if it fails, say why on every rank."""
+        try:
+            with own_work:
+                yield
+        except BaseException as error:
+            self.found(error)
+            raise
+
+    def found(self, error: BaseException) -> None:
+        """``error`` came up here. Returns if it is this rank's own.
+
+        Raises:
+            SymmplanError: What a peer failed with, if that is why.
+        """
+        told = self._alarm.heard(_PATIENCE) if isinstance(error, SymmplanError) else None
+        self.fail(error)
+        if told is not None:
+            raise told from None
+
+    def leave_by(self, error: BaseException) -> None:
+        """The program left by ``error``. Peers may wait anywhere, or for this rank to record."""
+        Exchange(self._groups, self._timeout).fail(error)
+        self.fail(error)
+
+    def abort(self) -> None:
+        """End what waits for a peer that will never come."""
+        if self._group.size > 1:
+            compat.abort_group(self._group.process_group)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._notice()
+
+    # The thread. See [Note: who waits elsewhere].
+
+    def _notice(self) -> None:
+        """The program's thread knows by now: it needs no other to tell it."""
+        with self._lock:
+            self._quiet.set()
+            if self._raised_there:
+                self._raised_there = False
+                compat.raise_in_thread(self._thread, None)
+
+    def _listen(self) -> None:
+        alarm = self._alarm.listener()
+        while not self._quiet.wait(_POLL):
+            told = alarm.heard()
+            if told is None:
+                continue
+            self.failed = True
+            self._on_failure(told)
+            if self._quiet.wait(_GRACE):
+                return
+            with self._lock:
+                if self._quiet.is_set():
+                    return
+                self._raised_there = True
+                compat.raise_in_thread(self._thread, told)
+            self.abort()
+            return
+
+
+def name_of_buffer(event: Event | None) -> str:
+    """A buffer that an event touches, for messages."""
+    if event is None:
+        return ""
+    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds]
+    names += [x.buffer for x in event.lent.values()]
+    return names[0] if names else ""
+
+
+def public(given: Any) -> Any:
+    """Arguments for messages: no objects, no addresses."""
+    import torch
+
+    if isinstance(given, (tuple, list)):
+        if len(given) == 2 and isinstance(given[1], torch.dtype):
+            return f"{str(given[1]).removeprefix('torch.')}{list(given[0])}"
+        return tuple(public(v) for v in given)
+    if isinstance(given, dict):
+        return {k: public(v) for k, v in given.items()}
+    return getattr(given, "__name__", given)

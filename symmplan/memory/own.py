@@ -1,0 +1,40 @@
+"""Work of symmplan's own: collectives that the program did not ask for.
+
+[Note: own work]
+    Meeting for a barrier, registering a segment, timing a choice, or running a compiled graph in
+    its placements calls torch's collectives. An eager session watches those, and must not take
+    these for the program's: they are in no recording, and a plan knows nothing of them. Whatever
+    symmplan runs by itself therefore runs inside `own_work`, and a session looks away meanwhile.
+    It is a matter of the thread: the program may go on in another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+__all__ = ["OWN", "own_work"]
+
+
+class _State(threading.local):
+    """How deep this thread is in work of symmplan's own."""
+
+    depth = 0
+
+
+#: ``OWN.depth`` is zero while the program runs. Read on every declared call, so it is no function.
+OWN = _State()
+
+
+class _OwnWork(contextlib.ContextDecorator):
+    """A context manager and a decorator; may be nested."""
+
+    def __enter__(self) -> None:
+        OWN.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        OWN.depth -= 1
+
+
+#: ``with own_work:`` or ``@own_work``. See [Note: own work].
+own_work = _OwnWork()
