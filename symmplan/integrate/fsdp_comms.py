@@ -77,6 +77,7 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
                 _part(input_tensor, output_tensor, where.base),
                 where.group,
                 async_op=async_op,
+                site=self._site,
             ),
             lambda base: self._plain(
                 output_tensor=base,
@@ -148,6 +149,7 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
                     where.group,
                     op,
                     async_op=async_op,
+                    site=self._site,
                 )
                 if where.received is None
                 else exchanges(output_tensor, where.target, where.received, where.group, op)

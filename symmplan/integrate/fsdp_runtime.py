@@ -27,12 +27,13 @@ import torch.distributed as dist
 
 from symmplan import _compat
 from symmplan.capture.fsdp import Key, Recording, Way, problem_of
-from symmplan.errors import BackendError, CaptureError
+from symmplan.errors import BackendError, CaptureError, RunError
 from symmplan.integrate.fsdp_agree import merged, telling
 from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
 from symmplan.integrate.fsdp_choice import Bench, Choices
-from symmplan.integrate.fsdp_direct import Direct, Home
+from symmplan.integrate.fsdp_direct import Direct
+from symmplan.integrate.fsdp_home import Home
 from symmplan.integrate.fsdp_engines import Engines, engines_of
 from symmplan.integrate.fsdp_offsets import plan_with_homes
 from symmplan.integrate.fsdp_schedule import Schedule
@@ -434,6 +435,7 @@ class Runtime:
                 place = plan.placements[p.buffer]
                 with torch.inference_mode(mode=False):
                     homes[p.call.key.site] = Home(
+                        p.call.key.site,
                         self.layouts[p.call.key.site],
                         self._placed(place),
                         self._bytes[place.segment],
@@ -551,6 +553,29 @@ class Runtime:
                 group=without[0],
                 memory=memory,
             )
+
+    def check_removable(self) -> None:
+        """Raise if parameters cannot leave their placements now.
+
+        Raises:
+            RunError: A backward pass is running or still to come.
+        """
+        running = _compat.in_backward()
+        sites = [direct.site for direct in self.directs if direct.awaits_backward]
+        if not running and not sites:
+            return
+        raise RunError(
+            "handle.remove() was called "
+            + (
+                "inside a backward pass"
+                if running
+                else f"between a forward pass and its backward pass, which reads {sites[0]!r}"
+            ),
+            expected="a call between steps",
+            got="a backward pass that is running" if running else "a graph that is still alive",
+            fix="call it after backward(), or let go of the forward pass's results first",
+            module=sites[0] if sites else None,
+        )
 
     def release(self) -> None:
         """Give the segments back.
