@@ -1,4 +1,4 @@
-"""FSDP2's setters and other interfaces between steps, one function each; see `test_fsdp_setters.py`."""
+"""FSDP2's setters and other interfaces, one function each; see `test_fsdp_setters.py`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def unsynced_later(rank, world, reshard_after, reduce):
             optimizer.zero_grad()
         trace.parameters(model)
 
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if reduce else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if reduce else MixedPrecisionPolicy()
+    )
     return both(lambda: shard(Net(), mp_policy=policy), program, rank)
 
 
@@ -422,7 +424,7 @@ def placements(rank, world):
 
 
 def uneven(rank, world):
-    return both(lambda: shard(Net(dim=17)), lambda m, t, r: train17(m, t, r), rank)
+    return both(lambda: shard(Net(dim=17)), train17, rank)
 
 
 def train17(model, trace, rank):
@@ -522,30 +524,15 @@ def meta(rank, world):
 
 
 def shared_context(rank, world):
+    """Two roots with one communication context, one after the other, in one plan."""
     from torch.distributed.fsdp import share_comm_ctx
 
-    def run_pair(models, trace, rank):
-        pass
-
-    import attrs
-    import symmplan
-    from fsdp_models import differences
-
-    def run(planned):
-        torch.manual_seed(7)
+    def build():
         stages = [shard(Net(blocks=2)) for _ in range(2)]
         share_comm_ctx(stages)
-        model = nn.Sequential(*stages)
-        handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0) if planned else None
-        trace = Trace()
-        train(model, trace, rank)
-        stats = None if handle is None else attrs.asdict(handle.stats)
-        if handle:
-            handle.remove()
-        return trace, stats
+        return nn.Sequential(*stages)
 
-    (left, _), (right, stats) = run(False), run(True)
-    return {"differences": differences(left, right), "stats": stats}
+    return both(build, train, rank)
 
 
 def groups_of_their_own(rank, world, changes):

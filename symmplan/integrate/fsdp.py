@@ -78,24 +78,24 @@ class Handle:
     @property
     def plan(self) -> Plan | None:
         """The frozen plan; None until the first step has been recorded."""
-        return self._runtime.plan
+        return self._runtime.planning.plan
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What was measured to choose between symmetric memory and torch's own way."""
-        choices = self._runtime.choices
+        choices = self._runtime.planning.choices
         return () if choices is None else choices.all
 
     @property
     def stats(self) -> Stats:
         """What was done so far."""
         counts = self._runtime.counts
-        arena, plan = self._runtime.arena, self._runtime.plan
+        arena, plan = self._runtime.memory.arena, self.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
         return Stats(
             modules=self._count,
             recorded=counts.recorded,
-            rendezvous=counts.rendezvous,
+            rendezvous=self._runtime.memory.rendezvous,
             placed=counts.bound + counts.staged,
             staged=counts.staged,
             bound=counts.bound,
@@ -199,7 +199,7 @@ def apply(
     runtime = Runtime(Options(memory, effort, choose, timeout), len(found))
     for site, module, group, gather, scatter in found:
         if compat.fsdp_can_be_replaced(group):
-            runtime.directs.append(Direct(runtime, site, group))
+            runtime.planning.directs.append(Direct(runtime, site, group))
         planned = (
             PlannedAllGather(runtime, site, gather),
             PlannedReduceScatter(runtime, site, scatter),

@@ -71,7 +71,7 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
             output_tensor,
             group,
             lambda where: gathers(
-                self._runtime.memory,
+                self._runtime.memory.name,
                 self._plain,
                 where.target,
                 _part(input_tensor, output_tensor, where.base),
@@ -142,7 +142,7 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
             group,
             lambda where: (
                 scatters(
-                    self._runtime.memory,
+                    self._runtime.memory.name,
                     self._plain,
                     output_tensor,
                     where.target,

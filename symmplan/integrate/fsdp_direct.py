@@ -156,11 +156,7 @@ class Direct:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph that was not used yet has views of the parameters."""
-        return (
-            self._home is not None
-            and self._home.viewed
-            and _compat.fsdp_in_step(self._group)
-        )
+        return self._home is not None and self._home.viewed and _compat.fsdp_in_step(self._group)
 
     def remove(self) -> None:
         """Give FSDP2 its own methods back, and its parameters storages of their own.
@@ -180,7 +176,7 @@ class Direct:
         found = layout_of(self._group)
         if isinstance(found, Layout):
             self._layout = found
-            self._runtime.layouts[self.site] = found
+            self._runtime.planning.layouts[self.site] = found
         else:
             self.reason = found
 

@@ -94,9 +94,7 @@ class Home:
         """
         if self._memory == "shm":
             name, size = _compat.group_name(self._group), self._group.size()
-            all_gather_parts_(
-                self._whole, self._offsets, self._counts, size, name, what=self._site
-            )
+            all_gather_parts_(self._whole, self._offsets, self._counts, size, name, what=self._site)
         elif len(self._outputs) == 1:
             dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
         else:

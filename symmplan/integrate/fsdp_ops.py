@@ -79,9 +79,7 @@ def scatters(
     if reduction is None:
         return None
     name = compat.group_name(group)
-    return lambda: reduce_scatter_out(
-        source, reduction, group.size(), name, out=output, what=site
-    )
+    return lambda: reduce_scatter_out(source, reduction, group.size(), name, out=output, what=site)
 
 
 def exchanges(
