@@ -31,6 +31,7 @@ __all__ = [
     "fsdp_comms",
     "fsdp_group_methods",
     "fsdp_has_direct_seam",
+    "fsdp_in_step",
     "fsdp_one_mesh",
     "fsdp_param_groups",
     "fsdp_release_gather",
@@ -48,6 +49,7 @@ __all__ = [
     "raise_in_thread",
     "reduction_name",
     "same_version",
+    "set_fsdp_comms",
     "set_symm_mem_backend",
     "storage_use_count",
     "symm_mem_backend",
@@ -182,6 +184,16 @@ def fsdp_comms(group: Any) -> tuple[Any, Any]:
     gather = getattr(group, "_all_gather_comm", None) or collectives.DefaultAllGather()
     scatter = getattr(group, "_reduce_scatter_comm", None) or collectives.DefaultReduceScatter()
     return gather, scatter
+
+
+def set_fsdp_comms(module: Any, group: Any, gather: Any, scatter: Any) -> None:
+    """Let a parameter group of ``module``, an ``FSDPModule``, use these collectives."""
+    if len(fsdp_param_groups(module)) == 1:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+    else:  # those setters refuse, because one object would serve all groups
+        group._all_gather_comm = gather
+        group._reduce_scatter_comm = scatter
 
 
 def fsdp_comm_bases() -> tuple[type, type]:
@@ -360,6 +372,17 @@ def fsdp_shards(group: Any) -> bool:
 def fsdp_one_mesh(group: Any) -> bool:
     """Whether every parameter of a group is resharded to the mesh it is sharded on."""
     return getattr(group, "post_forward_mesh_info", None) in (None, group.mesh_info)
+
+
+def fsdp_in_step(group: Any) -> bool:
+    """Whether a parameter group was used in forward and its backward pass may still come.
+
+    FSDP2 does not know whether a forward pass has one, so that it was one without gradients or
+    that its results are gone must be told otherwise.
+    """
+    return bool(
+        group._training_state.name != "IDLE" or getattr(group.comm_ctx, "post_forward_order", ())
+    )
 
 
 def fsdp_release_gather(group: Any) -> None:

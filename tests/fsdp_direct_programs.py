@@ -148,7 +148,7 @@ def addresses(rank, world):
     train(model, Trace(), rank, steps=3)
     ranges = [
         (s.tensor.data_ptr(), s.tensor.data_ptr() + s.tensor.numel())
-        for s in handle._runtime.arena.segments.values()
+        for s in handle._runtime.memory.arena.segments.values()
     ]
     inside = all(
         any(begin <= p < end for begin, end in ranges)

@@ -450,7 +450,7 @@ def holder(rank, world, who, late, threads):
     def keep(call, name):
         def keeping(self, **kwargs):
             result = call(self, **kwargs)
-            if late and self._runtime.plan is None:
+            if late and self._runtime.planning.plan is None:
                 return result
             tensor = kwargs[name]
             if threads:

@@ -48,13 +48,13 @@ def summed(rank, world, dtype, reduction):
 def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train):
     """One rank alone fails while the plan is made. How long this one waits, and its error."""
     import symmplan
-    from symmplan.integrate import fsdp_choice, fsdp_runtime
+    from symmplan.integrate import fsdp_choice, fsdp_planning
 
     def fails(*args, **kwargs):
         raise ArithmeticError(f"no luck in {where}")
 
     target = {
-        "planning": (fsdp_runtime, "problem_of"),
+        "planning": (fsdp_planning, "problem_of"),
         "measuring": (fsdp_choice, "gathers"),
     }[where]
     model = build()
@@ -90,7 +90,7 @@ def measured_again(rank, world):
 
         def keeping(self, **kwargs):
             result = original(self, **kwargs)
-            if self._runtime.plan is not None and len(kept) < 2:
+            if self._runtime.planning.plan is not None and len(kept) < 2:
                 tensor = kwargs["output_tensor"]
                 kept.append((tensor, tensor.clone()))
             return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
@@ -28,7 +29,7 @@ class Stats:
     """What was done so far. Collectives are counted, not bytes, unless it says otherwise.
 
     Attributes:
-        modules: FSDP modules that were found.
+        modules: Parameter groups of FSDP modules that were found; most modules have one.
         recorded: Collectives that ran before the plan was frozen, in ordinary memory.
         rendezvous: Rendezvous made for the plan: segments times groups, and times the
             communicators for copy engines.
@@ -64,10 +65,11 @@ class Stats:
 class Handle:
     """What `apply` did to a model, and how to undo it. Made by `apply`."""
 
-    def __init__(self, runtime: Runtime, modules: list[tuple[Any, Any, Any]]) -> None:
+    def __init__(self, runtime: Runtime, plain: list[tuple[Any, Any, Any, Any]]) -> None:
         self._runtime = runtime
-        self._modules = modules
-        self._count = len(modules)
+        # Of each parameter group: its module, itself, and what it used before.
+        self._plain = plain
+        self._count = len(plain)
 
     def __repr__(self) -> str:
         state = "recording" if self.plan is None else "planned"
@@ -76,24 +78,24 @@ class Handle:
     @property
     def plan(self) -> Plan | None:
         """The frozen plan; None until the first step has been recorded."""
-        return self._runtime.plan
+        return self._runtime.planning.plan
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What was measured to choose between symmetric memory and torch's own way."""
-        choices = self._runtime.choices
+        choices = self._runtime.planning.choices
         return () if choices is None else choices.all
 
     @property
     def stats(self) -> Stats:
         """What was done so far."""
         counts = self._runtime.counts
-        arena, plan = self._runtime.arena, self._runtime.plan
+        arena, plan = self._runtime.memory.arena, self.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
         return Stats(
             modules=self._count,
             recorded=counts.recorded,
-            rendezvous=counts.rendezvous,
+            rendezvous=self._runtime.memory.rendezvous,
             placed=counts.bound + counts.staged,
             staged=counts.staged,
             bound=counts.bound,
@@ -123,12 +125,19 @@ class Handle:
         Call it between steps, on all ranks. On devices the segments are kept for the next `apply`
         in this process: torch 2.11 frees them without telling NCCL.
 
+        Raises:
+            RunError: A backward pass is running, or one is still to come that would read
+                parameters in the segments. Nothing has changed then, and the step can be
+                finished. Not raised while an exception is being handled, because that ended the
+                step; its backward pass would raise.
+
         Collective: no; but a rank that removes leaves the others' next collective to time out.
         """
-        for module, gather, scatter in self._modules:
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-        self._modules.clear()
+        if self._plain and sys.exc_info()[0] is None:
+            self._runtime.check_removable()
+        for module, group, gather, scatter in self._plain:
+            compat.set_fsdp_comms(module, group, gather, scatter)
+        self._plain.clear()
         self._runtime.release()
 
 
@@ -166,19 +175,20 @@ def apply(
     from torch.distributed.fsdp import FSDPModule
 
     _check(memory, choose)
-    found: list[tuple[str, Any, Any, Any]] = []
+    found: list[tuple[str, Any, Any, Any, Any]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups = [g for g in compat.fsdp_param_groups(module) if id(g) not in seen]
-        seen.update(id(g) for g in groups)
-        if not groups:  # no parameters of its own, or it shares them with one before
-            continue
-        comms = [compat.fsdp_comms(group) for group in groups]
-        for comm in (c for pair in comms for c in pair):
-            _check_plain(comm, name)
-        found.append((name or "model", module, *comms[0]))
+        for i, group in enumerate(compat.fsdp_param_groups(module)):
+            if id(group) in seen:  # the module shares it with one before
+                continue
+            seen.add(id(group))
+            comms = compat.fsdp_comms(group)
+            for comm in comms:
+                _check_plain(comm, name)
+            site = name or "model"
+            found.append((site if i == 0 else f"{site}#{i}", module, group, *comms))
     if not found:
         raise CaptureError(
             f"{type(model).__name__} has no FSDP2 module with parameters",
@@ -187,13 +197,15 @@ def apply(
             fix="call fully_shard(model, ...) first",
         )
     runtime = Runtime(Options(memory, effort, choose, timeout), len(found))
-    for name, module, gather, scatter in found:
-        groups = compat.fsdp_param_groups(module)
-        if len(groups) == 1 and compat.fsdp_can_be_replaced(groups[0]):
-            runtime.directs.append(Direct(runtime, name, groups[0]))
-        module.set_custom_all_gather(PlannedAllGather(runtime, name, gather))
-        module.set_custom_reduce_scatter(PlannedReduceScatter(runtime, name, scatter))
-    return Handle(runtime, [(module, gather, scatter) for _, module, gather, scatter in found])
+    for site, module, group, gather, scatter in found:
+        if compat.fsdp_can_be_replaced(group):
+            runtime.planning.directs.append(Direct(runtime, site, group))
+        planned = (
+            PlannedAllGather(runtime, site, gather),
+            PlannedReduceScatter(runtime, site, scatter),
+        )
+        compat.set_fsdp_comms(module, group, *planned)
+    return Handle(runtime, [(module, *of) for _, module, *of in found])
 
 
 def _check(memory: str, choose: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from symmplan._compat import group_name
 from symmplan.memory.exchange import Exchange, was_told
 from symmplan.memory.groups import resolve_groups
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Recording
 
-__all__ = ["leaders", "merged", "tell", "telling"]
+__all__ = ["everywhere", "leaders", "merged", "tell", "telling"]
 
 
 def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
@@ -60,6 +61,22 @@ def tell(
         exchange.fail(error)
         raise
     return {name: [_read(text) for text in answers] for name, answers in texts.items()}
+
+
+def everywhere(what: str, mine: Sequence[bool], group: Any, timeout: float) -> list[bool]:
+    """For each of some conditions whether it holds on all ranks.
+
+    Args:
+        what: Name of the exchange, for messages.
+        mine: Whether they hold on this rank.
+        group: The process group.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over ``group``.
+    """
+    name = group_name(group)
+    said = tell(what, {name: list(mine)}, {name: group}, timeout)[name]
+    return [all(isinstance(s, list) and s[i] is True for s in said) for i in range(len(mine))]
 
 
 @contextlib.contextmanager

@@ -71,12 +71,13 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
             output_tensor,
             group,
             lambda where: gathers(
-                self._runtime.memory,
+                self._runtime.memory.name,
                 self._plain,
                 where.target,
                 _part(input_tensor, output_tensor, where.base),
                 where.group,
                 async_op=async_op,
+                site=self._site,
             ),
             lambda base: self._plain(
                 output_tensor=base,
@@ -141,13 +142,14 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
             group,
             lambda where: (
                 scatters(
-                    self._runtime.memory,
+                    self._runtime.memory.name,
                     self._plain,
                     output_tensor,
                     where.target,
                     where.group,
                     op,
                     async_op=async_op,
+                    site=self._site,
                 )
                 if where.received is None
                 else exchanges(output_tensor, where.target, where.received, where.group, op)

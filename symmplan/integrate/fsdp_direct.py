@@ -23,9 +23,10 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
 [Note: a gather ahead of its time]
     A gather that a program did not do ahead of time while it was recorded may find its bytes in
     use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters. If it
-    is needed now, prefetches give way that nobody has used. Else the module leaves: from now on
-    its gathers are flat, which the next plan knows.
-    Only where a graph still has parameters at the old address it cannot, and raises.
+    is needed now, prefetches give way that nobody has used. Else the module leaves, or, where a
+    graph has views of its parameters, those leave that are in its bytes: their gathers are flat
+    from now on, which the next plan knows. That depends on what is alive on a rank, so the ranks
+    ask each other. Only if graphs have views of both the program cannot go on, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -34,84 +35,23 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from symmplan import _compat
 from symmplan.errors import RunError
-from symmplan.integrate.fsdp_bytes import Tenant, lend
+from symmplan.integrate.fsdp_agree import everywhere
+from symmplan.integrate.fsdp_bytes import Tenant
 from symmplan.integrate.fsdp_layout import Gathered, Layout, layout_of
-from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from symmplan.capture.fsdp import Key
-    from symmplan.integrate.fsdp_bytes import Bytes
+    from symmplan.integrate.fsdp_home import Home
     from symmplan.integrate.fsdp_runtime import Runtime
 
-__all__ = ["Direct", "Home"]
+__all__ = ["Direct"]
 
-
-#: What torch counts for a storage that a flat tensor and the parameter on it share.
-_OWN_USES = 3
-
-
-class Home:
-    """Where a group's parameters live.
-
-    Args:
-        layout: How they lie.
-        bytes_: The bytes of their placement.
-        users: Who uses the segment's bytes.
-        begin: Offset of the placement in the segment, in bytes.
-        group: The process group that gathers.
-        memory: Name of the memory backend.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        bytes_: torch.Tensor,
-        users: Bytes,
-        begin: int,
-        group: dist.ProcessGroup,
-        memory: str,
-    ) -> None:
-        self.users = users
-        self.begin, self.end = begin, begin + layout.nbytes
-        self.group = group
-        self.memory = memory
-        ranks, rank = group.size(), group.rank()
-        self._whole = bytes_
-        self._offsets = list(layout.offsets)
-        self._counts = [count * layout.dtype.itemsize for count in layout.counts]
-        self.outputs: list[torch.Tensor] = []
-        self.parts: list[torch.Tensor] = []
-        #: The same bytes as storages of their own, with versions of their own: autograd must not
-        #: take a gather for a change of the parameter.
-        self.storages: list[torch.Tensor] = []
-        for offset, count in zip(layout.offsets, layout.counts, strict=True):
-            size = count * ranks * layout.dtype.itemsize
-            whole = bytes_[offset : offset + size].view(layout.dtype)
-            self.outputs.append(whole)
-            self.parts.append(whole[rank * count : (rank + 1) * count])
-            self.storages.append(lend(whole, lambda: None))
-
-    @own_work
-    def gather(self) -> Any:
-        """Fill all parameters from every rank's part; on the current stream.
-
-        Collective: yes.
-        """
-        if self.memory == "shm":
-            name, size = _compat.group_name(self.group), self.group.size()
-            torch.ops.symmplan.all_gather_parts_(
-                self._whole, self._offsets, self._counts, size, name
-            )
-        elif len(self.outputs) == 1:
-            dist.all_gather_into_tensor(self.outputs[0], self.parts[0], group=self.group)
-        else:
-            _compat.all_gather_coalesced(self.outputs, self.parts, self.group)
+_REASON = "other modules' parameters were needed at the same time"
 
 
 class Direct:
@@ -130,11 +70,9 @@ class Direct:
         self._group = group
         self._layout: Layout | None = None
         self._home: Home | None = None
-        self._bound: Home | None = None
         self._tenant: Tenant | None = None
         self._looked = False
         self._put_off = False
-        self._alone = 0
         self._unshard: Callable[..., None] = group.unshard
         self._wait: Callable[[], None] = group.wait_for_unshard
         self._reshard: Callable[[], None] = group._to_sharded
@@ -202,11 +140,7 @@ class Direct:
         _compat.fsdp_release_gather(group)
         if result.all_gather_event is not None:
             torch.cuda.current_stream().wait_event(result.all_gather_event)
-        if self._bound is not home:
-            if self._held():
-                self._copy_out(home)
-            else:
-                self._bind(home)
+        home.move_in(group.fsdp_params)
         group._to_unsharded()
         group._all_gather_result = None
 
@@ -217,10 +151,12 @@ class Direct:
         self._reshard()
         if was:
             return
-        self._runtime.released(self.site)
-        if self._tenant is not None:
-            self._tenant.drop()
-            self._tenant = None
+        self._let_go()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph that was not used yet has views of the parameters."""
+        return self._home is not None and self._home.viewed and _compat.fsdp_in_step(self._group)
 
     def remove(self) -> None:
         """Give FSDP2 its own methods back, and its parameters storages of their own.
@@ -228,12 +164,10 @@ class Direct:
         Collective: no.
         """
         group = self._group
-        if self._bound is not None:
-            group._to_sharded()
-        self._unbind()
+        self._forget()
+        self._move_out()
         for name in ("unshard", "wait_for_unshard", "_to_sharded"):
             group.__dict__.pop(name, None)
-        self._home = None
 
     # How it is done.
 
@@ -242,7 +176,7 @@ class Direct:
         found = layout_of(self._group)
         if isinstance(found, Layout):
             self._layout = found
-            self._runtime.layouts[self.site] = found
+            self._runtime.planning.layouts[self.site] = found
         else:
             self.reason = found
 
@@ -253,13 +187,33 @@ class Direct:
     def _late(self, home: Home) -> None:
         """Gather now what was put off."""
         self._put_off = False
-        if self._room(home, needed=True):
+        if not self._room(home, needed=True):
+            self._clear(home)
+        if self._home is None:
+            self._unshard(False)
+        else:
             self._start(self._key(), home, async_op=False)
-            return
-        if self._bound is not None and self._in_use() != self._alone:
+
+    def _clear(self, home: Home) -> None:
+        """Those leave the bytes for good that can on all ranks: this module, or who is there.
+
+        Collective: yes, over the group.
+        """
+        holders = [t.owner for t in home.users.holders(home.begin, home.end)]
+        others = [o for o in holders if o is None or not o.gives_way(needed=True)]
+        can = [not home.viewed, all(o is not None and o.can_leave() for o in others)]
+        timeout = self._runtime.options.timeout
+        can = everywhere("room", can, self._group._all_gather_process_group, timeout)
+        if can[0]:
+            self.leave()
+        elif can[1]:
+            for other in others:
+                other.leave()
+            self._room(home, needed=True)
+        else:
             raise RunError(
                 f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
-                f"[{home.begin}, {home.end}), and a graph still refers to these",
+                f"[{home.begin}, {home.end}), and graphs still refer to both",
                 expected="modules that were unsharded one after the other when the first step was "
                 "recorded to be so until their backward passes are done",
                 got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
@@ -267,8 +221,6 @@ class Direct:
                 "changes",
                 module=self.site,
             )
-        self._leave()
-        self._unshard(False)
 
     def _room(self, home: Home, *, needed: bool) -> bool:
         """Whether the bytes are free. If ``needed``, gathers ahead of their time give way."""
@@ -287,38 +239,50 @@ class Direct:
 
     def give_way(self) -> None:
         """Let go of what was gathered; it is gathered again when it is needed."""
-        assert self._tenant is not None
-        if self._group._all_gather_result is not None:
-            self._group._all_gather_result = None
-            self._put_off = True
-        self._runtime.released(self.site)
-        self._tenant.drop()
-        self._tenant = None
+        self._put_off = self._forget()
+        self._let_go()
 
-    def _leave(self) -> None:
-        """FSDP2's own gathers from now on."""
-        self._unbind()
-        self._home = self._layout = None
-        self.reason = "other modules' parameters were needed at the same time"
+    def can_leave(self) -> bool:
+        """Whether the parameters can move to memory of their own."""
+        return self._home is not None and not self._home.viewed
+
+    def leave(self) -> None:
+        """FSDP2's own gathers from now on; what is unsharded stays so."""
+        self._move_out()
+        self._let_go()
+        self._layout = None
+        self.reason = _REASON
         self._runtime.left(self.site)
 
-    def _in_use(self) -> int:
-        """How many tensors and views refer to the parameters' storages."""
-        assert self._home is not None
-        return sum(
-            _compat.storage_use_count(storage.untyped_storage()._cdata)
-            for storage in self._home.storages
-        )
+    def _move_out(self) -> None:
+        if self._home is not None:
+            self._home.move_out(self._group.fsdp_params, filled=self._group.is_unsharded)
+        self._home = None
+
+    def _forget(self) -> bool:
+        """Forget a gather that nobody waited for. Whether there was one."""
+        result = self._group._all_gather_result
+        if not isinstance(result, Gathered):
+            return False
+        self._group._all_gather_result = None
+        return True
+
+    def _let_go(self) -> None:
+        """The module does not use its bytes any more."""
+        self._runtime.released(self.site)
+        if self._tenant is not None:
+            self._tenant.drop()
+            self._tenant = None
 
     def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
         group = self._group
         shards = [p._sharded_param_data for p in group.fsdp_params]
-        cuda = home.outputs[0].is_cuda
+        cuda = home.is_cuda
         with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
             if not cuda:
                 self._tenant = Tenant(owner=weakref.proxy(self))
                 home.users.take(home.begin, home.end, self._tenant)
-                _fill(home.parts, shards)
+                home.fill(shards)
                 home.gather()
                 group._all_gather_result = Gathered()
             else:
@@ -329,7 +293,7 @@ class Direct:
                 self._tenant = Tenant(torch.cuda.current_stream(), owner=weakref.proxy(self))
                 with torch.cuda.stream(copies):
                     home.users.take(home.begin, home.end, self._tenant)
-                    _fill(home.parts, shards)
+                    home.fill(shards)
                 gathers.wait_stream(copies)
                 with torch.cuda.stream(gathers):
                     home.gather()
@@ -337,57 +301,3 @@ class Direct:
                 group._all_gather_result = Gathered(event)
                 self._tenant.after(event)
         self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
-
-    def _held(self) -> bool:
-        """Whether anybody else refers to the parameters' own storages, as a graph does."""
-        return any(
-            hasattr(p, "_unsharded_param")
-            and _compat.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
-            for p in self._group.fsdp_params
-            for output in p.all_gather_outputs
-        )
-
-    def _copy_out(self, home: Home) -> None:
-        """Fill the parameters where FSDP2 put them; on this rank alone."""
-        for parameter, output in zip(self._group.fsdp_params, home.outputs, strict=True):
-            parameter.alloc_all_gather_outputs()
-            own = parameter.all_gather_outputs[0]
-            with torch.no_grad(), _compat.same_version(own):
-                own.copy_(output)
-
-    def _bind(self, home: Home) -> None:
-        """Make the parameters views of their placements.
-
-        They stay the same objects where there are some: a graph may accumulate gradients in them.
-        """
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for parameter, storage in zip(self._group.fsdp_params, home.storages, strict=True):
-                parameter.all_gather_outputs = [storage]
-                parameter.free_unsharded_param = _nothing
-                old = getattr(parameter, "_unsharded_param", None)
-                old = getattr(old, "_local_tensor", old)  # of a DTensor
-                if old is None or old.is_inference():
-                    parameter.__dict__.pop("_unsharded_param", None)
-                    parameter.init_unsharded_param()
-                else:
-                    size, stride = parameter._orig_size, parameter._contiguous_orig_stride
-                    old.data = torch.as_strided(storage, size, stride)
-        self._bound = home
-        self._alone = self._in_use()
-
-    def _unbind(self) -> None:
-        """Forget the parameters' storages; FSDP2 makes new ones when it gathers next."""
-        for parameter in self._group.fsdp_params:
-            parameter.__dict__.pop("free_unsharded_param", None)
-            parameter.__dict__.pop("_unsharded_param", None)
-            parameter.all_gather_outputs = []
-        self._bound = None
-
-
-def _fill(parts: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """Cast shards into their parts, in one kernel where torch has it."""
-    torch._foreach_copy_(list(parts), list(shards))
-
-
-def _nothing() -> None:
-    """The bytes belong to the plan."""

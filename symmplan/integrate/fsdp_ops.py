@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat as compat
+from symmplan.memory.ops import all_gather_out, reduce_scatter_out
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def gathers(
     group: dist.ProcessGroup,
     *,
     async_op: bool,
+    site: str = "",
 ) -> Callable[[], Any]:
     """What gathers into the symmetric ``output``.
 
@@ -34,13 +36,14 @@ def gathers(
         source: This rank's part; may be the right part of ``output``.
         group: Over which it runs.
         async_op: Whether FSDP2 wants a work object; shared memory needs none.
+        site: Name of the module, which must be the same on all ranks; shared memory compares it.
     """
     if memory != "shm":
         return own_work(
             lambda: plain(output_tensor=output, input_tensor=source, group=group, async_op=async_op)
         )
     name = compat.group_name(group)
-    return lambda: torch.ops.symmplan.all_gather_out(source, group.size(), name, out=output)
+    return lambda: all_gather_out(source, group.size(), name, out=output, what=site)
 
 
 def scatters(
@@ -52,6 +55,7 @@ def scatters(
     op: Any,
     *,
     async_op: bool,
+    site: str = "",
 ) -> Callable[[], Any] | None:
     """What reduces and scatters the symmetric ``source``.
 
@@ -63,6 +67,7 @@ def scatters(
         group: Over which it runs.
         op: The reduction.
         async_op: As in `gathers`.
+        site: As in `gathers`.
 
     Returns:
         None if the backend has no such reduction.
@@ -77,9 +82,7 @@ def scatters(
     if reduction is None:
         return None
     name = compat.group_name(group)
-    return lambda: torch.ops.symmplan.reduce_scatter_out(
-        source, reduction, group.size(), name, out=output
-    )
+    return lambda: reduce_scatter_out(source, reduction, group.size(), name, out=output, what=site)
 
 
 def exchanges(

@@ -7,47 +7,29 @@
     after `PATIENCE` collectives for each FSDP module, when one outside a backward pass comes again.
     Such moments divide later steps, too: at one of them, a program that has used collectives that
     the plan does not know is planned again.
-
-[Note: bytes in use]
-    The schedule says where a collective's buffer lies, on all ranks alike. If on this rank somebody
-    still holds a buffer there (a hook kept a tensor, the program changed its order), FSDP2 gets
-    ordinary memory instead, and the collective is *staged*: the held bytes are saved, it runs in
-    the placement as the peers expect, its result is copied, the bytes are put back. It is slow,
-    counted, and no other rank needs to know. All work that FSDP2 and this thread have queued on
-    the held bytes is done before, so it is right unless another thread reads them meanwhile.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from symmplan import _compat
-from symmplan.capture.fsdp import Key, Recording, Way, problem_of
-from symmplan.errors import BackendError, CaptureError
-from symmplan.integrate.fsdp_agree import merged, telling
-from symmplan.integrate.fsdp_arenas import fits, give_back, obtain, synchronize
-from symmplan.integrate.fsdp_bytes import Bytes, Tenant, lend
-from symmplan.integrate.fsdp_choice import Bench, Choices
-from symmplan.integrate.fsdp_direct import Direct, Home
-from symmplan.integrate.fsdp_engines import Engines, engines_of
-from symmplan.integrate.fsdp_offsets import plan_with_homes
-from symmplan.integrate.fsdp_schedule import Schedule
+from symmplan.capture.fsdp import Key, Recording
+from symmplan.errors import CaptureError, RunError
+from symmplan.integrate.fsdp_bytes import Tenant, lend
+from symmplan.integrate.fsdp_memory import Memory
+from symmplan.integrate.fsdp_planning import Planning
 from symmplan.integrate.fsdp_slots import Counts, Options, Slot, Where
-from symmplan.memory import agree
-from symmplan.model import DEFAULT_ALIGN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from symmplan.capture.fsdp import Call, Planned
-    from symmplan.integrate.fsdp_layout import Layout
-    from symmplan.integrate.fsdp_schedule import Spot
-    from symmplan.memory import Arena
-    from symmplan.model import Placement, Plan
+    import torch.distributed as dist
+
+    from symmplan.integrate.fsdp_schedule import Schedule, Spot
+    from symmplan.model import Placement
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
 
@@ -69,32 +51,25 @@ _IN_USE = "its bytes were still in use"
 class Runtime:
     """All FSDP modules of one model, in one plan.
 
-    Attributes:
+    Args:
         options: How `apply` was asked to work.
         modules: How many FSDP modules there are.
-        plan: The frozen plan, None while recording.
+
+    Attributes:
+        options: The same.
+        memory: What the plan lies in.
+        planning: Makes the plan.
         counts: See `Counts`.
-        choices: What was measured.
     """
 
     def __init__(self, options: Options, modules: int) -> None:
         self.options = options
-        self.modules = modules
-        self.plan: Plan | None = None
+        self.memory = Memory(options)
+        self.planning = Planning(options, self.memory)
         self.counts = Counts()
-        self.choices: Choices | None = None
-        self._groups: dict[str, Any] = {}
-        self._device: torch.device | None = None
-        self._kept: list[Recording] = []
+        self._modules = modules
         self._log: Recording | None = Recording()
         self._schedule: Schedule | None = None
-        self._arena: list[Arena] = []
-        self._bytes: dict[str, Bytes] = {}
-        self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
-        self._engines: dict[str, Engines] = {}
-        self.directs: list[Direct] = []
-        #: ``{module: layout}`` of those whose parameters can lie in a placement.
-        self.layouts: dict[str, Layout] = {}
         # The recording of each module's last all-gather, and its index there.
         self._last: dict[str, tuple[Recording, int]] = {}
         self._arrived: Key | None = None
@@ -103,18 +78,6 @@ class Runtime:
         self._reduced = False
         self._was_backward = False
         self._strange = False
-        # Not a method of this object, which must be able to end.
-        weakref.finalize(self, give_back, self._arena).atexit = False
-
-    @property
-    def arena(self) -> Arena | None:
-        """The memory of the plan."""
-        return self._arena[0] if self._arena else None
-
-    @property
-    def memory(self) -> str:
-        """Name of the memory backend, once the plan has its memory."""
-        return self._arena[0].memory
 
     # Handing out buffers.
 
@@ -135,13 +98,13 @@ class Runtime:
             self.arrive(key, device)
         self._arrived = None
         spot = self._follow(key)
-        tenant = None if spot is None else self._move_in(spot, device)
+        tenant: Tenant | None = None
+        if spot is not None and spot.place is not None and not spot.direct:
+            tenant = self.memory.take(spot.place)
+            if tenant is not None:
+                base = self.memory.at(spot.place, dtype)
         if tenant is None:
             base = plain()
-        else:
-            assert spot is not None
-            assert spot.place is not None
-            base = self._placed(spot.place, dtype)
         slot = Slot(key, base, spot=spot, tenant=tenant)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
@@ -154,7 +117,7 @@ class Runtime:
 
         Collective: at the end of the first step yes, else no.
         """
-        self._check_device(device)
+        self.memory.expect(device)
         if self._turns(key):
             self._turn()
         self._arrived = key
@@ -163,7 +126,7 @@ class Runtime:
         """A module's parameters were gathered where they live."""
         self._arrived = None
         self._follow(key)
-        self._was_backward = key.backward
+        self._was_backward = _is_backward(key)
         self.counts.bound += 1
         if self._log is not None:
             index = self._log.begin(key, key.numel * _itemsize(key.dtype))
@@ -178,7 +141,7 @@ class Runtime:
 
     def left(self, site: str) -> None:
         """A module's gathers are flat from now on."""
-        self.layouts.pop(site, None)
+        self.planning.layouts.pop(site, None)
 
     def _follow(self, key: Key) -> Spot | None:
         if self._schedule is None:
@@ -187,39 +150,6 @@ class Runtime:
         if spot is not None and not in_order:
             self.counts.departures += 1
         return spot
-
-    def _move_in(self, spot: Spot, device: torch.device) -> Tenant | None:
-        """Take the bytes of ``spot``; None if it has none, or somebody still uses them."""
-        if spot.place is None or spot.direct:
-            return None
-        begin, end = spot.place.offset, spot.place.end
-        users = self._bytes[spot.place.segment]
-        if users.held(begin, end):
-            return None
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        tenant = Tenant(stream)
-        users.take(begin, end, tenant)
-        return tenant
-
-    def _placed(self, place: Placement, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """The bytes at ``place``; made once, as slicing is slow on the host."""
-        made = self._views.get((place, dtype))
-        if made is None:
-            segment = self._arena[0].segments[place.segment]
-            made = segment.tensor[place.offset : place.end].view(dtype)
-            self._views[place, dtype] = made
-        return made
-
-    def _check_device(self, device: torch.device) -> None:
-        if self._device is None:
-            self._device = device
-        elif self._device != device:
-            raise CaptureError(
-                "FSDP modules of one model lie on different devices",
-                expected=self._device,
-                got=device,
-                fix="call symmplan.fsdp.apply for the modules of each device",
-            )
 
     # Running collectives.
 
@@ -253,11 +183,11 @@ class Runtime:
             self.counts.because(_NOT_OURS)
             return plain(buffer)
         name = _compat.group_name(group)
-        self._groups.setdefault(name, group)
+        self.memory.groups.setdefault(name, group)
         slot.run(name)
         if slot.log is not None and slot.key.kind == "all_gather":
             self._last[slot.key.site] = (slot.log, slot.index)
-        self._was_backward = slot.key.backward
+        self._was_backward = _is_backward(slot.key)
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._way(slot, name, in_place)
         done = slot.key.kind == "reduce_scatter"
@@ -273,7 +203,9 @@ class Runtime:
             self.counts.bound += 1
         else:
             work = None
-            self._stage(slot, act, result=result)
+            assert slot.spot is not None
+            assert slot.spot.place is not None
+            self.memory.stage(slot.spot.place, slot.base, act, result=result)
             self.counts.staged += 1
             self.counts.because(_IN_USE)
         if slot.tenant is not None:
@@ -300,71 +232,25 @@ class Runtime:
         if slot.spot.call.group != group:
             self._strange = True
             return _OTHER_GROUP, None
-        act = in_place(self._where(slot.spot, slot.base))
-        if act is not None and slot.spot.received is not None:
-            act = self._receiving(slot.spot.received, act)
-        return ("", act) if act is not None else (_OTHER_OP, None)
+        where = self._where(slot.spot, slot.spot.place, slot.base)
+        act = in_place(where)
+        received = slot.spot.received
+        if act is None:
+            return _OTHER_OP, None
+        if received is None:
+            return "", act
+        return "", lambda: self.memory.alone(received, act)
 
-    def _where(self, spot: Spot, base: torch.Tensor) -> Where:
-        assert spot.place is not None
-        group = self._over(spot.call, spot.way)
-        received = None if spot.received is None else self._placed(spot.received, base.dtype)
-        return Where(self._placed(spot.place, base.dtype), base, group, received)
-
-    def _over(self, call: Call, way: Way) -> Any:
-        """The process group over which a collective runs."""
-        engines = self._engines.get(call.group) if way.name == "copy engine" else None
-        if engines is None:
-            return self._groups[call.group]
-        return engines.gather if call.key.kind == "all_gather" else engines.exchange
-
-    def _receiving(self, place: Placement, act: Callable[[], Any]) -> Callable[[], Any]:
-        """``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
-
-        def alone() -> Any:
-            assert self._device is not None
-            users = self._bytes[place.segment]
-            stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
-            if users.held(place.offset, place.end):
-                target = self._placed(place)
-                synchronize(self._device)
-                saved = target.clone()
-                work = act()
-                target.copy_(saved)
-                synchronize(self._device)
-                return work
-            tenant = Tenant(stream)
-            users.take(place.offset, place.end, tenant)
-            work = act()
-            tenant.ran(work, done=True)
-            tenant.drop()
-            return work
-
-        return alone
-
-    def _stage(self, slot: Slot, act: Callable[[], Any], *, result: bool) -> None:
-        """See [Note: bytes in use]."""
-        assert slot.spot is not None
-        assert slot.spot.place is not None
-        buffer = slot.base
-        target = self._placed(slot.spot.place)
-        synchronize(buffer.device)
-        saved = target.clone()
-        if not result:
-            target.view(buffer.dtype).copy_(buffer)
-        work = act()
-        if work is not None:
-            work.wait()
-        if result:
-            buffer.copy_(target.view(buffer.dtype))
-        target.copy_(saved)
-        synchronize(buffer.device)
+    def _where(self, spot: Spot, place: Placement, base: torch.Tensor) -> Where:
+        memory = self.memory
+        received = None if spot.received is None else memory.at(spot.received, base.dtype)
+        return Where(memory.at(place, base.dtype), base, memory.over(spot.call, spot.way), received)
 
     # Freezing.
 
     def _turns(self, key: Key) -> bool:
         """Whether a new round of the program begins with ``key``."""
-        if key.backward:
+        if _is_backward(key):
             return False
         turns = self._was_backward or key in self._seen
         if turns:
@@ -375,11 +261,11 @@ class Runtime:
     def _turn(self) -> None:
         if self._schedule is None:
             ran = 0 if self._log is None else len(self._log.ran)
-            if (self._reduced and self._was_backward) or ran >= PATIENCE * self.modules:
+            if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
                 self.freeze()
         elif self._strange and self.counts.replans < REPLANS and self._log is not None:
             self.counts.replans += 1
-            self._make([*self._kept, self._log])
+            self._schedule = self.planning.make(self._log)
         if self._schedule is not None:
             self._log = Recording()
         self._strange = False
@@ -403,169 +289,50 @@ class Runtime:
                 got="none",
                 fix="run a step first",
             )
-        self._make([self._log])
+        self._schedule = self.planning.make(self._log)
         self._log = Recording()
 
-    def _make(self, recordings: Sequence[Recording]) -> None:
-        with telling(self._groups, self.options.timeout):
-            self._make_alike(recordings)
+    # Ending.
 
-    def _make_alike(self, recordings: Sequence[Recording]) -> None:
-        assert self._device is not None
-        if self.choices is None:
-            self.choices = Choices(self._device, self.options.timeout, self.options.choose)
-        recordings = merged(recordings, self._groups, self.options.timeout)
-        plan, stretches = self._planned(recordings, again=False)
-        if self.options.choose == "measure":
-            new = [p.call for s in stretches for p in s if not self.choices.measured(p.call)]
-            if new and self._measure(new):
-                plan, stretches = self._planned(recordings, again=True)
-        self.plan = plan
-        self._kept = list(recordings)
-        self._schedule = Schedule(plan, stretches)
-        self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
+    def check_removable(self) -> None:
+        """Raise if parameters cannot leave their placements now.
 
-    def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
-        """Let parameters live where the plan puts them."""
-        homes: dict[str, Home] = {}
-        for p in gathers:
-            if p.call.key.site not in homes:
-                assert p.buffer is not None
-                place = plan.placements[p.buffer]
-                with torch.inference_mode(mode=False):
-                    homes[p.call.key.site] = Home(
-                        self.layouts[p.call.key.site],
-                        self._placed(place),
-                        self._bytes[place.segment],
-                        place.offset,
-                        self._over(p.call, p.way),
-                        self.memory,
-                    )
-        for direct in self.directs:
-            if not direct.settled:
-                direct.settle(homes.get(direct.site))
-
-    def _measure(self, calls: Sequence[Call]) -> bool:
-        """Measure in the bytes of the segments. What lies there is saved and put back."""
-        assert self._device is not None
-        assert self.choices is not None
-        benches = [bench for call in calls if (bench := self._bench(call)) is not None]
-        if not benches:
-            return False
-        synchronize(self._device)
-        saved = [
-            (tensor, tensor.clone())
-            for name, users in self._bytes.items()
-            for tensor in (self._arena[0].segments[name].tensor[b:e] for b, e in users.live())
-        ]
-        synchronize(self._device)
-        self.choices.measure(self.memory, benches, self._groups, self._engines)
-        for tensor, copy in saved:
-            tensor.copy_(copy)
-        synchronize(self._device)
-        return True
-
-    def _bench(self, call: Call) -> Bench | None:
-        """Bytes to measure a collective in, which need not be those of its placement."""
-        assert self.choices is not None
-        if not self.choices.worth(call):
-            return None
-        dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
-        room = next(
-            (s for s in self._arena[0].segments.values() if call.group in s.spec.groups), None
-        )
-        size = -(-call.nbytes // DEFAULT_ALIGN) * DEFAULT_ALIGN
-        if room is None or room.nbytes < call.nbytes:
-            return None
-        received = None
-        if call.key.kind == "reduce_scatter" and size + call.nbytes <= room.nbytes:
-            received = room.tensor[size : size + call.nbytes].view(dtype)
-        return Bench(call, room.tensor[: call.nbytes].view(dtype), received)
-
-    def _planned(
-        self, recordings: Sequence[Recording], *, again: bool
-    ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
-        """Plan what was not left out, and give the plan its memory."""
-        assert self.choices is not None
-        ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in self._groups.items()}
-        settled = {direct.site for direct in self.directs if direct.settled}
-        direct = {site: x.nbytes for site, x in self.layouts.items() if site not in settled}
-
-        def way_of(call: Call) -> Way:
-            assert self.choices is not None
-            if call.key.kind == "all_gather" and call.key.site in settled:
-                return Way("default", "its parameters stay where an earlier plan put them")
-            return self.choices.way(call)
-
-        problem, stretches = problem_of(recordings, ranks, way_of, direct)
-        homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
-        plan = plan_with_homes(problem, homes, self.options.effort)
-        plan.verify()
-        self._hold(plan, may_reuse=again or not settled)
-        return plan, stretches
-
-    def _hold(self, plan: Plan, *, may_reuse: bool) -> None:
-        """Give the plan memory: what this model has if it fits, else other."""
-        if may_reuse and self.arena is not None and fits(plan, self.arena):
-            agree(plan, self._groups, self.options.timeout)
+        Raises:
+            RunError: A backward pass is running or still to come.
+        """
+        running = _compat.in_backward()
+        sites = [direct.site for direct in self.planning.directs if direct.awaits_backward]
+        if not running and not sites:
             return
-        assert self._device is not None
-        # Peers may reach into the old segments until their work is done, too.
-        synchronize(self._device)
-        arena, made = obtain(
-            plan,
-            self._groups,
-            memory=self.options.memory,
-            device=self._device,
-            timeout=self.options.timeout,
+        raise RunError(
+            "handle.remove() was called "
+            + (
+                "inside a backward pass"
+                if running
+                else f"between a forward pass and its backward pass, which reads {sites[0]!r}"
+            ),
+            expected="a call between steps",
+            got="a backward pass that is running" if running else "a graph that is still alive",
+            fix="call it after backward(), or let go of the forward pass's results first",
+            module=sites[0] if sites else None,
         )
-        if not any(direct.settled for direct in self.directs):
-            give_back(self._arena)  # else parameters live there
-        self._arena.insert(0, arena)
-        met = 0 if made else arena.rendezvous
-        self._engines = {}
-        if self.options.choose != "placed":
-            self._engines = engines_of(self._groups, arena.memory, self.options.timeout)
-        more = {name: engines.groups for name, engines in self._engines.items()}
-        self._check_engines(arena.memory)
-        arena.join(
-            {
-                spec.name: {n: g for group in spec.groups for n, g in more.get(group, {}).items()}
-                for spec in plan.segments
-            }
-        )
-        self.counts.rendezvous += arena.rendezvous - met
-        self._bytes = {name: Bytes() for name in arena.segments}
-        self._views.clear()
-
-    def _check_engines(self, memory: str) -> None:
-        """What was asked for must be what runs. Shared memory has no kernels to avoid."""
-        without = [name for name in self._groups if name not in self._engines]
-        if self.options.choose == "copy engine" and memory != "shm" and without:
-            raise BackendError(
-                f"choose='copy engine': memory={memory!r} has no copy engines for group "
-                f"{without[0]!r}",
-                expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "
-                "many process groups",
-                fix="use choose='measure'",
-                group=without[0],
-                memory=memory,
-            )
 
     def release(self) -> None:
         """Give the segments back.
 
         Collective: no.
         """
-        for direct in self.directs:
+        for direct in self.planning.directs:
             direct.remove()
-        self.directs.clear()
-        self._views.clear()
-        if self._device is not None:
-            synchronize(self._device)
-        give_back(self._arena)
+        self.planning.directs.clear()
+        self.memory.release()
 
 
 def _itemsize(dtype: str) -> int:
     result: int = getattr(torch, dtype.removeprefix("torch.")).itemsize
     return result
+
+
+def _is_backward(key: Key) -> bool:
+    """Whether the collective belongs to a backward pass; FSDP2 may reduce after it."""
+    return key.backward or key.kind == "reduce_scatter"

@@ -4,7 +4,7 @@
     Where a collective's bytes lie must be the same on all ranks, so it may depend on nothing but
     what all ranks share: the sequence of FSDP2's collectives itself. `Schedule.follow` is a
     function of that sequence alone. It does not look at whether the bytes are free on this rank;
-    where they are not, this rank alone makes room (see `symmplan.integrate.fsdp_runtime`).
+    where they are not, this rank alone makes room (see `symmplan.integrate.fsdp_memory`).
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ class Counts:
     plain: int = 0
     departures: int = 0
     replans: int = 0
-    rendezvous: int = 0
     reasons: dict[str, int] = field(factory=dict)
 
     def because(self, reason: str) -> None:

@@ -44,7 +44,7 @@ _LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
 
 
 def all_gather_out(
-    input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor
+    input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor, what: str = ""
 ) -> None:
     """Every rank's ``input``, concatenated along dimension 0, into every rank's ``out``.
 
@@ -53,6 +53,7 @@ def all_gather_out(
         group_size: Ranks in the group.
         group_name: Name of the group.
         out: Symmetric, contiguous, ``group_size`` times as large, at the same offset on all ranks.
+        what: Anything else that must be equal on all ranks.
 
     Raises:
         RunError: An argument does not fit, or ranks make different calls.
@@ -68,7 +69,7 @@ def all_gather_out(
     mine = call.rank * nbytes
     source = _plain(input)
     call.apart(source, out.data_ptr(), out, mine)
-    with call.running(str(out.dtype), out_offset=call.offset, nbytes=nbytes):
+    with call.running(f"{out.dtype} {what}", out_offset=call.offset, nbytes=nbytes):
         start = call.offset + mine
         for shift in range(1, call.size):
             copy_bytes(call.peers[(call.rank + shift) % call.size], start, source, nbytes)
@@ -82,6 +83,7 @@ def all_gather_parts_(
     nbytes: Sequence[int],
     group_size: int,
     group_name: str,
+    what: str = "",
 ) -> None:
     """Several all-gathers inside one placement with one handshake; every input is in place.
 
@@ -91,6 +93,7 @@ def all_gather_parts_(
         nbytes: Bytes of each rank's part of it; rank r's begins ``r * nbytes`` after its offset.
         group_size: Ranks in the group.
         group_name: Name of the group.
+        what: Anything else that must be equal on all ranks.
 
     Raises:
         RunError: An argument does not fit, or ranks make different calls.
@@ -109,7 +112,7 @@ def all_gather_parts_(
             got=f"parts that end at byte {end} of {whole.dtype}",
             fix="give the offsets and sizes in bytes",
         )
-    kind = f"parts {pieces}"
+    kind = f"parts {pieces} {what}"
     with call.running(kind, out_offset=call.offset, nbytes=sum(nbytes)):
         for shift in range(1, call.size):
             peer = call.peers[(call.rank + shift) % call.size]
@@ -119,7 +122,13 @@ def all_gather_parts_(
 
 
 def reduce_scatter_out(
-    input: torch.Tensor, reduce_op: str, group_size: int, group_name: str, *, out: torch.Tensor
+    input: torch.Tensor,
+    reduce_op: str,
+    group_size: int,
+    group_name: str,
+    *,
+    out: torch.Tensor,
+    what: str = "",
 ) -> None:
     """This rank's part, along dimension 0, of the reduction of all ranks' inputs.
 
@@ -129,6 +138,7 @@ def reduce_scatter_out(
         group_size: Ranks in the group.
         group_name: Name of the group.
         out: Any tensor of a ``group_size``-th of the size; may be this rank's part of ``input``.
+        what: Anything else that must be equal on all ranks.
 
     Raises:
         RunError: An argument does not fit, or ranks make different calls.
@@ -152,7 +162,8 @@ def reduce_scatter_out(
     nbytes = count * input.element_size()
     call.apart(out, input.data_ptr(), input, call.rank * nbytes)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=_CONTIGUOUS)
-    with call.running(f"{input.dtype} {reduction}", in_offset=call.offset, nbytes=nbytes):
+    kind = f"{input.dtype} {reduction} {what}"
+    with call.running(kind, in_offset=call.offset, nbytes=nbytes):
         begin = call.rank * nbytes
         parts = call.parts(call.offset, begin, begin + nbytes, input)
         reduce_into([target.view(-1)], parts, reduction)

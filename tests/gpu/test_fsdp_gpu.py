@@ -93,8 +93,9 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     import fsdp_programs as programs
     from fsdp_models import both
 
-    from symmplan.integrate import fsdp_bytes, fsdp_direct
+    from symmplan.integrate import fsdp_bytes
     from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
+    from symmplan.integrate.fsdp_home import Home
 
     cycles = 2_000_000
     undo = []
@@ -122,10 +123,10 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
         program(model, trace, rank, steps=6)
 
     if where == "copy-in":
-        slow(fsdp_direct, "_fill", "before")
+        slow(Home, "fill", "before")
         slow(PlannedAllGather, "allocate", "after")
     elif where == "all-gather":
-        slow(fsdp_direct.Home, "gather", "before")
+        slow(Home, "gather", "before")
         slow(PlannedAllGather, "__call__", "before")
     elif where == "gradient copy-in":
         slow(PlannedReduceScatter, "allocate", "after")
