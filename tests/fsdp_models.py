@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 DIM = 16
 #: What `both` passes to `symmplan.fsdp.apply` unless told otherwise.
 CHOOSE = ["placed"]
+#: Where models and data lie unless told otherwise.
+DEVICE = ["cpu"]
 
 
 class Block(nn.Module):
@@ -51,8 +53,8 @@ class Net(nn.Module):
         return self.outlet(x)
 
 
-def mesh(*shape, names=None, device="cpu"):
-    return init_device_mesh(device, shape, mesh_dim_names=names)
+def mesh(*shape, names=None, device=None):
+    return init_device_mesh(device or DEVICE[0], shape, mesh_dim_names=names)
 
 
 def shard(model, root=True, **options):
@@ -65,9 +67,9 @@ def shard(model, root=True, **options):
     return model
 
 
-def batch(step, rank, dim=DIM, device="cpu"):
+def batch(step, rank, dim=DIM, device=None):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, dim, generator=generator).to(device)
+    return torch.randn(4, dim, generator=generator).to(device or DEVICE[0])
 
 
 def local(tensor):
@@ -107,9 +109,9 @@ def differences(left, right, close=0.0):
     ]
 
 
-def train_step(model, optimizer, trace, step, rank, device="cpu"):
+def train_step(model, optimizer, trace, step, rank):
     """Forward, backward, optimizer."""
-    loss = model(batch(step, rank, device=device)).float().pow(2).mean()
+    loss = model(batch(step, rank)).float().pow(2).mean()
     loss.backward()
     trace.add(f"{step}.loss", loss)
     trace.grads(model, step)
@@ -117,10 +119,10 @@ def train_step(model, optimizer, trace, step, rank, device="cpu"):
     optimizer.zero_grad()
 
 
-def train(model, trace, rank, steps=4, device="cpu"):
+def train(model, trace, rank, steps=4):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
-        train_step(model, optimizer, trace, step, rank, device)
+        train_step(model, optimizer, trace, step, rank)
     trace.parameters(model)
 
 

@@ -7,7 +7,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from fsdp_models import Block, Net, Trace, batch, both, mesh, shard, train, train_step
+from fsdp_models import DEVICE, Block, Net, Trace, batch, both, mesh, shard, train, train_step
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -460,7 +460,7 @@ def moved(rank, world, how):
     def change(model, step):
         if step in (2, 4):
             if how == "to":
-                model.to("cpu")
+                model.to(DEVICE[0])
             elif how == "assign":
                 state = {k: v.clone() for k, v in model.state_dict().items()}
                 model.load_state_dict(state, assign=True)
@@ -472,7 +472,7 @@ def moved(rank, world, how):
 
 def autocast(rank, world):
     def program(model, trace, rank):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE[0], torch.bfloat16):
             train(model, trace, rank)
 
     return both(lambda: shard(Net()), program, rank)
@@ -514,8 +514,8 @@ def meta(rank, world):
         with torch.device("meta"):
             model = Net()
         shard(model)
-        model.to_empty(device="cpu")
-        generator = torch.Generator().manual_seed(3)
+        model.to_empty(device=DEVICE[0])
+        generator = torch.Generator(DEVICE[0]).manual_seed(3)
         for p in model.parameters():
             p.detach().to_local().normal_(0, 0.1, generator=generator)
         return model

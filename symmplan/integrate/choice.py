@@ -3,15 +3,13 @@
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
 than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
 cost more than the collective saves. So before a graph is planned each of its collectives is timed
-both ways at its size, with its copies, and under matrix products if the graph has some between its
-start and its wait. The slowest rank counts, and what loses clearly stays out of the plan, with the
-two times as the reason. A case is measured once in a process.
+both ways at its size, with its copies, and beside matrix products if the graph has some between
+its start and its wait. What loses clearly stays out of the plan, with the two times as the reason.
+A case is measured once in a process. See [Note: what is timed] in `symmplan.integrate.measuring`.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from symmplan.capture.graphs import is_getitem, is_wait, overload_of
 from symmplan.errors import AgreementError
 from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
+from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
@@ -36,13 +35,12 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
+    from symmplan.integrate.measuring import Act
 
 __all__ = ["Choice", "forget", "refused"]
 
 #: Symmetric memory stays unless torch's own way takes at most this part of its time.
-_CLEARLY = 0.97
-_WARM_UP = 3
-_REPETITIONS = 7
+_CLEARLY = ALIKE
 #: Larger collectives are measured at this size: there the ratio no longer depends on it, and NCCL's
 #: scratch is never freed.
 _LARGEST = 64 << 20
@@ -233,22 +231,20 @@ def _measure(
     for name, said in tell("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
     times = _times(cases, groups, lowerings, device, timeout)
-    seconds = {name: [times[c] for c in of] for name, of in mine.items()}
-    for name, said in tell("choices", seconds, groups, timeout).items():
-        for i, case in enumerate(mine[name]):
-            plain, placed = (max(float(row[i][side]) for row in said) for side in (0, 1))
-            _FOUND[case] = Choice(
-                op=case.op,
-                group=case.group,
-                dtype=case.dtype,
-                nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
-                copied_in=case.copied_in,
-                copied_out=case.copied_out,
-                overlapped=case.overlapped,
-                plain_seconds=plain,
-                placed_seconds=placed,
-                placed=plain > placed * _CLEARLY,
-            )
+    for case, seconds in slowest(times, lambda case: case.group, groups, timeout).items():
+        plain, placed = seconds["plain"], seconds["placed"]
+        _FOUND[case] = Choice(
+            op=case.op,
+            group=case.group,
+            dtype=case.dtype,
+            nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
+            copied_in=case.copied_in,
+            copied_out=case.copied_out,
+            overlapped=case.overlapped,
+            plain_seconds=plain,
+            placed_seconds=placed,
+            placed=plain > placed * _CLEARLY,
+        )
 
 
 def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:
@@ -275,7 +271,7 @@ def _times(
     lowerings: Lowerings,
     device: torch.device,
     timeout: float,
-) -> dict[_Case, tuple[float, float]]:
+) -> dict[_Case, dict[str, float]]:
     """Seconds of torch's own way and of symmetric memory, on this rank."""
     used = list(dict.fromkeys(c.group for c in cases))
     half = max(_scratch_bytes(c, groups[c.group].size()) for c in cases)
@@ -287,11 +283,14 @@ def _times(
     )
     plan = plan_problem(problem)
     with realize(plan, memory=lowerings.memory, device=device, timeout=timeout) as arena:
+        clock = clock_of(device, timeout)
         found = {}
         for case in cases:
-            i = used.index(case.group)
+            i, group = used.index(case.group), groups[case.group]
             places = (arena.tensor(f"in {i}"), arena.tensor(f"out {i}"))
-            found[case] = _Timer(case, groups[case.group].size(), places, device).times(lowerings)
+            acts = _Acts(case, group.size(), places, device).acts(lowerings)
+            nbytes = _scratch_bytes(case, group.size())
+            found[case] = seconds_of(clock, acts, group, nbytes, beside=case.overlapped)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return found
@@ -314,7 +313,7 @@ def _scratch_bytes(case: _Case, size: int) -> int:
     return sum(-(-n * itemsize * factor // _ALIGN) * _ALIGN for n in _scaled(case, size))
 
 
-class _Timer:
+class _Acts:
     """Runs one case both ways."""
 
     def __init__(
@@ -325,7 +324,6 @@ class _Timer:
         device: torch.device,
     ) -> None:
         self._case = case
-        self._device = device
         dtype = getattr(torch, case.dtype)
         numels = _scaled(case, size)
         self._inputs = [torch.ones(n, dtype=dtype, device=device) for n in numels]
@@ -336,41 +334,33 @@ class _Timer:
         for tensor in self._placed:
             tensor.fill_(1)
 
-    def times(self, lowerings: Lowerings) -> tuple[float, float]:
-        """Median seconds: plain, placed."""
+    def acts(self, lowerings: Lowerings) -> dict[str, Act]:
+        """What runs it."""
         row = lowerings.table[self._case.op]
-        acts = (self._plain(row), self._in_placements(row))
-        work = self._work(acts[0]) if self._case.overlapped else _nothing
-        runs: tuple[list[float], list[float]] = ([], [])
-        for repetition in range(_WARM_UP + _REPETITIONS):
-            for act, seconds in zip(acts, runs, strict=True):
-                duration = self._once(act, work)
-                if repetition >= _WARM_UP:
-                    seconds.append(duration)
-        return statistics.median(runs[0]), statistics.median(runs[1])
+        return {"plain": self._plain(row), "placed": self._in_placements(row)}
 
-    def _plain(self, row: Lowering) -> Callable[[Callable[[], None]], None]:
+    def _plain(self, row: Lowering) -> Act:
         target = overload_named(self._case.op)
         values = self._values()
         values["inputs" if row.each else "input"] = self._inputs if row.each else self._inputs[0]
         args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
 
-        def act(work: Callable[[], None]) -> None:
+        def act(beside: Callable[[], None]) -> None:
             results = target(*args)
-            work()
+            beside()
             for result in results if row.each else [results]:
                 _wait(result)
 
         return act
 
-    def _in_placements(self, row: Lowering) -> Callable[[Callable[[], None]], None]:
+    def _in_placements(self, row: Lowering) -> Act:
         target = overload_named(row.target)
         has_out = any(a.name == "out" for a in target._schema.arguments)
         values = self._values()
         copied_in = self._case.copied_in or row.inplace
         outs = self._placed if row.out == "input" else self._outs
 
-        def act(work: Callable[[], None]) -> None:
+        def act(beside: Callable[[], None]) -> None:
             for source, placed, out in zip(self._inputs, self._placed, outs, strict=True):
                 given = out if row.inplace else placed
                 if copied_in:
@@ -378,7 +368,7 @@ class _Timer:
                 now = {**values, "input": given}
                 args = [now[a.name] for a in target._schema.arguments if not a.kwarg_only]
                 target(*args, **({"out": out} if has_out else {}))
-            work()
+            beside()
             for out in outs:
                 _wait(out)
                 if self._case.copied_out:
@@ -389,39 +379,6 @@ class _Timer:
     def _values(self) -> dict[str, Any]:
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in self._case.others}
         return {**values, "group_name": self._case.group}
-
-    def _work(self, act: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-        """Matrix products that take about as long as the collective."""
-        width = 4096 if self._device.type == "cuda" else 256
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        a = torch.zeros(width, width, dtype=dtype, device=self._device)
-
-        def one() -> None:
-            torch.mm(a, a)
-
-        alone = [(self._once(act, _nothing), self._once(_call, one)) for _ in range(_WARM_UP)]
-        wanted, took = alone[-1]
-        # The count must not differ by much between ranks; a rank that works longer is waited for.
-        count = max(1, min(64, round(wanted / max(took, 1e-6))))
-
-        def work() -> None:
-            for _ in range(count):
-                one()
-
-        return work
-
-    def _once(self, act: Callable[[Callable[[], None]], None], work: Callable[[], None]) -> float:
-        if self._device.type != "cuda":
-            begin = time.perf_counter()
-            act(work)
-            return time.perf_counter() - begin
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        before.record()
-        act(work)
-        after.record()
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3
 
 
 def _cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -437,11 +394,3 @@ def _cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[
 
 def _wait(tensor: torch.Tensor) -> None:
     torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def _call(work: Callable[[], None]) -> None:
-    work()
-
-
-def _nothing() -> None:
-    """No work beside the collective."""

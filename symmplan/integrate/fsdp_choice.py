@@ -3,25 +3,15 @@
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
 than the ordinary one, and small all-gathers gain nothing. And what a collective costs is not its
 own time: its kernels take multiprocessors from the program's, copy engines do not. So at freeze
-each kind, size and group of collective is timed in every way there is, on real bytes.
+each kind, size and group of collective is timed in every way there is, on real bytes; on a device
+beside matrix products. See [Note: what is timed] in `symmplan.integrate.measuring`.
 
-[Note: what is timed]
-    On a device: the span from the begin of the first to the end of the last of two things that run
-    side by side, on two streams. One is the collective, several times if it is small. The other is
-    as many matrix products as take as long as torch's own way takes alone. A way that is slower by
-    itself and a way that slows the products down both make the span longer, each by as much as it
-    costs a program that is half communication. All ranks begin together, after an all-reduce, and
-    the host is ahead of the device. On the CPU: the collective alone.
-
-The slowest rank counts, the ways take turns, and the median of some turns is taken. Ways that are
-about as fast are told apart by what else they cost: multiprocessors, then symmetric bytes on a
-device.
+Ways that are about as fast are told apart by what else they cost: multiprocessors, then symmetric
+bytes on a device.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,30 +20,23 @@ from attrs import field, frozen
 
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import Way
-from symmplan.errors import AgreementError, PeerTimeoutError
 from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.fsdp_ops import exchanges, gathers, scatters
-from symmplan.memory.own import own_work
+from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call
     from symmplan.integrate.fsdp_engines import Engines
+    from symmplan.integrate.measuring import Act, Clock
 
 __all__ = ["Choice", "Choices"]
 
-#: The first of these that takes at most 1 / `_ALIKE` of the fastest's time is chosen.
+#: The first of these that takes at most 1 / `ALIKE` of the fastest's time is chosen.
 _WAYS = {"cuda": ("copy engine", "default", "symmetric"), "cpu": ("symmetric", "default")}
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
-_ALIKE = 0.97
-_WARM_UP = 2
-_REPETITIONS = 7
-#: Rows of the square matrices whose products run beside a collective.
-_ROWS = 4096
-#: A collective of fewer bytes is repeated until it comes to as many, but not more often than that.
-_ENOUGH, _OFTEN = 64 << 20, 16
 
 
 @frozen
@@ -188,46 +171,33 @@ class Choices:
             case: self._acts(bench, plain, groups[case[3]], memory, engines.get(case[3]))
             for case, bench in cases.items()
         }
-        clock = DeviceClock(self._device, self._timeout) if self._device.type == "cuda" else None
         # No rank may write into its peers before all have saved what they hold.
         everyone = dict.fromkeys(leaders(groups).values(), 0)
         tell("measuring", everyone, groups, self._timeout)
-        times = []
+        clock = clock_of(self._device, self._timeout)
+        times = {}
         for case, bench in cases.items():
             bench.placed.zero_()
-            times.append(self._time(case, acts[case], groups[case[3]], clock))
-        self._agree(list(cases), times, groups)
-
-    def _agree(
-        self,
-        cases: Sequence[_Case],
-        times: Sequence[Mapping[str, float]],
-        groups: Mapping[str, Any],
-    ) -> None:
-        """Let the slowest rank count, over all ranks that make one plan together."""
-        leader = leaders(groups)
-        mine = {
-            name: [dict(t) for c, t in zip(cases, times, strict=True) if leader[c[3]] == name]
-            for name in dict.fromkeys(leader[c[3]] for c in cases)
-        }
-        told = tell("choice", mine, groups, self._timeout)
-        slowest = {
-            name: iter(_slowest(rows, mine[name], name, groups[name]))
-            for name, rows in told.items()
-        }
-        for case in cases:
+            times[case] = self._time(case, acts[case], groups[case[3]], clock)
+        ways = _WAYS.get(self._device.type, _WAYS["cuda"])
+        for case, seconds in slowest(times, lambda case: case[3], groups, self._timeout).items():
             kind, nbytes, dtype, group = case
-            seconds = next(slowest[leader[group]])
-            enough = min(seconds.values()) / _ALIKE
-            ways = _WAYS.get(self._device.type, _WAYS["cuda"])
+            enough = min(seconds.values()) / ALIKE
             way = next(w for w in ways if seconds.get(w, float("inf")) <= enough)
             self._found[case] = Choice(
                 kind, nbytes, dtype, group, groups[group].size(), seconds, way
             )
 
+    def _time(
+        self, case: _Case, acts: Mapping[str, Act], group: Any, clock: Clock
+    ) -> dict[str, float]:
+        """Seconds of each way."""
+        beside = self._device.type == "cuda"
+        return seconds_of(clock, acts, group, case[1], beside=beside)
+
     def _acts(
         self, bench: Bench, scratch: torch.Tensor, group: Any, memory: str, engines: Engines | None
-    ) -> dict[str, Callable[[], Any]]:
+    ) -> dict[str, Act]:
         """What runs the collective in each way; nothing is written before it is called."""
         placed = bench.placed
         plain = scratch[: bench.call.nbytes].view(placed.dtype)
@@ -253,106 +223,17 @@ class Choices:
                 acts["copy engine"] = exchanges(
                     output, placed, bench.received, engines.exchange, op
                 )
-        return {way: act for way, act in acts.items() if act is not None}
-
-    def _time(
-        self,
-        case: _Case,
-        acts: Mapping[str, Callable[[], Any]],
-        group: Any,
-        clock: DeviceClock | None,
-    ) -> dict[str, float]:
-        """Seconds of each way, the median of some runs. See [Note: what is timed]."""
-        # By the size, not by the time it takes: equal on all ranks.
-        times = 1 if clock is None else min(_OFTEN, -(-_ENOUGH // max(1, case[1])))
-        products = 0
-        if clock is not None:
-            own = acts["default"]
-            alone = min(clock.span(own, times, 0, group) for _ in range(_WARM_UP + 1))
-            products = min(256, max(1, round(alone / clock.product())))
-        runs: dict[str, list[float]] = {way: [] for way in acts}
-        for repetition in range(_WARM_UP + _REPETITIONS):
-            for way, act in acts.items():
-                if clock is None:
-                    seconds = _on_host(act)
-                else:
-                    seconds = clock.span(act, times, products, group)
-                if repetition >= _WARM_UP:
-                    runs[way].append(seconds)
-        return {way: statistics.median(seconds) / times for way, seconds in runs.items()}
+        return {way: _then(act) for way, act in acts.items() if act is not None}
 
 
-class DeviceClock:
-    """Times collectives beside matrix products. See [Note: what is timed].
+def _then(act: Callable[[], Any]) -> Act:
+    """A collective that is waited for at once, on its stream."""
 
-    Args:
-        device: A CUDA device.
-        timeout: Seconds that a span may take before the peers count as lost.
-    """
+    def run(beside: Callable[[], None]) -> None:
+        act()
+        beside()
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
-        self._timeout = timeout
-        self._products = torch.cuda.current_stream(device)
-        self._side = torch.cuda.Stream(device)
-        self._token = torch.zeros(1, device=device)
-        # The program's own random numbers must not change, and zeros take less power.
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (_ROWS, _ROWS)
-        self._a, self._b, self._out = (
-            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-            for _ in range(3)
-        )
-
-    def product(self) -> float:
-        """Seconds of one matrix product."""
-        return min(self._timed(lambda: self._multiply(8)) / 8 for _ in range(_WARM_UP + 1))
-
-    def span(self, act: Callable[[], Any], times: int, products: int, group: Any) -> float:
-        """Seconds until both are done: ``act`` so many times, and so many products.
-
-        Collective: yes, over ``group``; ``times`` must be the same on all ranks.
-        """
-
-        def both() -> None:
-            self._side.wait_stream(self._products)
-            with torch.cuda.stream(self._side):
-                for _ in range(times):
-                    act()
-            self._multiply(products)
-            self._products.wait_stream(self._side)
-
-        with own_work:
-            dist.all_reduce(self._token, group=group)
-        # While these run the host queues what is timed.
-        self._multiply(2 + times)
-        return self._timed(both)
-
-    def _multiply(self, products: int) -> None:
-        for _ in range(products):
-            torch.mm(self._a, self._b, out=self._out)
-
-    def _timed(self, work: Callable[[], None]) -> float:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record(self._products)
-        work()
-        after.record(self._products)
-        # A host that waits in CUDA for a peer that failed would wait until NCCL ends the process.
-        deadline = time.monotonic() + self._timeout
-        while not after.query():
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"a collective that was measured did not end in {self._timeout:g} s",
-                    fix="see why a peer failed, or raise timeout=",
-                    timeout=self._timeout,
-                )
-            time.sleep(1e-5)
-        return float(before.elapsed_time(after)) / 1e3
-
-
-def _on_host(act: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    act()
-    return time.perf_counter() - begin
+    return run
 
 
 def _op(source: torch.Tensor) -> Any:
@@ -363,24 +244,3 @@ def _op(source: torch.Tensor) -> Any:
 
 def _case(call: Call) -> _Case:
     return call.key.kind, call.nbytes, call.key.dtype, call.group
-
-
-def _slowest(
-    said: Sequence[Any], mine: Sequence[Mapping[str, float]], name: str, group: Any
-) -> list[dict[str, float]]:
-    rows: list[list[dict[str, float]]] = []
-    for rank, answer in enumerate(said):
-        try:
-            row = [{way: float(a[way]) for way in m} for a, m in zip(answer, mine, strict=True)]
-        except (ValueError, TypeError, KeyError):
-            raise AgreementError(
-                f"rank {rank} measured other collectives",
-                expected=f"{len(mine)} kinds and sizes",
-                got=repr(answer)[:200],
-                fix="run the same program with the same shapes on every rank of the group",
-                group=name,
-                rank=group.rank(),
-                ranks=(group.rank(), rank),
-            ) from None
-        rows.append(row)
-    return [{way: max(r[i][way] for r in rows) for way in m} for i, m in enumerate(mine)]

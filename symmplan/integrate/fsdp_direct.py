@@ -25,8 +25,10 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
     use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters. If it
     is needed now, prefetches give way that nobody has used. Else the module leaves, or, where a
     graph has views of its parameters, those leave that are in its bytes: their gathers are flat
-    from now on, which the next plan knows. That depends on what is alive on a rank, so the ranks
-    ask each other. Only if graphs have views of both the program cannot go on, and all ranks raise.
+    from now on, which the next plan knows. Of these, one whose parameters a graph has views of,
+    too, but which is not in use before its backward pass, is resharded until then and leaves later.
+    All that depends on what is alive on a rank, so the ranks ask each other. Only where two modules
+    with graphs are in use at once the program cannot go on, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Direct:
         self._tenant: Tenant | None = None
         self._looked = False
         self._put_off = False
+        self._to_leave = False
         self._unshard: Callable[..., None] = group.unshard
         self._wait: Callable[[], None] = group.wait_for_unshard
         self._reshard: Callable[[], None] = group._to_sharded
@@ -110,6 +113,8 @@ class Direct:
             return
         if not self._looked:
             self._look()
+        if self._to_leave and not _compat.in_backward() and all(self._everywhere(self.can_leave)):
+            self.leave()
         if self._layout is None:
             self._unshard(async_op)
             return
@@ -195,20 +200,23 @@ class Direct:
             self._start(self._key(), home, async_op=False)
 
     def _clear(self, home: Home) -> None:
-        """Those leave the bytes for good that can on all ranks: this module, or who is there.
+        """Those leave the bytes that can on all ranks: this module, or who is there.
 
         Collective: yes, over the group.
         """
         holders = [t.owner for t in home.users.holders(home.begin, home.end)]
         others = [o for o in holders if o is None or not o.gives_way(needed=True)]
-        can = [not home.viewed, all(o is not None and o.can_leave() for o in others)]
-        timeout = self._runtime.options.timeout
-        can = everywhere("room", can, self._group._all_gather_process_group, timeout)
+        owned = [o for o in others if o is not None]
+        can = self._everywhere(self.can_leave, *(o.can_leave for o in owned))
+        idle = self._everywhere(*(o.is_idle for o in owned))
         if can[0]:
             self.leave()
-        elif can[1]:
-            for other in others:
-                other.leave()
+        elif len(owned) == len(others) and all(a or b for a, b in zip(can[1:], idle, strict=True)):
+            for other, leaves in zip(owned, can[1:], strict=True):
+                if leaves:
+                    other.leave()
+                else:
+                    other.reshard()
             self._room(home, needed=True)
         else:
             raise RunError(
@@ -246,8 +254,24 @@ class Direct:
         """Whether the parameters can move to memory of their own."""
         return self._home is not None and not self._home.viewed
 
+    def is_idle(self) -> bool:
+        """Whether FSDP2 gathers the parameters again before they are used again."""
+        state: str = self._group._training_state.name
+        return state in ("IDLE", "POST_BACKWARD")
+
+    def reshard(self) -> None:
+        """Give the bytes away until the backward pass; and for good when no graph hinders it."""
+        self._group._to_sharded()
+        self._to_leave = True
+
+    def _everywhere(self, *conditions: Callable[[], bool]) -> list[bool]:
+        """Whether they hold on all ranks. Collective: yes, over the group."""
+        group, timeout = self._group._all_gather_process_group, self._runtime.options.timeout
+        return everywhere("room", [condition() for condition in conditions], group, timeout)
+
     def leave(self) -> None:
         """FSDP2's own gathers from now on; what is unsharded stays so."""
+        self._to_leave = False
         self._move_out()
         self._let_go()
         self._layout = None

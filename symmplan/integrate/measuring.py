@@ -1,0 +1,230 @@
+"""Times ways in which a collective can run, on all ranks together.
+
+[Note: what is timed]
+    On a device: the span from the begin of the first to the end of the last of two things that run
+    side by side, on two streams. One is the collective, several times if it is small. The other is
+    as many matrix products as take as long as torch's own way takes alone. A way that is slower by
+    itself and a way that slows the products down both make the span longer, each by as much as it
+    costs a program that is half communication. All ranks begin together, after an all-reduce, and
+    the host is ahead of the device. On the CPU the products run between the collective's start and
+    its end.
+
+The ways take turns, the median of some turns is taken, and the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from symmplan.errors import AgreementError, PeerTimeoutError
+from symmplan.integrate.fsdp_agree import leaders, tell
+from symmplan.memory.own import own_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    #: Runs a collective: starts it, calls what it is given, waits for it.
+    Act = Callable[[Callable[[], None]], Any]
+
+__all__ = ["ALIKE", "Clock", "clock_of", "seconds_of", "slowest"]
+
+#: Ways whose times are in this ratio are about as fast.
+ALIKE = 0.97
+_WARM_UP = 2
+_REPETITIONS = 7
+#: A collective of fewer bytes is repeated until it comes to as many, but not too often.
+_ENOUGH = 64 << 20
+_MOST_PRODUCTS = 256
+
+_Case = TypeVar("_Case")
+
+
+class Clock:
+    """Times collectives on the CPU, beside matrix products.
+
+    Attributes:
+        often: How often a small collective is repeated at most.
+    """
+
+    often = 1
+    _rows = 256
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        # The program's own random numbers must not change, and zeros take less power.
+        generator = torch.Generator(device).manual_seed(0)
+        self._a, self._b, self._out = (
+            torch.empty((self._rows, self._rows), dtype=dtype, device=device).normal_(
+                generator=generator
+            )
+            for _ in range(3)
+        )
+
+    def product(self) -> float:
+        """Seconds of one matrix product."""
+        return min(self._timed(lambda: self._multiply(8)) / 8 for _ in range(_WARM_UP + 1))
+
+    def span(self, act: Act, times: int, products: int, group: Any) -> float:  # noqa: ARG002
+        """Seconds until both are done: ``act`` so many times, and so many products.
+
+        Collective: yes, over ``group``; ``times`` must be the same on all ranks.
+        """
+
+        def both() -> None:
+            act(lambda: self._multiply(products))
+            for _ in range(times - 1):
+                act(_nothing)
+
+        return self._timed(both)
+
+    def _multiply(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._a, self._b, out=self._out)
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+
+class _DeviceClock(Clock):
+    """The same on a CUDA device. See [Note: what is timed]."""
+
+    often = 16
+    _rows = 4096
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        super().__init__(device, torch.bfloat16)
+        self._timeout = timeout
+        self._products = torch.cuda.current_stream(device)
+        self._side = torch.cuda.Stream(device)
+        self._token = torch.zeros(1, device=device)
+
+    def span(self, act: Act, times: int, products: int, group: Any) -> float:
+        def both() -> None:
+            self._side.wait_stream(self._products)
+            with torch.cuda.stream(self._side):
+                for _ in range(times):
+                    act(_nothing)
+            self._multiply(products)
+            self._products.wait_stream(self._side)
+
+        dist.all_reduce(self._token, group=group)
+        # While these run the host queues what is timed.
+        self._multiply(2 + times)
+        return self._timed(both)
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(self._products)
+        work()
+        after.record(self._products)
+        # A host that waits in CUDA for a peer that failed would wait until NCCL ends the process.
+        deadline = time.monotonic() + self._timeout
+        while not after.query():
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"a collective that was measured did not end in {self._timeout:g} s",
+                    fix="see why a peer failed, or raise timeout=",
+                    timeout=self._timeout,
+                )
+            time.sleep(1e-5)
+        return float(before.elapsed_time(after)) / 1e3
+
+
+def clock_of(device: torch.device, timeout: float) -> Clock:
+    """What times collectives on ``device``; a span may take ``timeout`` seconds there."""
+    return _DeviceClock(device, timeout) if device.type == "cuda" else Clock(device)
+
+
+@own_work
+def seconds_of(
+    clock: Clock, acts: Mapping[str, Act], group: Any, nbytes: int, *, beside: bool
+) -> dict[str, float]:
+    """Seconds of one collective in each way, on this rank.
+
+    Args:
+        clock: Of the device.
+        acts: ``{way: what runs it}``; the first is torch's own way.
+        group: The process group.
+        nbytes: Size of the collective; equal on all ranks.
+        beside: Whether matrix products run at the same time.
+
+    Collective: yes, over ``group``.
+    """
+    times = min(clock.often, -(-_ENOUGH // max(1, nbytes)))  # not by time: equal on all ranks
+    products = 0
+    if beside:
+        own = next(iter(acts.values()))
+        alone = min(clock.span(own, times, 0, group) for _ in range(_WARM_UP + 1))
+        # May differ between ranks: one that works longer is waited for.
+        products = min(_MOST_PRODUCTS, max(1, round(alone / max(clock.product(), 1e-9))))
+    runs: dict[str, list[float]] = {way: [] for way in acts}
+    for repetition in range(_WARM_UP + _REPETITIONS):
+        for way, act in acts.items():
+            seconds = clock.span(act, times, products, group)
+            if repetition >= _WARM_UP:
+                runs[way].append(seconds)
+    return {way: statistics.median(seconds) / times for way, seconds in runs.items()}
+
+
+def slowest(
+    times: Mapping[_Case, Mapping[str, float]],
+    group_of: Callable[[_Case], str],
+    groups: Mapping[str, Any],
+    timeout: float,
+) -> dict[_Case, dict[str, float]]:
+    """The times of the slowest rank, over all ranks that make one plan together.
+
+    Args:
+        times: ``{what was timed: {way: seconds}}`` on this rank.
+        group_of: Name of the group of what was timed.
+        groups: ``{name: process group}``.
+        timeout: Seconds that ranks wait for each other.
+
+    Raises:
+        AgreementError: Ranks timed other collectives or ways; raised on all of them.
+
+    Collective: yes, over those groups.
+    """
+    leader = leaders(groups)
+    cases: dict[str, list[_Case]] = {}
+    for case in times:
+        cases.setdefault(leader[group_of(case)], []).append(case)
+    mine = {name: [dict(times[c]) for c in of] for name, of in cases.items()}
+    told = tell("times", mine, groups, timeout)
+    found = {
+        case: row
+        for name, of in cases.items()
+        for case, row in zip(of, _slowest(told[name], mine[name], name, groups[name]), strict=True)
+    }
+    return {case: found[case] for case in times}
+
+
+def _slowest(
+    said: Sequence[Any], mine: Sequence[Mapping[str, float]], name: str, group: Any
+) -> list[dict[str, float]]:
+    rows: list[list[dict[str, float]]] = []
+    for rank, answer in enumerate(said):
+        try:
+            row = [{way: float(a[way]) for way in m} for a, m in zip(answer, mine, strict=True)]
+        except (ValueError, TypeError, KeyError):
+            raise AgreementError(
+                f"rank {rank} measured other collectives",
+                expected=f"{len(mine)} kinds and sizes",
+                got=repr(answer)[:200],
+                fix="run the same program with the same shapes on every rank of the group",
+                group=name,
+                rank=group.rank(),
+                ranks=(group.rank(), rank),
+            ) from None
+        rows.append(row)
+    return [{way: max(r[i][way] for r in rows) for way in m} for i, m in enumerate(mine)]
+
+
+def _nothing() -> None:
+    """No work beside the collective."""

@@ -1,0 +1,109 @@
+"""The programs of `test_fsdp_setters.py` and `test_fsdp_handle.py` on real devices, through NCCL.
+
+    python -m pytest tests/gpu/test_fsdp_programs_gpu.py -m gpu
+
+Two devices of one host. Sums of two parts have the same bits in any order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import test_fsdp_handle as handles
+import test_fsdp_setters as setters
+from ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+class OnDevices(RankPool):
+    """Ranks that run every program on their devices."""
+
+    def outcomes(self, fn, *args, timeout=None):
+        return super().outcomes(on_device, fn.__module__, fn.__name__, args, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with OnDevices(2, init="nccl", timeout=120) as ranks:
+        yield ranks
+        RankPool.outcomes(ranks, finish)
+
+
+# Rank side.
+
+
+def on_device(rank, world, module, name, args):
+    import fsdp_models
+
+    fsdp_models.DEVICE[0] = "cuda"
+    return getattr(importlib.import_module(module), name)(rank, world, *args)
+
+
+def finish(rank, world):
+    import torch.distributed as dist
+
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+# Parent side.
+
+
+@pytest.mark.parametrize(("name", "args"), setters.USUAL)
+def test_what_every_step_does(two, name, args):
+    setters.test_what_every_step_does(two, name, args)
+
+
+@pytest.mark.parametrize(("name", "args"), setters.CHANGES)
+def test_what_changes_after_the_plan_was_made(two, name, args):
+    setters.test_what_changes_after_the_plan_was_made(two, name, args)
+
+
+@setters.needs("reset_iter_state")
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "before backward", "backward"])
+def test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index):
+    setters.test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_remove_between_forward_and_backward_raises_and_loses_nothing(two, reshard):
+    handles.test_remove_between_forward_and_backward_raises_and_loses_nothing(two, reshard)
+
+
+@pytest.mark.parametrize("kind", ["forward", "first forward", "backward", "last backward"])
+def test_remove_in_a_hook_raises_or_is_right(two, kind):
+    handles.test_remove_in_a_hook_raises_or_is_right(two, kind)
+
+
+def test_apply_between_forward_and_backward(two):
+    handles.test_apply_between_forward_and_backward(two)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_remove_keeps_gradients_that_are_not_reduced_yet(two, again):
+    handles.test_remove_keeps_gradients_that_are_not_reduced_yet(two, again)
+
+
+def test_remove_keeps_what_is_unsharded(two):
+    handles.test_remove_keeps_what_is_unsharded(two)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_remove_while_an_error_is_handled_never_hides_it(two, where):
+    handles.test_remove_while_an_error_is_handled_never_hides_it(two, where)
+
+
+def test_views_of_parameters_do_not_hinder_remove(two):
+    handles.test_views_of_parameters_do_not_hinder_remove(two)
