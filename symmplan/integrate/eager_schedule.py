@@ -17,6 +17,7 @@ from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan.capture.eager import signature
+from symmplan.capture.streams import MAIN
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Event:
     Attributes:
         call: What was recorded.
         overload: The op that stands for it in the graph.
+        stream: Name of the stream on which it runs.
         names: Names of that op's arguments.
         before: What to do first: overwriting of dead placements, barriers.
         writes: Names of the buffers that it writes first.
@@ -121,6 +123,7 @@ class Event:
 
     call: Recorded
     overload: Any
+    stream: str = MAIN
     names: list[str] = field(factory=list)
     before: list[Callable[[], None]] = field(factory=list)
     writes: list[str] = field(factory=list)

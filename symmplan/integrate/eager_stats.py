@@ -27,6 +27,7 @@ class Stats:
         iterations: Iterations that ended, the recorded ones included.
         served: Calls that ran in placements.
         copies: Copies into and out of placements so far.
+        copied: What is copied in every iteration, why, and the line that would avoid it.
     """
 
     rendezvous: int = 0
@@ -38,6 +39,7 @@ class Stats:
     iterations: int = 0
     served: int = 0
     copies: int = 0
+    copied: tuple[Copy, ...] = ()
 
 
 @frozen
