@@ -487,12 +487,17 @@ class _Watched(dist.Work):
         self._work = work
         self._waited: Callable[[], None] | None = waited
         self._written: torch.Tensor | None = written
+        self._over: torch.cuda.Event | None = None
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the work, then do what belongs to its end."""
-        done = True
-        if self._work is not None:
-            done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        done, work = True, self._work
+        if work is not None:
+            done = work.wait() if timeout is None else work.wait(timeout)
+            self._work = None  # it may hold its tensors for as long as it lives
+            if self._written is not None and self._written.is_cuda:
+                self._over = torch.cuda.Event()
+                self._over.record()
         self._end()
         return done
 
@@ -502,6 +507,8 @@ class _Watched(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is over. Its end is still to be waited for."""
+        if self._over is not None:
+            return bool(self._over.query())
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
@@ -510,9 +517,10 @@ class _Watched(dist.Work):
 
     def get_future(self) -> Any:
         """A future. Who waits for it cannot be seen."""
-        if self._work is not None:
+        work = self._work
+        if work is not None:
             self.wait()
-            return self._work.get_future()
+            return work.get_future()
         future: Any = torch.futures.Future()
         future.set_result([self._written])
         self._waited = None

@@ -57,7 +57,7 @@ class _Builder:
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend(home)
+            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
         sites: dict[fx.Node, list[Site]] = {}
         for site in self.captured.sites:
             sites.setdefault(site.node, []).append(site)
@@ -72,13 +72,23 @@ class _Builder:
         place = self.plan.placements[buffer]
         return self.arena.segments[place.segment].tensor[place.offset : place.end]
 
-    def _lend(self, home: Home) -> Lent:
-        like = self.captured.values.tensors[(home.node, home.path)]
-        flat = self._bytes(home.buffer).view(like.dtype)
+    def _lend(self, buffer: str, value: Any) -> Lent:
+        like = self.captured.values.tensors[value]
+        flat = self._bytes(buffer).view(like.dtype)
         base = lend(flat, _nothing)
         tensor = base.as_strided(like.shape, like.stride(), 0)
         del base
-        return Lent(home.buffer, tensor, flat.data_ptr())
+        return Lent(buffer, tensor, flat.data_ptr())
+
+    def _leave(self, event: Event, site: Site) -> torch.Tensor:
+        """Where a result that leaves the iteration is made, to be copied out."""
+        assert site.buffer is not None
+        value = (site.node, site.path)
+        if not event.waits:
+            return _flat(self._bytes(site.buffer), self.captured.values.tensors[value])
+        lent = self.lent[site.buffer] = self._lend(site.buffer, value)
+        event.leaving[site.path] = lent
+        return lent.tensor
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -131,8 +141,7 @@ class _Builder:
             event.group = self._group(site.buffer)
             if site.kind == "result":
                 if site.how == "stage" and not site.stays:
-                    like = self.captured.values.tensors[(site.node, site.path)]
-                    event.results[site.path] = _flat(self._bytes(site.buffer), like)
+                    event.results[site.path] = self._leave(event, site)
                     written.append(site.buffer)
                 continue
             head, _, rest = site.where.partition(".")

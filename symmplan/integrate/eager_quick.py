@@ -47,10 +47,14 @@ def quick_call(
     """
     acts = (event.before, event.ready, event.copied, event.after)
     plain = not any(acts) and not any(s.copy_back or s.index for s in event.stages)
-    if kwargs or not plain or not event.placed or event.late:
+    if kwargs or not plain or not event.placed:
         return None
     if form is not None:
-        if event.stages or (event.row is not None and event.row.target[:5] != "_c10d"):
+        if (
+            event.call.asynchronous
+            or event.stages
+            or (event.row is not None and event.row.target[:5] != "_c10d")
+        ):
             return None
         return _in_place(event, args)
     row = event.row
@@ -117,9 +121,9 @@ def _in_place(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
 
 def _by_row(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
     """An op that runs as another one, which writes its result where it is told."""
-    row, lent = event.row, event.lent.get(())
+    row, lent = event.row, event.lent.get((), event.leaving.get(()))
     assert row is not None
-    if set(event.results) - set(event.lent):  # a result that is copied out
+    if event.results.keys() - event.lent.keys() - event.leaving.keys():  # copied out at once
         return None
     expected: list[tuple[int, Any, Any, int]] = []
     values: list[tuple[int, Any]] = []

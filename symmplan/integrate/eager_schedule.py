@@ -50,6 +50,11 @@ class Lent:
         self._own = compat.storage_use_count(self._storage)
 
     @property
+    def storage(self) -> int:
+        """Address of its storage's description, by which a tensor on it is known."""
+        return self._storage
+
+    @property
     def held(self) -> bool:
         """Whether anybody but the session has a tensor on it."""
         return compat.storage_use_count(self._storage) > self._own
@@ -105,6 +110,8 @@ class Event:
         ready: Barriers between staging and the op itself.
         results: ``{path: placement}`` of results.
         lent: ``{path: Lent}`` of those results that stay there.
+        leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
+        work: The Python half of the last work that the program got, if it is symmplan's.
         row: How it runs on this memory backend.
         target: The op of ``row``.
         shapes: ``{path: stand-in}`` of the op's results.
@@ -116,7 +123,6 @@ class Event:
         after: Barriers of ops behind it that are not declared.
         placed: Whether any of its tensors is in a placement.
         copies: How often bytes are copied into and out of placements.
-        late: Whether a part of it happens when its work is waited for.
         quick: Serves a call that fits, with the least there is to do; see `symmplan.integrate.
             eager_quick`.
     """
@@ -133,6 +139,8 @@ class Event:
     ready: list[Callable[[], None]] = field(factory=list)
     results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], Lent] = field(factory=dict)
+    leaving: dict[tuple[int, ...], Lent] = field(factory=dict)
+    work: Any = None
     row: Lowering | None = None
     target: Any = None
     shapes: dict[tuple[int, ...], Any] = field(factory=dict)
@@ -144,7 +152,6 @@ class Event:
     after: list[Callable[[], None]] = field(factory=list)
     placed: bool = False
     copies: int = 0
-    late: bool = False
     quick: Callable[..., Any] | None = None
 
     @property

@@ -15,7 +15,7 @@ from symmplan.integrate.eager_kernels import install
 from symmplan.integrate.eager_lanes import Lanes, streams_of
 from symmplan.integrate.eager_quick import MISS, quick_call, quick_memory
 from symmplan.integrate.eager_recording import Frozen, Recording, Settings, meet
-from symmplan.integrate.eager_serve import serve
+from symmplan.integrate.eager_serve import serve, take_away
 from symmplan.integrate.eager_stats import Copy, Stats
 from symmplan.integrate.lowering import Lowerings
 from symmplan.memory import resolve_backend
@@ -61,6 +61,8 @@ class Session:
         self._kernels: list[torch.library.Library] = []
         self._live: list[Event] = []  # the calls that are served: none once anybody failed
         self._lanes = Lanes(None)
+        #: ``{storage: call}`` of pending results that are copied out when they are waited for.
+        self.leaving: dict[int, Event] = {}
         self._next = 0
         self._counts: dict[str, Any] = {"rendezvous": 0, "iterations": 0, "served": 0, "copies": 0}
 
@@ -156,6 +158,7 @@ class Session:
         self._counts["rendezvous"] += frozen.arena.rendezvous
         self._frozen, self._live, self._lanes = frozen, frozen.events, frozen.lanes
         self._next = 0
+        self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
         self._kernels = install(self)
 
@@ -178,14 +181,7 @@ class Session:
     # Serving.
 
     def serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
-        """Run a declared op as the schedule says. Called by the session's kernels.
-
-        Args:
-            op: The op.
-            behind: The dispatch keys behind the kernel.
-            args: Its arguments.
-            kwargs: The same by name.
-        """
+        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours."""
         live, at = self._live, self._next
         if at < len(live):
             event = live[at]
@@ -217,6 +213,11 @@ class Session:
         if event.quick is None:
             event.quick = quick_call(event, args, kwargs, form)
         return result
+
+    def waited(self, event: Event, tensor: torch.Tensor) -> None:
+        """A result of ``event`` that leaves the iteration was waited for: it may be copied out."""
+        with self._faults.guarded():
+            take_away(event, tensor)
 
     def _count(self, event: Event) -> None:
         if event.placed:
@@ -365,6 +366,7 @@ class Session:
             library._destroy()
         self._kernels = []
         self._live = []
+        self.leaving = {}
         self._next = 0
         if self._frozen is not None:
             if self._settings.device.type == "cuda":
