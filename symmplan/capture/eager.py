@@ -338,7 +338,10 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def signature(value: Any) -> Any:
-    """What must be equal when the same call comes again: of a tensor its shape and type."""
+    """What must be equal when the same call comes again.
+
+    Of a tensor its shape and type. A float has no say in what lies where.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, (list, tuple)):
@@ -347,6 +350,8 @@ def signature(value: Any) -> Any:
         return {k: signature(v) for k, v in value.items()}
     if isinstance(value, torch.ScriptObject):  # boxed anew for every call
         return None
+    if isinstance(value, float):
+        return float
     return value
 
 

@@ -56,15 +56,17 @@ def quick_call(
             or (event.row is not None and event.row.target[:5] != "_c10d")
         ):
             return None
-        return _in_place(event, args)
+        return _as_called(event, args)
     row = event.row
+    if row is None and not event.stages and not event.results:
+        return _as_called(event, args)
     if row is None or row.each or len(args) != len(event.names) or row.out != "return":
         return None
     return _by_row(event, args)
 
 
-def _in_place(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
-    """A ``c10d::`` op whose tensors are placements already: it runs as it was called."""
+def _as_called(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
+    """An op whose declared tensors are placements already: it runs as it was called."""
     tensors: list[tuple[int, bool, Any, Any]] = []
     values: list[tuple[int, Any]] = []
     groups: list[tuple[int, Any]] = []
@@ -77,9 +79,9 @@ def _in_place(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
             group = compat.unboxed_if_group(value)
             if group is not None:
                 groups.append((i, group))
-        elif value is None or isinstance(value, (bool, int)):
+        elif value is None or isinstance(value, (bool, int, str)):
             values.append((i, value))
-        else:
+        elif not isinstance(value, float):
             return None
     addresses = {bound.address for bound in event.binds}
     count, claims = len(args), event.claims
@@ -131,9 +133,9 @@ def _by_row(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
     for i, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             expected.append((i, value.shape, value.dtype, addresses.get(i, 0)))
-        elif isinstance(value, (str, int, float, bool)):
+        elif isinstance(value, (str, int, bool)):
             values.append((i, value))
-        else:
+        elif not isinstance(value, float):
             return None
     stages = [(event.names.index(stage.head), stage) for stage in event.stages]
     schema = event.target._schema
@@ -212,6 +214,9 @@ def quick_memory(event: Event) -> Callable[[Any, Any, Any], Any] | None:
                 if want.__class__ is not tuple:
                     return MISS
                 if want[0] != have.shape or want[1] is not have.dtype:
+                    return MISS
+            elif have.__class__ is float:
+                if want is not float:
                     return MISS
             elif want.__class__ is not have.__class__ or want != have:
                 return MISS
