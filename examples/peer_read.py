@@ -9,13 +9,16 @@ barriers that it needs. On CUDA devices a Triton kernel reads through the peers'
 from __future__ import annotations
 
 import tempfile
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import symmplan
-from symmplan.memory import PlacedTensor
+
+if TYPE_CHECKING:
+    from symmplan.memory import PlacedTensor
 
 try:
     import triton
