@@ -9,13 +9,16 @@ barriers that it needs. On CUDA devices a Triton kernel reads through the peers'
 from __future__ import annotations
 
 import tempfile
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import symmplan
-from symmplan.memory import PlacedTensor, locate
+
+if TYPE_CHECKING:
+    from symmplan.memory import PlacedTensor
 
 try:
     import triton
@@ -36,11 +39,6 @@ if triton is not None:
         tl.store(total + at, value, mask=inside)
 
 
-def is_placed(x: torch.Tensor) -> bool:
-    """Whether ``x`` lies in symmetric memory; it does not while a program is being recorded."""
-    return locate(x) is not None
-
-
 def read_mean(placed: PlacedTensor) -> torch.Tensor:
     """The mean of all ranks' tensors, read from their memory."""
     parts = [placed.peer(rank) for rank in range(placed.world_size)]
@@ -54,20 +52,10 @@ def read_mean(placed: PlacedTensor) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def fallback(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """The same where ``x`` is ordinary memory, as while a program is being recorded."""
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(x, "avg" if x.is_cuda else "sum", group_name)) / (
-        1 if x.is_cuda else dist.get_world_size()
-    )
-
-
 @symmplan.symm_args("x", group="group_name", handshake=True, release=False)
 @torch.library.custom_op("peers::mean", mutates_args=())
 def mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """Meets the peers, then reads them."""
-    if not is_placed(x):
-        return fallback(x, group_name)
     placed = symmplan.handle(x, group_name)
     placed.barrier()  # the handshake: every rank has written its x
     return read_mean(placed)
@@ -77,8 +65,6 @@ def mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
 @torch.library.custom_op("peers::mean_unguarded", mutates_args=())
 def mean_unguarded(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """Reads the peers at once: whoever calls it sees to it that they are ready."""
-    if not is_placed(x):
-        return fallback(x, group_name)
     return read_mean(symmplan.handle(x, group_name))
 
 

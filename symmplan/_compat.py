@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
@@ -25,6 +27,7 @@ __all__ = [
     "all_to_all",
     "copy_engine_group",
     "copy_engine_options",
+    "current_stream_of",
     "finished_work",
     "fsdp_can_be_replaced",
     "fsdp_comm_bases",
@@ -58,6 +61,7 @@ __all__ = [
     "symm_mem_rendezvous",
     "unboxed_group",
     "unboxed_if_group",
+    "watched_work",
     "world_name",
 ]
 
@@ -249,6 +253,15 @@ def raise_in_thread(thread: int, error: SymmplanError | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
     )
+
+
+def current_stream_of(device: torch.device) -> Callable[[], int]:
+    """A cheap way to ask for the current stream of a CUDA device, as a number."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if get is None:
+        return lambda: int(torch.cuda.current_stream(index).cuda_stream)
+    return lambda: int(get(index))
 
 
 def copy_engine_options() -> Any:
@@ -464,6 +477,74 @@ class _Finished(dist.Work):
     def is_success(self) -> bool:
         """It was."""
         return True
+
+
+class _Watched(dist.Work):
+    """The work of a collective of which somebody wants to know when it is waited for."""
+
+    def __init__(self, work: Any, waited: Callable[[], None], written: torch.Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._waited: Callable[[], None] | None = waited
+        self._written: torch.Tensor | None = written
+        self._over: torch.cuda.Event | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the work, then do what belongs to its end."""
+        done, work = True, self._work
+        if work is not None:
+            done = work.wait() if timeout is None else work.wait(timeout)
+            self._work = None  # it may hold its tensors for as long as it lives
+            if self._written is not None and self._written.is_cuda:
+                self._over = torch.cuda.Event()
+                self._over.record()
+        self._end()
+        return done
+
+    def synchronize(self) -> None:
+        """The same for the current stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over. Its end is still to be waited for."""
+        if self._over is not None:
+            return bool(self._over.query())
+        return self._work is None or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it went well."""
+        return self._work is None or bool(self._work.is_success())
+
+    def get_future(self) -> Any:
+        """A future. Who waits for it cannot be seen."""
+        work = self._work
+        if work is not None:
+            self.wait()
+            return work.get_future()
+        future: Any = torch.futures.Future()
+        future.set_result([self._written])
+        self._waited = None
+        return future
+
+    def _end(self) -> None:
+        waited, self._waited, self._written = self._waited, None, None
+        if waited is not None:
+            waited()
+
+
+def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -> tuple[Any, Any]:
+    """A work whose first wait is told.
+
+    Args:
+        work: The real one; None if it is over.
+        waited: Called after the first wait for it.
+        written: The tensor that the collective writes.
+
+    Returns:
+        It, to be kept as long as the program may get hold of it, and its box.
+    """
+    handle = _Watched(work, waited, written)
+    return handle, handle.boxed()
 
 
 #: One for all: a box does not keep its Python half, and it has no state.

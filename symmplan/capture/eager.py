@@ -2,47 +2,39 @@
 
 The iteration is written down as an FX graph while it runs: a node for each op, a placeholder for
 each tensor that came from elsewhere, an output for each storage that outlives the iteration. The
-graph then goes the way of all graphs through `capture_fx`.
-
-[Note: held tensors]
-    A graph knows the last *use* of a tensor; a running program may hold one longer, and could use
-    it at any time. So the moment at which a storage is released is recorded, and where other
-    operations lie between last use and release the buffer gets one more access, ``<buffer>:drop``.
-    A program that computes nothing in vain and drops each tensor after its last use has none, and
-    gives exactly the problem of FX.
-
-[Note: recorded collectives run apart]
-    Threads of a process group may hold the tensors of a collective for a moment after its wait, so
-    that the release of a storage would be seen now here, now there. While recording, declared ops
-    therefore run on clones, to their end, and the program gets clones of their results.
+graph then goes the way of all graphs through `capture_fx`, see `symmplan.capture.eager_problem`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
-from symmplan.capture.fx import capture_fx
-from symmplan.model import Access, Operation
+from symmplan.capture.eager_apart import run_apart
+from symmplan.capture.streams import MAIN, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from symmplan.capture.producers import Write
-    from symmplan.capture.sites import Captured
-    from symmplan.model import OpSpec, Requirement
+    from typing_extensions import Self
 
-__all__ = ["Recorded", "Recorder", "opaque", "signature"]
+    from symmplan.capture.eager_apart import Scratch
+    from symmplan.capture.producers import Write
+    from symmplan.capture.streams import Watch
+    from symmplan.model import OpSpec
+
+__all__ = ["Recorded", "Recorder", "Storage", "opaque", "signature"]
 
 
 def opaque(*_args: Any) -> None:
@@ -50,7 +42,7 @@ def opaque(*_args: Any) -> None:
 
 
 @define(eq=False)
-class _Storage:
+class Storage:
     """A storage that the program uses.
 
     Attributes:
@@ -58,14 +50,18 @@ class _Storage:
         nodes: ``{(offset, size, stride, dtype): the last node with that view}``.
         origin: The first node.
         made: Whether an op of the iteration made it.
-        dropped: The last node before its release; None while it lives.
+        stream: Name of the stream on which it was made.
+        dropped: When it was released; 0 while it lives.
+        users: Names of streams that may use it until then, by ``record_stream``.
     """
 
     meta: Any
     origin: fx.Node
     made: bool
     nodes: dict[Any, fx.Node] = field(factory=dict)
-    dropped: fx.Node | None = None
+    stream: str = MAIN
+    dropped: int = 0
+    users: list[str] = field(factory=list)
 
 
 @define(eq=False)
@@ -80,6 +76,8 @@ class Recorded:
         args: Positional arguments, tensors as ``(shape, dtype)``.
         kwargs: The same by name.
         line: Where in the user's program, ``"file:line"``.
+        stream: Name of the stream that was current.
+        asynchronous: Whether the program got a ``Work`` to wait for.
     """
 
     node: fx.Node
@@ -89,6 +87,8 @@ class Recorded:
     args: Any = ()
     kwargs: Any = field(factory=dict)
     line: str = ""
+    stream: str = MAIN
+    asynchronous: bool = False
 
 
 class Recorder(TorchDispatchMode):
@@ -98,6 +98,8 @@ class Recorder(TorchDispatchMode):
         lookup: Gives what is declared of an op, or None.
         before: Called with each declared op and its arguments, before it runs.
         aside: Whether what runs now is not the program's, and is to be left alone.
+        watch: Where to learn about streams; None where there are none.
+        scratch: Gives declared ops symmetric memory to run on; None to run them on ordinary memory.
 
     Attributes:
         graph: The graph so far.
@@ -110,6 +112,8 @@ class Recorder(TorchDispatchMode):
         lookup: Callable[[Any], OpSpec | None],
         before: Callable[[Any, Any, Any], None],
         aside: Callable[[], bool] = lambda: False,
+        watch: Watch | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
@@ -118,13 +122,30 @@ class Recorder(TorchDispatchMode):
         self._lookup = lookup
         self._before = before
         self._aside = aside
-        self._storages: dict[int, _Storage] = {}
-        self._made: dict[tuple[fx.Node, tuple[int, ...]], _Storage] = {}
+        self._watch = watch
+        self._scratch = scratch
+        self.timeline = Timeline(watch)
+        self._inside = contextlib.ExitStack()
+        self._works: dict[int, str] = {}  # storage of a pending result -> its mark
+        self._handles: list[Any] = []  # the Python halves of works that the program got
+        self._storages: dict[int, Storage] = {}
+        self.made: dict[tuple[fx.Node, tuple[int, ...]], Storage] = {}
         self._watches: dict[int, Any] = {}
         self._marks: dict[fx.Node, Write] = {}
-        self._last: fx.Node | None = None
         self._names = 0
         self._closed = False
+
+    def __enter__(self) -> Self:
+        self.timeline.current()  # the stream on which it starts
+        if self._watch is not None:
+            self._inside.enter_context(self._watch.watching(self.timeline))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._inside.close()
+        self._closed = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,25 +153,40 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
+        if func._schema.name == "aten::record_stream":
+            self._used_until_released(args[0], args[1])
+            return func(*args, **kwargs)
         spec = self._lookup(func)
         if spec is not None:
             self._before(func, args, kwargs)
         given = self._arguments((args, kwargs))
-        result = func(*args, **kwargs) if spec is None else _run_apart(func, args, kwargs)
+        if spec is None:
+            result = func(*args, **kwargs)
+        else:
+            result = run_apart(func, args, kwargs, spec, self._scratch)
+        if func.namespace == "c10d":
+            return self._c10d(func, spec, args, kwargs, result)
         self._write_down(func, spec, given, args, kwargs, result)
         return result
 
     def _write_down(
         self, func: Any, spec: OpSpec | None, given: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
-        if func.namespace == "c10d":
-            self._c10d(func, spec, args, kwargs)
-            return
+        if func._schema.name == "_c10d_functional::wait_tensor":
+            mark = self._works.pop(_key(args[0]), None)
+            if mark is not None:
+                self.timeline.wait(mark)
         node = self._node(func, given, result)
-        if spec is not None:
-            self._call(node, func, func, args, kwargs)
+        if spec is None:
+            return
+        self._call(node, func, func, args, kwargs)
+        if spec.asynchronous:
+            mark = self.timeline.record()
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._works[_key(tensor)] = mark
 
-    def _c10d(self, func: Any, spec: OpSpec | None, args: Any, kwargs: Any) -> None:
+    def _c10d(self, func: Any, spec: OpSpec | None, args: Any, kwargs: Any, result: Any) -> Any:
         form = functional_form(func, args, kwargs)
         if form is None:
             given = self._arguments((args, kwargs))
@@ -158,17 +194,39 @@ class Recorder(TorchDispatchMode):
             node = self._node(opaque, (tuple(flat), {}), None)
             if spec is not None:
                 self._call(node, func, opaque, args, kwargs)
-            return
+            return result
         given = self._arguments((form.args, form.kwargs))
         node = self._node(form.op, given, form.written)
-        self._call(node, func, form.op, form.args, form.kwargs)
+        call = self._call(node, func, form.op, form.args, form.kwargs)
         if not form.asynchronous:
-            wait = torch.ops._c10d_functional.wait_tensor.default
-            self._node(wait, ((node,), {}), form.written)
+            self._wait(node, form.written)
+            return result
+        call.asynchronous = True
+        mark = self.timeline.record()
 
-    def _call(self, node: fx.Node, op: Any, form: Any, args: Any, kwargs: Any) -> None:
-        args, kwargs = signature(args), signature(kwargs)
-        self.calls.append(Recorded(node, op, form, "op", args, kwargs, self.lines.get(node, "")))
+        def waited() -> None:
+            if not self._closed:
+                self.timeline.wait(mark)
+                self._wait(node, form.written)
+
+        handle, boxed = compat.watched_work(None, waited, form.written)
+        self._handles.append(handle)
+        return form.results(boxed)
+
+    def _wait(self, node: fx.Node, written: torch.Tensor) -> None:
+        self._node(torch.ops._c10d_functional.wait_tensor.default, ((node,), {}), written)
+
+    def _used_until_released(self, tensor: torch.Tensor, stream: Any) -> None:
+        storage = self._storages.get(_key(tensor))
+        number = getattr(stream, "cuda_stream", None)
+        if storage is not None and number is not None:
+            storage.users.append(self.timeline.name(number))
+
+    def _call(self, node: fx.Node, op: Any, form: Any, args: Any, kwargs: Any) -> Recorded:
+        line, stream = self.lines.get(node, ""), self.timeline.streams[node.name]
+        call = Recorded(node, op, form, "op", signature(args), signature(kwargs), line, stream)
+        self.calls.append(call)
+        return call
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:
         """``tensor`` was just made by `symmplan.empty` or `symmplan.out`, called with ``args``."""
@@ -176,8 +234,8 @@ class Recorder(TorchDispatchMode):
         if storage is None or not storage.made:
             return
         self._marks[storage.origin] = write
-        args, kwargs = signature(args), signature(kwargs)
-        self.calls.append(Recorded(storage.origin, None, None, kind, args, kwargs, _line()))
+        args, kwargs, stream = signature(args), signature(kwargs), storage.stream
+        self.calls.append(Recorded(storage.origin, None, None, kind, args, kwargs, _line(), stream))
 
     # Tensors.
 
@@ -217,17 +275,18 @@ class Recorder(TorchDispatchMode):
         if storage is None:
             real = tensor.untyped_storage()
             meta = torch.empty(real.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
-            storage = self._storages[key] = _Storage(meta, node, made)
+            stream = self.timeline.current()
+            storage = self._storages[key] = Storage(meta, node, made, stream=stream)
             self._watches[key] = weakref.ref(real, lambda _: self._released(key, storage))
         if made:
-            self._made[(node, path)] = storage
+            self.made[(node, path)] = storage
         view = _view(tensor)
         storage.nodes[view] = node
         stand_in = torch.empty(0, dtype=tensor.dtype, device="meta")
         return stand_in.set_(storage.meta, *view[:3])
 
-    def _released(self, key: int, storage: _Storage) -> None:
-        storage.dropped = self._last or storage.origin
+    def _released(self, key: int, storage: Storage) -> None:
+        storage.dropped = self.timeline.now()
         if self._storages.get(key) is storage:
             del self._storages[key], self._watches[key]
 
@@ -235,7 +294,7 @@ class Recorder(TorchDispatchMode):
         packet = getattr(target, "overloadpacket", target)
         name = self.graph._target_to_str(packet.__name__)  # as make_fx names it
         node = self.graph.create_node("call_function", target, *given, name)
-        self._last = node
+        self.timeline.ran(node.name)
         self.lines[node] = _line()
         node.meta["val"] = self._results(node, result, ())
         return node
@@ -250,7 +309,6 @@ class Recorder(TorchDispatchMode):
                 item = self.graph.call_function(operator.getitem, (item, index))
             item.meta["val"] = stand_in
             self._enter(result, item, made=False)
-            self._last = item
             return stand_in
         if isinstance(result, (list, tuple)):
             return [self._results(node, r, (*path, i)) for i, r in enumerate(result)]
@@ -258,94 +316,17 @@ class Recorder(TorchDispatchMode):
 
     # The end.
 
-    def capture(
-        self,
-        *,
-        lookup: Callable[[Any], OpSpec | None],
-        producer: Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None],
-        skip: Callable[[OpSpec, Requirement], str | None],
-    ) -> Captured:
-        """End the recording and capture it. See `capture_fx` for the arguments."""
-        self._closed = True
+    def close(self) -> None:
+        """End the recording: what is still alive leaves the graph."""
         # The last view, not the origin: that may return several storages.
-        living = [list(s.nodes.values())[-1] for s in self._storages.values() if s.made]
+        living = [list(x.nodes.values())[-1] for x in self._storages.values() if x.made]
         self._watches.clear()
         output = self.graph.output(tuple(living))
         output.meta["val"] = None
-        captured = capture_fx(
-            self.graph,
-            lookup=lookup,
-            producer=lambda node: producer(node, self._marks.get),
-            skip=skip,
-        )
-        return self._with_drops(captured)
 
-    def _with_drops(self, captured: Captured) -> Captured:
-        """See [Note: held tensors]."""
-        problem = captured.problem
-        order = {node.name: i for i, node in enumerate(self.graph.nodes)}
-        at = [order[o.name.partition(".")[0].partition(":")[0]] for o in problem.operations]
-        position = {o.name: i for i, o in enumerate(problem.operations)}
-        last: dict[str, int] = {}
-        for access in problem.accesses:
-            last[access.buffer] = max(last.get(access.buffer, -1), position[access.operation])
-        due: dict[int, list[str]] = {}
-        for home in captured.homes:
-            storage = self._made.get((home.node, home.path))
-            if storage is None or storage.dropped is None:
-                continue
-            end = sum(i <= order[storage.dropped.name] for i in at)
-            if end and at[end - 1] > at[last[home.buffer]]:
-                due.setdefault(end, []).append(home.buffer)
-        if not due:
-            return captured
-        operations: list[Operation] = []
-        accesses = list(problem.accesses)
-        for i, operation in enumerate([*problem.operations, None]):
-            for buffer in sorted(due.get(i, ())):
-                operations.append(Operation(f"{buffer}:drop"))
-                accesses.append(Access(f"{buffer}:drop", buffer))
-            if operation is not None:
-                operations.append(operation)
-        return evolve(captured, problem=evolve(problem, operations=operations, accesses=accesses))
-
-
-def _run_apart(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a declared op; see [Note: recorded collectives run apart]."""
-    form = functional_form(func, args, kwargs) if func.namespace == "c10d" else None
-    if func.namespace == "c10d" and form is None:
-        return func(*args, **kwargs)
-    clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def clone(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return clones.setdefault(id(x), (x, x.clone()))[1]
-
-    def finished(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        if func.namespace == "_c10d_functional":
-            x = torch.ops._c10d_functional.wait_tensor(x)
-        return originals.get(_key(x)) if _key(x) in originals else x.clone()
-
-    cloned = tree_map(clone, args), tree_map(clone, kwargs)
-    originals = {_key(copy): x for x, copy in clones.values()}
-    result = func(*cloned[0], **cloned[1])
-    if form is not None:
-        work = torch.distributed.Work.unbox(result[1])
-        if work is not None:  # NCCL has none for what runs on the current stream
-            work.wait()
-        form.written.copy_(clones[id(form.written)][1])
-        return form.results(compat.finished_work())
-    result = tree_map(finished, result)
-    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for x in tree_leaves(named.get(argument.name)):
-                if isinstance(x, torch.Tensor):
-                    x.copy_(clones[id(x)][1])
-    return result
+    def write_of(self, node: fx.Node) -> Write | None:
+        """How the maker of a tensor writes where it is told, by the program's own word."""
+        return self._marks.get(node)
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -357,7 +338,10 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def signature(value: Any) -> Any:
-    """What must be equal when the same call comes again: of a tensor its shape and type."""
+    """What must be equal when the same call comes again.
+
+    Of a tensor its shape and type. A float has no say in what lies where.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, (list, tuple)):
@@ -366,6 +350,8 @@ def signature(value: Any) -> Any:
         return {k: signature(v) for k, v in value.items()}
     if isinstance(value, torch.ScriptObject):  # boxed anew for every call
         return None
+    if isinstance(value, float):
+        return float
     return value
 
 

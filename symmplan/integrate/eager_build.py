@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, field
 
 from symmplan.capture.graphs import overload_of
+from symmplan.capture.streams import MARK
 from symmplan.integrate.eager_schedule import Bound, Event, Lent, Stage
 from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import overload_named
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.integrate.eager_lanes import Lanes
     from symmplan.integrate.lowering import Lowerings
     from symmplan.memory import Arena
     from symmplan.model import Plan
@@ -44,15 +46,18 @@ class _Builder:
     plan: Plan
     arena: Arena
     lowerings: Lowerings
+    lanes: Lanes
+    one_stream: bool = field(init=False)
     lent: dict[str, Lent] = field(init=False, factory=dict)
     overlapping: dict[str, list[str]] = field(init=False, factory=dict)
 
     def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
+        self.one_stream = all(o.op != MARK for o in self.captured.problem.operations)
         order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend(home)
+            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
         sites: dict[fx.Node, list[Site]] = {}
         for site in self.captured.sites:
             sites.setdefault(site.node, []).append(site)
@@ -67,13 +72,23 @@ class _Builder:
         place = self.plan.placements[buffer]
         return self.arena.segments[place.segment].tensor[place.offset : place.end]
 
-    def _lend(self, home: Home) -> Lent:
-        like = self.captured.values.tensors[(home.node, home.path)]
-        flat = self._bytes(home.buffer).view(like.dtype)
+    def _lend(self, buffer: str, value: Any) -> Lent:
+        like = self.captured.values.tensors[value]
+        flat = self._bytes(buffer).view(like.dtype)
         base = lend(flat, _nothing)
         tensor = base.as_strided(like.shape, like.stride(), 0)
         del base
-        return Lent(home.buffer, tensor, flat.data_ptr())
+        return Lent(buffer, tensor, flat.data_ptr())
+
+    def _leave(self, event: Event, site: Site) -> torch.Tensor:
+        """Where a result that leaves the iteration is made, to be copied out."""
+        assert site.buffer is not None
+        value = (site.node, site.path)
+        if not event.waits:
+            return _flat(self._bytes(site.buffer), self.captured.values.tensors[value])
+        lent = self.lent[site.buffer] = self._lend(site.buffer, value)
+        event.leaving[site.path] = lent
+        return lent.tensor
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -102,7 +117,7 @@ class _Builder:
 
     def _event(self, call: Recorded, sites: list[Site], homes: list[Home]) -> Event:
         overload = overload_of(call.form) if call.kind == "op" else None
-        event = Event(call, overload)
+        event = Event(call, overload, stream=call.stream)
         for home in homes:
             event.lent[home.path] = self.lent[home.buffer]
             event.results[home.path] = self.lent[home.buffer].tensor
@@ -126,8 +141,7 @@ class _Builder:
             event.group = self._group(site.buffer)
             if site.kind == "result":
                 if site.how == "stage" and not site.stays:
-                    like = self.captured.values.tensors[(site.node, site.path)]
-                    event.results[site.path] = _flat(self._bytes(site.buffer), like)
+                    event.results[site.path] = self._leave(event, site)
                     written.append(site.buffer)
                 continue
             head, _, rest = site.where.partition(".")
@@ -162,23 +176,27 @@ class _Builder:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
         by_name = {event.call.node.name: event for event in events}
         nodes = {node.name: i for node, i in order.items()}
-        barriers: dict[str, list[Callable[[], None]]] = {}
+        barriers: dict[str, list[_Barrier]] = {}
         for barrier in self.plan.barriers:
             segment = self.arena.segments[self.plan.placements[barrier.buffers[0]].segment]
-            act = _Barrier(segment, barrier.group)
+            act = _Barrier(segment, barrier.group, barrier.buffers)
             barriers.setdefault(barrier.before, []).append(act)
         tail: list[Callable[[], None]] = []
         lazy: list[Callable[[], None]] = []  # waits for the next event
         current = -1
         for operation in self.captured.problem.operations:
+            if operation.op == MARK:
+                continue
             due = barriers.get(operation.name, [])
             base, _, kind = operation.name.rpartition(":")
             if kind == "dead":
-                lazy += [*due, _Poison(self._bytes(base), base, self.lent.get(base))]
+                place, lent = self._bytes(base), self.lent.get(base)
+                lazy += [*due, _Poison(place, lent, self.lanes, operation.stream)]
                 continue
             node = operation.name.partition(":")[0].partition(".")[0]
-            event = by_name.get(node) if kind != "drop" else None
-            if kind != "drop":
+            drop = kind.startswith("drop")
+            event = None if drop else by_name.get(node)
+            if not drop:
                 while current + 1 < len(events):
                     following = events[current + 1]
                     if order[following.call.node] > nodes[node]:
@@ -187,8 +205,9 @@ class _Builder:
                     lazy = []
                     current += 1
             if event is None:
-                target = tail if current < 0 else events[current].after
-                target += due
+                for act in due:
+                    for target in self._behind(act, events[: current + 1]) or [tail]:
+                        target.append(act)
             elif kind == "in" or (event.call.kind != "op"):
                 event.before += due
             elif kind in ("out", "back"):
@@ -200,11 +219,29 @@ class _Builder:
             lazy = []
         return [*lazy, *tail]
 
+    def _behind(self, barrier: _Barrier, events: list[Event]) -> list[list[Callable[[], None]]]:
+        """Where a barrier runs instead of before an op that is not seen.
+
+        On one stream, behind the last declared op. Else behind the last one of each stream on which
+        peers took part in the buffers that it protects: whoever comes after those has waited for
+        these streams.
+        """
+        if self.one_stream:
+            return [events[-1].after] if events else []
+        nodes = {
+            a.operation.partition(":")[0].partition(".")[0]
+            for a in self.captured.problem.accesses
+            if a.remote and a.buffer in barrier.buffers
+        }
+        last = {e.stream: e for e in events if e.call.node.name in nodes}
+        return [event.after for event in last.values()]
+
 
 @define(eq=False)
 class _Barrier:
     segment: Any
     group: str
+    buffers: tuple[str, ...]
 
     def __call__(self) -> None:
         self.segment.barrier(self.group)
@@ -215,12 +252,15 @@ class _Poison:
     """Overwrite a dead placement with bits that are no number."""
 
     view: torch.Tensor
-    buffer: str
     lent: Lent | None
+    lanes: Lanes
+    role: str
 
     def __call__(self) -> None:
-        if self.lent is None or not self.lent.held:
-            self.view.fill_(255)
+        stream = self.lanes.on(self.role)
+        if stream is not None and (self.lent is None or not self.lent.held):
+            with stream:
+                self.view.fill_(255)
 
 
 def _nothing() -> None:
@@ -228,7 +268,12 @@ def _nothing() -> None:
 
 
 def events_of(
-    recorder: Recorder, captured: Captured, plan: Plan, arena: Arena, lowerings: Lowerings
+    recorder: Recorder,
+    captured: Captured,
+    plan: Plan,
+    arena: Arena,
+    lowerings: Lowerings,
+    lanes: Lanes,
 ) -> tuple[list[Event], list[Callable[[], None]]]:
     """The schedule that a plan makes of a recording.
 
@@ -238,8 +283,9 @@ def events_of(
         plan: The plan.
         arena: Its memory.
         lowerings: How ops run on it.
+        lanes: The streams of the frozen session.
 
     Returns:
         The events in order, and what is to be done when the iteration ends.
     """
-    return _Builder(recorder, captured, plan, arena, lowerings).build()
+    return _Builder(recorder, captured, plan, arena, lowerings, lanes).build()

@@ -98,11 +98,22 @@ class Faults:
         *,
         expected: object,
         got: object,
-        op: str,
-        buffer: str,
+        event: Event | None,
+        op: str = "",
+        buffer: str = "",
         fix: str = REDO,
     ) -> NoReturn:
-        """Raise, on every rank. See [Note: one rank departs]."""
+        """Raise, on every rank. See [Note: one rank departs].
+
+        Args:
+            what: What this rank does that was not planned.
+            expected: What was.
+            got: What it does instead.
+            event: The planned call; None if there is none any more.
+            op: Name of the op; that of ``event`` if empty.
+            buffer: Name of a buffer; one of ``event`` if empty.
+            fix: What to do.
+        """
         error = RunError(
             f"rank {self._group.rank}: {what}",
             expected=expected,
@@ -111,8 +122,8 @@ class Faults:
             group=self._group.name,
             rank=self._group.rank,
             failed_rank=self._group.rank,
-            op=op,
-            buffer=buffer,
+            op=op or (event.name if event is not None else ""),
+            buffer=buffer or _name_of_buffer(event),
         )
         self.fail(error)
         raise error
@@ -189,7 +200,7 @@ class Faults:
             return
 
 
-def name_of_buffer(event: Event | None) -> str:
+def _name_of_buffer(event: Event | None) -> str:
     """A buffer that an event touches, for messages."""
     if event is None:
         return ""

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
+#: Where `wait_tensor` is, which ends what results that leave the iteration wait for.
+_PENDING = "_c10d_functional"
+
 #: Their ops run others of the catalogue below autograd, which the session sees.
 _FRONTS = ("_c10d_functional_autograd", "_dtensor")
 
@@ -55,7 +58,23 @@ def install(session: Session) -> list[torch.library.Library]:
             "BackendSelect",
             with_keyset=True,
         )
+    if session.leaving:
+        library = libraries.setdefault(_PENDING, torch.library.Library(_PENDING, "IMPL"))
+        library.impl("wait_tensor", _wait_kernel(session, after), "BackendSelect", with_keyset=True)
     return list(libraries.values())
+
+
+def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:
+    redispatch = torch.ops._c10d_functional.wait_tensor.default.redispatch
+
+    def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+        result = redispatch(keys & after, tensor)
+        event = session.leaving.get(tensor.untyped_storage()._cdata)
+        if event is not None and not OWN.depth:
+            session.waited(event, tensor)
+        return result
+
+    return kernel
 
 
 def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:

@@ -47,20 +47,26 @@ def quick_call(
     """
     acts = (event.before, event.ready, event.copied, event.after)
     plain = not any(acts) and not any(s.copy_back or s.index for s in event.stages)
-    if kwargs or not plain or not event.placed or event.late:
+    if kwargs or not plain or not event.placed:
         return None
     if form is not None:
-        if event.stages or (event.row is not None and event.row.target[:5] != "_c10d"):
+        if (
+            event.call.asynchronous
+            or event.stages
+            or (event.row is not None and event.row.target[:5] != "_c10d")
+        ):
             return None
-        return _in_place(event, args)
+        return _as_called(event, args)
     row = event.row
+    if row is None and not event.stages and not event.results:
+        return _as_called(event, args)
     if row is None or row.each or len(args) != len(event.names) or row.out != "return":
         return None
     return _by_row(event, args)
 
 
-def _in_place(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
-    """A ``c10d::`` op whose tensors are placements already: it runs as it was called."""
+def _as_called(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
+    """An op whose declared tensors are placements already: it runs as it was called."""
     tensors: list[tuple[int, bool, Any, Any]] = []
     values: list[tuple[int, Any]] = []
     groups: list[tuple[int, Any]] = []
@@ -73,9 +79,9 @@ def _in_place(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
             group = compat.unboxed_if_group(value)
             if group is not None:
                 groups.append((i, group))
-        elif value is None or isinstance(value, (bool, int)):
+        elif value is None or isinstance(value, (bool, int, str)):
             values.append((i, value))
-        else:
+        elif not isinstance(value, float):
             return None
     addresses = {bound.address for bound in event.binds}
     count, claims = len(args), event.claims
@@ -117,9 +123,9 @@ def _in_place(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
 
 def _by_row(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
     """An op that runs as another one, which writes its result where it is told."""
-    row, lent = event.row, event.lent.get(())
+    row, lent = event.row, event.lent.get((), event.leaving.get(()))
     assert row is not None
-    if set(event.results) - set(event.lent):  # a result that is copied out
+    if event.results.keys() - event.lent.keys() - event.leaving.keys():  # copied out at once
         return None
     expected: list[tuple[int, Any, Any, int]] = []
     values: list[tuple[int, Any]] = []
@@ -127,9 +133,9 @@ def _by_row(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
     for i, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             expected.append((i, value.shape, value.dtype, addresses.get(i, 0)))
-        elif isinstance(value, (str, int, float, bool)):
+        elif isinstance(value, (str, int, bool)):
             values.append((i, value))
-        else:
+        elif not isinstance(value, float):
             return None
     stages = [(event.names.index(stage.head), stage) for stage in event.stages]
     schema = event.target._schema
@@ -208,6 +214,9 @@ def quick_memory(event: Event) -> Callable[[Any, Any, Any], Any] | None:
                 if want.__class__ is not tuple:
                     return MISS
                 if want[0] != have.shape or want[1] is not have.dtype:
+                    return MISS
+            elif have.__class__ is float:
+                if want is not float:
                     return MISS
             elif want.__class__ is not have.__class__ or want != have:
                 return MISS

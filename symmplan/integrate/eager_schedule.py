@@ -17,6 +17,7 @@ from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan.capture.eager import signature
+from symmplan.capture.streams import MAIN
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Lent:
     def __attrs_post_init__(self) -> None:
         self._storage = self.tensor.untyped_storage()._cdata
         self._own = compat.storage_use_count(self._storage)
+
+    @property
+    def storage(self) -> int:
+        """Address of its storage's description, by which a tensor on it is known."""
+        return self._storage
 
     @property
     def held(self) -> bool:
@@ -94,6 +100,7 @@ class Event:
     Attributes:
         call: What was recorded.
         overload: The op that stands for it in the graph.
+        stream: Name of the stream on which it runs.
         names: Names of that op's arguments.
         before: What to do first: overwriting of dead placements, barriers.
         writes: Names of the buffers that it writes first.
@@ -103,6 +110,8 @@ class Event:
         ready: Barriers between staging and the op itself.
         results: ``{path: placement}`` of results.
         lent: ``{path: Lent}`` of those results that stay there.
+        leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
+        work: The Python half of the last work that the program got, if it is symmplan's.
         row: How it runs on this memory backend.
         target: The op of ``row``.
         shapes: ``{path: stand-in}`` of the op's results.
@@ -114,13 +123,13 @@ class Event:
         after: Barriers of ops behind it that are not declared.
         placed: Whether any of its tensors is in a placement.
         copies: How often bytes are copied into and out of placements.
-        late: Whether a part of it happens when its work is waited for.
         quick: Serves a call that fits, with the least there is to do; see `symmplan.integrate.
             eager_quick`.
     """
 
     call: Recorded
     overload: Any
+    stream: str = MAIN
     names: list[str] = field(factory=list)
     before: list[Callable[[], None]] = field(factory=list)
     writes: list[str] = field(factory=list)
@@ -130,6 +139,8 @@ class Event:
     ready: list[Callable[[], None]] = field(factory=list)
     results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], Lent] = field(factory=dict)
+    leaving: dict[tuple[int, ...], Lent] = field(factory=dict)
+    work: Any = None
     row: Lowering | None = None
     target: Any = None
     shapes: dict[tuple[int, ...], Any] = field(factory=dict)
@@ -141,7 +152,6 @@ class Event:
     after: list[Callable[[], None]] = field(factory=list)
     placed: bool = False
     copies: int = 0
-    late: bool = False
     quick: Callable[..., Any] | None = None
 
     @property

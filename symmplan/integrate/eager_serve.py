@@ -9,12 +9,13 @@ import torch
 from symmplan import _compat
 from symmplan.errors import RunError
 from symmplan.integrate.eager_schedule import bound_values
+from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
     from symmplan.integrate.eager_schedule import Event
 
-__all__ = ["serve"]
+__all__ = ["serve", "take_away"]
 
 
 def serve(
@@ -81,6 +82,8 @@ def serve(
         result = original(behind, *args, **kwargs)
         if form is not None:
             work = result[1]
+            if event.call.asynchronous and work_of(work) is not None:
+                return form.results(_finish_later(event, work, back, form.written))
             if back:
                 work_of(work).wait()
             results = {(): form.written}
@@ -89,7 +92,7 @@ def serve(
             if copied is None:
                 return _ended(event, back, result)
             results, work = copied, None
-    for act in event.copied:
+    for act in () if event.leaving else event.copied:
         act()
     for tensor, view in back:
         if event.waits and form is None:
@@ -105,6 +108,38 @@ def serve(
 def work_of(work: Any) -> Any:
     """The work in its box."""
     return torch.distributed.Work.unbox(work)
+
+
+def _finish_later(
+    event: Event, work: Any, back: list[tuple[torch.Tensor, torch.Tensor]], written: torch.Tensor
+) -> Any:
+    """A work that copies back what was staged when it is waited for.
+
+    Also where nothing was: torch's own works hold their tensors for as long as they live.
+    """
+    for act in event.after:
+        act()
+
+    @own_work
+    def finish() -> None:
+        for act in event.copied:
+            act()
+        for tensor, view in back:
+            tensor.copy_(view)
+
+    event.work, boxed = _compat.watched_work(work_of(work), finish, written)
+    return boxed
+
+
+def take_away(event: Event, tensor: torch.Tensor) -> None:
+    """Copy a result that leaves, which has just been waited for, out of its placement.
+
+    Whoever holds the tensor, as asynchronous tensors of torch do, holds the copy from now on.
+    """
+    for act in event.copied:
+        act()
+    copy = tensor.clone()
+    tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
 
 
 def _ended(
@@ -198,16 +233,17 @@ def _handed(
     results: dict[tuple[int, ...], torch.Tensor],
     back: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> Any:
-    """What the program gets: tensors in placements, copies of those that leave, its own."""
+    """What the program gets: tensors in placements, copies of those that leave, its own.
+
+    Results that leave and are still pending are copied when they are waited for.
+    """
     originals = {id(view): tensor for tensor, view in back}
     given = []
     for path, tensor in results.items():
-        lent = event.lent.get(path)
+        lent = event.lent.get(path, event.leaving.get(path))
         if lent is not None:
             given.append(lent.give())
         elif path in event.results:
-            if event.waits:
-                torch.ops._c10d_functional.wait_tensor(tensor)
             given.append(tensor.clone())
         else:
             given.append(originals.get(id(tensor), tensor))

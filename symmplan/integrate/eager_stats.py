@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attrs import frozen
+from torch._ops import OpOverload
+
+from symmplan.capture.producers import out_overload
 
 if TYPE_CHECKING:
     from symmplan.capture.eager import Recorder
@@ -27,6 +30,7 @@ class Stats:
         iterations: Iterations that ended, the recorded ones included.
         served: Calls that ran in placements.
         copies: Copies into and out of placements so far.
+        copied: What is copied in every iteration, why, and the line that would avoid it.
     """
 
     rendezvous: int = 0
@@ -38,6 +42,7 @@ class Stats:
     iterations: int = 0
     served: int = 0
     copies: int = 0
+    copied: tuple[Copy, ...] = ()
 
 
 @frozen
@@ -71,12 +76,15 @@ def copies_of(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:
         if site.how != "stage" or site.buffer is None:
             continue
         producer = site.source if site.source in recorder.lines else site.node
-        fix = "drop it before session.step(), or make it once in each iteration"
+        fix = "drop it, or what was made of it, before session.step()"
         if site.kind == "argument" and "producer" in site.reason:
-            what = str(getattr(site.source, "target", "")).removeprefix("aten.").split(".")[0]
-            fix = f"write symmplan.out(torch.{what}, ...) where it is made"
+            target = getattr(site.source, "target", None)
+            what = str(target).removeprefix("aten.").split(".")[0]
+            fix = "let an op that takes out= write it, in memory from symmplan.empty"
             if what.startswith(("empty", "new_empty")):
                 fix = "allocate it with symmplan.empty"
+            elif isinstance(target, OpOverload) and out_overload(target) is not None:
+                fix = f"write symmplan.out(torch.{what}, ...) where it is made"
         elif site.kind == "argument":
             fix = "make it in the iteration, in memory from symmplan.empty"
         found.append(

@@ -23,13 +23,21 @@ _OP = "symmplan::poison_"
 
 
 def plan_poison(problem: Problem) -> Problem:
-    """The problem, with an operation that overwrites each buffer behind its last access."""
+    """The problem, with an operation that overwrites each buffer behind its last access.
+
+    Buffers that are used on several streams are left alone: one use may not be behind all others.
+    """
     rank = {o.name: i for i, o in enumerate(problem.operations)}
+    stream = {o.name: o.stream for o in problem.operations}
     last: dict[str, int] = {}
+    streams: dict[str, set[str]] = {}
     for access in problem.accesses:
         last[access.buffer] = max(last.get(access.buffer, 0), rank[access.operation])
+        streams.setdefault(access.buffer, set()).add(stream[access.operation])
     dying: dict[int, list[str]] = {}
     for buffer in problem.buffers:
+        if len(streams[buffer.name]) > 1:
+            continue
         dying.setdefault(last[buffer.name], []).append(buffer.name)
     operations = []
     accesses = list(problem.accesses)

@@ -1,0 +1,263 @@
+"""Streams and events of a recorded iteration, as edges of its happens-before order.
+
+[Note: what is seen of streams]
+    Each recorded op runs on the stream that is current when it is called. What orders streams is
+    seen where Python asks for it: recording an event, letting a stream or the host wait for one,
+    synchronizing a stream or the device (`torch.cuda.Stream.wait_stream` is made of those), and
+    waiting for a collective. Each becomes a *mark*, an operation that touches nothing, on its
+    stream, and a wait is an edge between two marks. An order that is made elsewhere is not seen: a
+    buffer whose accesses are then in no order is left out of the plan.
+
+[Note: the end of an iteration]
+    A program repeats, so whatever it does in an iteration must be over before the next one. The
+    session joins the streams of its declared calls in `step`; work on other streams must have been
+    waited for on one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import define, evolve, field, frozen
+
+from symmplan.model import Operation, Problem
+from symmplan.planner.order import order_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["MAIN", "MARK", "CudaWatch", "Mark", "Timeline", "Watch", "unordered", "with_streams"]
+
+#: Name of the stream on which a recording starts.
+MAIN = "main"
+
+#: What marks say that they are.
+MARK = "symmplan::mark"
+
+#: Name of the mark at which an iteration ends.
+_STEP = "mark:step"
+
+
+class Watch(Protocol):
+    """Where a recording learns about streams. Streams are numbers."""
+
+    def current(self) -> int:
+        """The current stream."""
+
+    def watching(self, timeline: Timeline) -> contextlib.AbstractContextManager[None]:
+        """Tell ``timeline`` what happens to events and streams inside."""
+
+
+@frozen
+class Mark:
+    """A moment on a stream."""
+
+    name: str
+    stream: str
+    at: int
+
+
+@define(eq=False)
+class Timeline:
+    """What a recording knows about streams. See [Note: what is seen of streams].
+
+    Attributes:
+        watch: Tells which stream is current; None where there are no streams.
+        at: ``{name of a node: when it ran}``, counted from the start.
+        streams: ``{name of a node: name of its stream}``.
+        marks: All marks, in the order of the program.
+        edges: Pairs of names of marks.
+        on_release: ``{storage: streams}`` that may use a storage until it is released.
+    """
+
+    watch: Watch | None = None
+    at: dict[str, int] = field(factory=dict)
+    streams: dict[str, str] = field(factory=dict)
+    marks: list[Mark] = field(factory=list)
+    edges: list[tuple[str, str]] = field(factory=list)
+    _names: dict[int, str] = field(factory=dict)
+    _host: list[str] = field(factory=list)
+    _clock: int = 0
+
+    def current(self) -> str:
+        """Name of the current stream."""
+        return MAIN if self.watch is None else self.name(self.watch.current())
+
+    def name(self, stream: int) -> str:
+        """Name of a stream; streams are numbered as they appear."""
+        name = self._names.get(stream)
+        if name is None:
+            name = MAIN if not self._names else f"stream{len(self._names)}"
+            self._names[stream] = name
+            for mark in self._host:  # what the host waited for is over
+                self.edges.append((mark, self._mark(name)))
+        return name
+
+    def now(self) -> int:
+        """A moment after all others."""
+        self._clock += 1
+        return self._clock
+
+    def ran(self, node: str) -> None:
+        """A node ran on the current stream."""
+        self.streams[node] = self.current()
+        self.at[node] = self.now()
+
+    def _mark(self, stream: str) -> str:
+        at = self.now()
+        mark = Mark(f"mark:{at}", stream, at)
+        self.marks.append(mark)
+        return mark.name
+
+    def record(self, stream: int | None = None) -> str:
+        """An event is recorded on a stream, the current one if None. Returns its mark."""
+        return self._mark(self.current() if stream is None else self.name(stream))
+
+    def wait(self, mark: str, stream: int | None = None) -> None:
+        """A stream, the current one if None, waits for a mark."""
+        self.edges.append((mark, self.record(stream)))
+
+    def host_waits(self, mark: str) -> None:
+        """The host waits for a mark: whatever it starts from now on comes after."""
+        self._host.append(mark)
+        for name in list(self._names.values()):
+            self.edges.append((mark, self._mark(name)))
+
+    def device_waits(self) -> None:
+        """The host waits for all streams."""
+        for mark in [self._mark(name) for name in list(self._names.values())]:
+            self.host_waits(mark)
+
+
+class CudaWatch:
+    """CUDA's streams, and `torch.cuda`'s events.
+
+    Args:
+        current: The current stream as a number.
+    """
+
+    def __init__(self, current: Callable[[], int]) -> None:
+        self.current = current
+
+    @contextlib.contextmanager
+    def watching(self, timeline: Timeline) -> Iterator[None]:
+        """Look at `torch.cuda`'s events and streams while inside."""
+        import torch
+
+        stream_class: Any = torch.cuda.Stream
+        event_class: Any = torch.cuda.Event
+        record, wait, synchronize = event_class.record, event_class.wait, event_class.synchronize
+        finish, everything = stream_class.synchronize, torch.cuda.synchronize
+
+        def number(stream: Any) -> int | None:
+            return self.current() if stream is None else getattr(stream, "cuda_stream", None)
+
+        def do_record(event: Any, stream: Any = None) -> None:
+            record(event, stream)
+            at = number(stream)
+            event._symmplan = None if at is None else (timeline, timeline.record(at))
+
+        def mark_of(event: Any) -> str | None:
+            owner, mark = getattr(event, "_symmplan", None) or (None, None)
+            return mark if owner is timeline else None
+
+        def do_wait(event: Any, stream: Any = None) -> None:
+            wait(event, stream)
+            mark, at = mark_of(event), number(stream)
+            if mark is not None and at is not None:
+                timeline.wait(mark, at)
+
+        def do_synchronize(event: Any) -> None:
+            synchronize(event)
+            mark = mark_of(event)
+            if mark is not None:
+                timeline.host_waits(mark)
+
+        def do_finish(stream: Any) -> None:
+            finish(stream)
+            timeline.host_waits(timeline.record(stream.cuda_stream))
+
+        def do_everything(*args: Any, **kwargs: Any) -> None:
+            everything(*args, **kwargs)
+            timeline.device_waits()
+
+        new = (do_record, do_wait, do_synchronize, do_finish, do_everything)
+        places = (
+            (event_class, "record"),
+            (event_class, "wait"),
+            (event_class, "synchronize"),
+            (stream_class, "synchronize"),
+            (torch.cuda, "synchronize"),
+        )
+        old = [getattr(owner, name) for owner, name in places]
+        for (owner, name), function in zip(places, new, strict=True):
+            setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            for (owner, name), function in zip(places, old, strict=True):
+                setattr(owner, name, function)
+
+
+def with_streams(
+    problem: Problem, timeline: Timeline, placed: Iterable[tuple[int, str]], declared: set[str]
+) -> Problem:
+    """The problem with each operation on its stream, and the marks among them.
+
+    Args:
+        problem: Its operations are in the order of the program.
+        timeline: What was seen of streams.
+        placed: When each operation ran, and on which stream, in the order of operations.
+        declared: Names of the streams that `step` joins.
+    """
+    moments = list(placed)
+    if len({stream for _, stream in moments}) <= 1:
+        return problem
+    operations: list[Operation] = []
+    marks = iter([*timeline.marks, None])
+    mark = next(marks)
+    for operation, (at, stream) in zip(problem.operations, moments, strict=True):
+        while mark is not None and mark.at <= at:
+            operations.append(Operation(mark.name, stream=mark.stream, op=MARK))
+            mark = next(marks)
+        operations.append(evolve(operation, stream=stream))
+    while mark is not None:
+        operations.append(Operation(mark.name, stream=mark.stream, op=MARK))
+        mark = next(marks)
+    ends = [f"{_STEP}.{name}" for name in sorted(declared)]
+    operations += [
+        Operation(end, stream=name, op=MARK)
+        for end, name in zip(ends, sorted(declared), strict=True)
+    ]
+    operations.append(Operation(_STEP, stream=_STEP, op=MARK))
+    edges = [*timeline.edges, *((end, _STEP) for end in ends)]
+    return evolve(problem, operations=operations, edges=edges)
+
+
+def unordered(problem: Problem) -> dict[str, str]:
+    """Buffers that must be left out, as far as streams can be seen, and why."""
+    if all(o.op != MARK for o in problem.operations):
+        return {}
+    order = order_of(problem)
+    rank = {o.name: i for i, o in enumerate(problem.operations)}
+    touches: dict[str, list[tuple[int, str, bool]]] = {}
+    for access in problem.accesses:
+        mine = touches.setdefault(access.buffer, [])
+        mine.append((rank[access.operation], access.operation, access.write))
+    found: dict[str, str] = {}
+    for buffer, mine in touches.items():
+        mine.sort()
+        for i, (_, later, writes) in enumerate(mine):
+            if not order.precedes(order.index[later], order.index[_STEP]):
+                found[buffer] = (
+                    f"{later} uses it on a stream that nothing waits for before session.step()"
+                )
+            for _, earlier, wrote in mine[:i]:
+                racing = not order.precedes(order.index[earlier], order.index[later])
+                if (writes or wrote) and racing:
+                    found[buffer] = (
+                        f"no stream, event or wait that symmplan sees orders {earlier} before "
+                        f"{later}"
+                    )
+    return found

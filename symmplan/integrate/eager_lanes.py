@@ -1,0 +1,126 @@
+"""The streams of a frozen session: the same calls on the same streams, joined at the end.
+
+[Note: streams have no names]
+    A program may take new streams from CUDA's pool in every iteration. So a recorded stream is a
+    role: the first declared call that should run on it tells which stream plays it in this
+    iteration, and later calls of the same role must run there, those of others elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from symmplan import _compat as compat
+from symmplan.capture.streams import CudaWatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmplan.capture.streams import Watch
+
+__all__ = ["CudaStreams", "Lanes", "Streams", "streams_of"]
+
+
+class Streams(Protocol):
+    """What a session needs to know of a device's streams."""
+
+    @property
+    def watch(self) -> Watch:
+        """What a recording needs to know."""
+
+    def number(self) -> int:
+        """The current stream, as a number."""
+
+    def current(self) -> Any:
+        """The current stream."""
+
+    def wait(self, stream: Any, other: Any) -> None:
+        """Let ``stream`` wait for ``other``."""
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` current inside."""
+
+
+class CudaStreams:
+    """The streams of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.number = compat.current_stream_of(device)
+        self.watch = CudaWatch(self.number)
+
+    def current(self) -> Any:
+        """The current stream."""
+        import torch
+
+        return torch.cuda.current_stream(self._device)
+
+    def wait(self, stream: Any, other: Any) -> None:
+        """Let ``stream`` wait for ``other``."""
+        stream.wait_stream(other)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` current inside."""
+        import torch
+
+        return torch.cuda.stream(stream)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device; None if it has none."""
+    return CudaStreams(device) if device.type == "cuda" else None
+
+
+class Lanes:
+    """Which stream plays which role in this iteration. See [Note: streams have no names].
+
+    Args:
+        streams: The device's streams; None if it has none.
+    """
+
+    def __init__(self, streams: Streams | None) -> None:
+        self._streams = streams
+        self._numbers: dict[str, int] = {}
+        self._bound: dict[str, Any] = {}
+
+    def fits(self, role: str) -> bool:
+        """Whether the current stream plays ``role``, or may from now on."""
+        if self._streams is None:
+            return True
+        number = self._streams.number()
+        known = self._numbers.get(role)
+        if known == number:
+            return True
+        if known is not None or number in self._numbers.values():
+            return False
+        self._numbers[role] = number
+        self._bound[role] = self._streams.current()
+        return True
+
+    def join(self) -> None:
+        """Let the current stream wait for those of this iteration."""
+        self._meet(inwards=True)
+
+    def part(self) -> None:
+        """Let those wait for the current stream, and forget them: the iteration is over."""
+        self._meet(inwards=False)
+        self._numbers.clear()
+        self._bound.clear()
+
+    def _meet(self, *, inwards: bool) -> None:
+        if len(self._numbers) < 2:  # the order of one stream is all there is
+            return
+        assert self._streams is not None
+        current, number = self._streams.current(), self._streams.number()
+        for role, stream in self._bound.items():
+            if self._numbers[role] != number:
+                pair = (current, stream) if inwards else (stream, current)
+                self._streams.wait(*pair)
+
+    def on(self, role: str) -> contextlib.AbstractContextManager[Any] | None:
+        """Makes the stream of ``role`` current; None if nothing has run there yet."""
+        if self._streams is None:
+            return contextlib.nullcontext()
+        stream = self._bound.get(role)
+        return None if stream is None else self._streams.on(stream)
