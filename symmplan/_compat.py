@@ -54,6 +54,7 @@ __all__ = [
     "same_version",
     "set_fsdp_comms",
     "set_symm_mem_backend",
+    "static_inputs",
     "storage_use_count",
     "symm_mem_backend",
     "symm_mem_empty",
@@ -451,6 +452,18 @@ def reduction_name(given: Any) -> str | None:
         if op in (getattr(plain, name), getattr(plain, name).value):
             return name.lower()
     return None
+
+
+def static_inputs() -> tuple[int, ...]:
+    """Which inputs of the graph that AOTAutograd compiles keep their address from call to call.
+
+    Parameters, buffers and what is marked with ``mark_static_address``; of the forward graph.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return tuple(getattr(metadata, "static_input_indices", None) or ())
 
 
 def storage_use_count(storage: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,6 +65,8 @@ def _pass(gm, choices):
                 node.replace_all_uses_with(copy, delete_user_cb=lambda u, c=copy: u is not c)
             else:
                 gm.graph.erase_node(copy)
+        elif how == "dense" and node.target is A.clone.default:
+            node.kwargs = {"memory_format": torch.contiguous_format}
         elif how == "in place" and node.target is A.sin.default:
             node.target = A.sin_.default
         elif how == "other" and node.target is A.sin.default:
@@ -91,10 +93,13 @@ def _aliases(gm):
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 9)), min_size=1, max_size=10),
     choices=st.lists(
-        st.tuples(st.integers(0, 20), st.sampled_from(["drop", "copy", "in place", "other"])),
+        st.tuples(
+            st.integers(0, 20), st.sampled_from(["drop", "copy", "dense", "in place", "other"])
+        ),
         max_size=6,
     ),
 )
+@example(kinds=[("t", 0), ("clone", 1), ("sin", 2), ("t", 3)], choices=[(1, "dense")])
 def test_what_changed_is_run_again_and_nothing_is_missed(kinds, choices):
     gm, x, mode = _traced(kinds)
     noted = note(gm)

@@ -2,6 +2,7 @@
 
 argument, made in the graph by an op that can write     bind   produced in its placement
 argument, made by a declared op, or a view of a bound    bind   used where it lies
+argument from outside that may be kept in its placement  bind   used where it lies
 argument from outside, or that leaves the graph, ...     stage  copied in before the op
 result                                                   bind   written there by the op
 result that leaves the graph                             stage  copied out after the op or its wait
@@ -20,7 +21,7 @@ from torch import fx
 
 from symmplan.capture.bounds import bound, bounded, contiguous, known
 from symmplan.capture.graphs import argument_nodes, is_getitem, overload_of, target_name
-from symmplan.capture.sites import Home, Site
+from symmplan.capture.sites import Home, Kept, Site
 from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments, resolve_group_name
@@ -97,6 +98,7 @@ class Decider:
         skip: Gives the reason why a requirement is not to be met, or None.
         refused: ``{node: why its tensors are to be left out}``.
         symbols: Where the graph's inputs give the symbols of sizes.
+        keep: The inputs that may lie in symmetric memory from run to run.
     """
 
     prefix: str
@@ -109,11 +111,13 @@ class Decider:
     skip: Callable[[OpSpec, Requirement], str | None]
     refused: Mapping[fx.Node, str]
     symbols: Mapping[Any, Any]
+    keep: frozenset[fx.Node]
 
     homes: dict[Value, Home] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
     sites: list[Site] = field(init=False, factory=list)
     unplanned: list[Unplanned] = field(init=False, factory=list)
+    kept: dict[Value, Kept] = field(init=False, factory=dict)
     #: Storages of which an op wrote a staged copy: from there on the copy counts.
     copied: set[Value] = field(init=False, factory=set)
 
@@ -252,6 +256,9 @@ class Decider:
         root = self.values.find(request.value)
         home = self.homes.get(root)
         reason = self._why_stage(request, root, home)
+        if reason is None and self._origin(root)[0].op == "placeholder":
+            self._keep(request, root)
+            return
         if reason is None and home is None:
             origin = self._origin(root)
             write = self.producer(origin[0])
@@ -272,6 +279,24 @@ class Decider:
         name = f"{request.node.name}.{request.where}"
         buffer = self._buffer(request, name, request.value, whole=False)
         self._site(request, "stage", buffer.name, reason)
+
+    def _keep(self, request: Request, root: Value) -> None:
+        """Let an input lie in symmetric memory from run to run."""
+        origin = self._origin(root)
+        node = origin[0]
+        if root not in self.kept:
+            self.kept[root] = Kept(node, request.group, request.spec.op, request.where)
+            buffer = self._buffer(request, node.name, origin, whole=True)
+            self.buffers[buffer.name] = evolve(buffer, persistent=True)
+        self._widen(self.prefix + node.name, request.requirement)
+        self._site(request, "bind", self.prefix + node.name)
+
+    def buffer_of(self, root: Value) -> str | None:
+        """The buffer that a storage lives in from its first byte, if it does."""
+        home, kept = self.homes.get(root), self.kept.get(root)
+        if home is not None:
+            return home.buffer
+        return None if kept is None else self.prefix + kept.node.name
 
     def _widen(self, name: str, requirement: Requirement) -> None:
         """One storage, several requirements: the strictest holds."""
@@ -300,7 +325,7 @@ class Decider:
             return None
         origin = self._origin(root)
         if origin[0].op != "call_function":
-            return "it comes from outside the graph"
+            return self._why_not_kept(request, root, origin)
         if root in self.escaping:
             return "its storage leaves the graph"
         if self._untraceable(root):
@@ -314,6 +339,23 @@ class Decider:
         )
         if not dense or not bounded(made, self.symbols):
             return "its producer's result is not dense"
+        return None
+
+    def _why_not_kept(self, request: Request, root: Value, origin: Value) -> str | None:
+        """Why an input cannot lie in symmetric memory from run to run, or None if it can."""
+        if origin[0] not in self.keep:
+            return "it comes from outside the graph"
+        kept = self.kept.get(root)
+        if kept is not None and kept.group != request.group:
+            return f"it comes from outside the graph and is kept for group {kept.group}"
+        made = self.values.tensors[origin]
+        sizes = (*made.shape, *made.stride(), made.storage_offset())
+        if not all(isinstance(size, int) for size in sizes):
+            return "it comes from outside the graph, and its size is symbolic"
+        if made.numel() * made.element_size() != made.untyped_storage().nbytes():
+            return "it comes from outside the graph as a part of a larger tensor"
+        if self._untraceable(root):
+            return "it comes from outside the graph, and its aliases cannot be followed"
         return None
 
     def _is_last_alias(self, request: Request, root: Value) -> bool:

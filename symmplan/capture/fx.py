@@ -2,6 +2,13 @@
 
 A buffer stands for a storage, not a tensor: its accesses are those of all its aliases
 (see [Note: aliases]). An asynchronous op holds its buffers until its ``wait_tensor``.
+
+[Note: residents]
+    Parameters and the like may lie in symmetric memory from run to run, so that nothing is copied
+    in. Between runs anybody may write them (an optimizer, say). So their problem begins and ends
+    with an operation that stands for the outside and writes them all: what peers still read when
+    the graph ends, or read before they have met this rank, then asks for a barrier. It is a problem
+    of its own because graphs take turns in the bytes of all others.
 """
 
 from __future__ import annotations
@@ -9,18 +16,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import fx
 
 from symmplan.capture.bounds import sources
 from symmplan.capture.decide import Decider, requests_of
 from symmplan.capture.graphs import called, hidden_calls, is_getitem, is_wait, written_nodes
 from symmplan.capture.producers import Write, writes_inductor
-from symmplan.capture.sites import Captured, Site
+from symmplan.capture.sites import Captured, Kept, Site
 from symmplan.capture.steps import Steps
 from symmplan.capture.values import Value, Values, example_values, is_pure_view
 from symmplan.errors import CaptureError
-from symmplan.model import OpSpec, Problem, Requirement, Unplanned
+from symmplan.model import Access, Operation, OpSpec, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ def capture_fx(
     producer: Callable[[fx.Node], Write | None] = writes_inductor,
     skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
     refused: Mapping[fx.Node, str] | None = None,
+    keep: frozenset[fx.Node] = frozenset(),
 ) -> Captured:
     """Capture the declared tensors of an FX program.
 
@@ -49,6 +57,7 @@ def capture_fx(
         producer: Says how a node can write into memory it is given, or None.
         skip: Gives the reason why a requirement is not to be met, or None to meet it.
         refused: ``{node: why its tensors are to be left out}``.
+        keep: The inputs that may lie in symmetric memory from run to run.
 
     Returns:
         The problem and the decisions behind it.
@@ -59,7 +68,7 @@ def capture_fx(
     Collective: no.
     """
     graph, module = _graph_of(program)
-    builder = _Builder(graph, module, example_inputs, prefix, lookup, producer, skip, refused)
+    builder = _Builder(graph, module, example_inputs, prefix, lookup, producer, skip, refused, keep)
     return builder.build()
 
 
@@ -90,6 +99,7 @@ class _Builder:
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
     refused: Mapping[fx.Node, str] | None
+    keep: frozenset[fx.Node]
 
     order: dict[fx.Node, int] = field(init=False)
     values: Values = field(init=False)
@@ -119,6 +129,7 @@ class _Builder:
             skip=self.skip,
             refused=self.refused or {},
             symbols=sources(self.graph),
+            keep=self.keep,
         )
         requests = [r for node, spec in declared for r in requests_of(node, spec, self.values)]
         self.specs = dict(declared)
@@ -130,14 +141,17 @@ class _Builder:
                 self.decider.argument(request)
         self.decider.unplanned += self._hidden()
         sites = sorted(self.decider.sites, key=lambda s: self.order[s.node])
+        problem, residence = self._problems(sites)
         return Captured(
-            problem=self._problem(sites),
+            problem=problem,
             sites=tuple(sites),
             homes=tuple(self.decider.homes.values()),
             specs=self.specs,
             waits=self.decider.waits,
             values=self.values,
             prefix=self.prefix,
+            kept=self._kept(residence),
+            residence=residence,
         )
 
     def _escaping(self, waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]) -> set[Value]:
@@ -190,7 +204,8 @@ class _Builder:
 
     # -- what it does with them --------------------------------------------------------------
 
-    def _problem(self, sites: Sequence[Site]) -> Problem:
+    def _problems(self, sites: Sequence[Site]) -> tuple[Problem, Problem | None]:
+        """What the graph does with its own buffers, and with those that outlive it."""
         steps = Steps(self.prefix, self.order, self.specs, self.decider.waits)
         by_node: dict[fx.Node, list[Site]] = {}
         for site in sites:
@@ -202,11 +217,36 @@ class _Builder:
             touched = {} if is_pure_view(node) and not is_wait(node) else self._touched(node)
             steps.node(node, mine, touched, self._group(mine))
         operations, accesses = steps.finish()
-        return Problem(
-            buffers=tuple(self.decider.buffers.values()),
+        buffers = self.decider.buffers.values()
+        kept = {b.name for b in buffers if b.persistent}
+        problem = Problem(
+            buffers=tuple(b for b in buffers if not b.persistent),
             operations=operations,
-            accesses=accesses,
+            accesses=tuple(a for a in accesses if a.buffer not in kept),
             unplanned=tuple(self.decider.unplanned),
+        )
+        if not kept:
+            return problem, None
+        # See [Note: residents].
+        outside = [Operation(f"{self.prefix}{name}", op="outside") for name in (":given", "output")]
+        residence = Problem(
+            buffers=tuple(b for b in buffers if b.persistent),
+            operations=(outside[0], *operations, outside[1]),
+            accesses=(
+                *(a for a in accesses if a.buffer in kept),
+                *(Access(o.name, name, write=True) for o in outside for name in sorted(kept)),
+            ),
+        )
+        return problem, residence
+
+    def _kept(self, residence: Problem | None) -> tuple[Kept, ...]:
+        if residence is None:
+            return ()
+        inside = {o.name for o in residence.operations if o.op != "outside"}
+        written = {a.buffer for a in residence.accesses if a.write and a.operation in inside}
+        return tuple(
+            evolve(k, written=self.prefix + k.node.name in written)
+            for k in self.decider.kept.values()
         )
 
     def _group(self, sites: list[Site]) -> str | None:
@@ -224,10 +264,10 @@ class _Builder:
             if is_getitem(node) and not isinstance(self.values.fakes[source], torch.Tensor):
                 continue
             for value in self.values.of_node(source):
-                home = self.decider.homes.get(self.values.find(value))
-                if home is not None:
+                buffer = self.decider.buffer_of(self.values.find(value))
+                if buffer is not None:
                     write = overload is None or source in writes
-                    touched[home.buffer] = touched.get(home.buffer, False) or write
+                    touched[buffer] = touched.get(buffer, False) or write
         for value in self.values.of_node(node):
             home = self.decider.homes.get(self.values.find(value))
             if home is not None and home.node is node:

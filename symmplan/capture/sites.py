@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from symmplan.capture.values import Values
     from symmplan.model import OpSpec, Problem
 
-__all__ = ["Captured", "Home", "Site"]
+__all__ = ["Captured", "Home", "Kept", "Site"]
 
 
 @frozen(eq=False)
@@ -68,6 +68,25 @@ class Home:
 
 
 @frozen(eq=False)
+class Kept:
+    """An input that is to lie in symmetric memory from run to run.
+
+    Attributes:
+        node: Its placeholder; also the name of its buffer.
+        group: The process group.
+        op: The first op that takes it.
+        where: As which argument.
+        written: Whether the graph writes it.
+    """
+
+    node: fx.Node
+    group: str
+    op: str
+    where: str
+    written: bool = False
+
+
+@frozen(eq=False)
 class Captured:
     """What capture found: the problem, and how the graph has to change to follow a plan of it.
 
@@ -79,6 +98,8 @@ class Captured:
         waits: ``{asynchronous node: {path of a result: its wait node}}``.
         values: The graph's tensors.
         prefix: What operation and buffer names start with.
+        kept: The inputs that lie in symmetric memory from run to run.
+        residence: Their problem; None if there are none. See [Note: residents].
     """
 
     problem: Problem
@@ -88,6 +109,8 @@ class Captured:
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
     values: Values
     prefix: str = ""
+    kept: tuple[Kept, ...] = ()
+    residence: Problem | None = None
 
     def at(self, node: fx.Node) -> list[Site]:
         """The sites of one node, in the order of its schema."""

@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (cpu, cuda) in _SIZES.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, help=f"default {cpu}, on cuda {cuda}")
+    parser.add_argument(
+        "--bind", action="store_true", help="keep parameters in symmetric memory from step to step"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each (default 10)")
     parser.add_argument(
         "--compilations", type=int, default=2, help="compilations of each side (default 2)"
@@ -96,6 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "cases": cases,
         "memory": args.memory,
         "choose": args.choose,
+        "bind": args.bind,
         "steps": args.steps,
         "compilations": args.compilations,
         "dtype": args.dtype or ("bfloat16" if cuda else "float32"),
@@ -133,7 +137,8 @@ def _words(args: argparse.Namespace) -> list[str]:
     )
     given = {name: getattr(args, name) for name in names}
     words = [f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None]
-    return [*words, *(["--zero-cta"] if args.zero_cta else [])]
+    switches = {"--bind": args.bind, "--zero-cta": args.zero_cta}
+    return [*words, *(word for word, given in switches.items() if given)]
 
 
 def _joined(ranks: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +202,8 @@ def render(result: dict[str, Any]) -> str:
                 f"{'':16} {stats['bound']} bound, {stats['staged']} staged, {stats['unplanned']} "
                 f"unplanned; {stats['segment_bytes']} bytes, lower bound "
                 f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; rendezvous "
-                f"{stats['rendezvous']}, {row['rendezvous_after_first_step']} after the first step"
+                f"{stats['rendezvous']}, {row['rendezvous_after_first_step']} after the first step; "
+                f"{stats['kept']} kept, {stats['copies']} copied in"
             ),
         ]
     return "\n".join(lines)
@@ -245,7 +251,10 @@ def _sides(options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         "plain": lambda: {"backend": "inductor"},
         "symmplan": lambda: {
             "backend": symmplan.backend(
-                memory=options["memory"], choose=options["choose"], timeout=120.0
+                memory=options["memory"],
+                choose=options["choose"],
+                bind=options["bind"],
+                timeout=120.0,
             )
         },
     }

@@ -43,6 +43,8 @@ class Stats:
         placed: Declared tensors that live in symmetric memory; ``staged + bound``.
         staged: Those of them that are copied in or out.
         bound: Those of them that are produced or used where they lie.
+        kept: Inputs that lie in symmetric memory from run to run (``bind=True``), right now.
+        copies: How often such an input was not in its placement and had to be copied there.
         unplanned: Declared tensors that were left out.
         barriers: Barriers inserted.
         segment_bytes: Bytes of symmetric memory; graphs take turns in them.
@@ -56,6 +58,8 @@ class Stats:
     placed: int = 0
     staged: int = 0
     bound: int = 0
+    kept: int = 0
+    copies: int = 0
     unplanned: int = 0
     barriers: int = 0
     segment_bytes: int = 0
@@ -80,12 +84,13 @@ class CompileBackend:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         choose: Literal["auto", "measure", "placed"] = "auto",
+        bind: bool = False,
         debug: bool = False,
     ) -> None:
         _refuse("inner compiler", inner, ("inductor", "eager"))
         _refuse("memory backend", memory, _memory_names())
         _refuse("way to choose", choose, ("auto", "measure", "placed"))
-        self.settings = Settings(inner, memory, effort, timeout, choose, debug)
+        self.settings = Settings(inner, memory, effort, timeout, choose, debug, bind)
         self.__name__ = "symmplan"
         self._graphs = 0
         self._records: list[Record] = []
@@ -93,7 +98,11 @@ class CompileBackend:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans made so far, one for each graph with declared tensors."""
+        """The plans made so far: of graphs with declared tensors, then of kept inputs."""
+        return (*self._turns, *(p for record in self._records for p in record.kept.values()))
+
+    @property
+    def _turns(self) -> tuple[Plan, ...]:
         plans = (plan for record in self._records for plan in record.plans.values())
         return tuple({id(plan): plan for plan in plans}.values())
 
@@ -111,7 +120,9 @@ class CompileBackend:
     def stats(self) -> Stats:
         """What was done so far."""
         how = [how for record in self._records for *_, how, _ in record.sites]
-        plans = self.plans
+        plans = self._turns
+        kept = [p for record in self._records for p in record.kept.values()]
+        both = (*plans, *kept)
         # Plans of one structure take turns in one set of segments.
         turns: dict[Any, list[Plan]] = {}
         for plan in plans:
@@ -125,28 +136,41 @@ class CompileBackend:
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
             bound=how.count("bind"),
+            kept=self._pool.places.count,
+            copies=self._pool.places.copies,
             unplanned=sum(len(p.unplanned) for p in plans),
-            barriers=sum(len(p.barriers) for p in plans),
-            segment_bytes=sum(
+            barriers=sum(len(p.barriers) for p in both),
+            segment_bytes=sum(p.peak_bytes for p in kept)
+            + sum(
                 max(s.nbytes for s in same)
                 for of in turns.values()
                 for same in zip(*(p.segments for p in of), strict=True)
             ),
-            lower_bound_bytes=sum(max(p.lower_bound_bytes for p in of) for of in turns.values()),
-            unshared_bytes=sum(p.unshared_bytes for p in plans),
+            lower_bound_bytes=sum(p.lower_bound_bytes for p in kept)
+            + sum(max(p.lower_bound_bytes for p in of) for of in turns.values()),
+            unshared_bytes=sum(p.unshared_bytes for p in both),
         )
 
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Every staged tensor: ``(operation, op, argument or result, reason)``."""
-        return tuple(
-            (name, op, where, reason)
-            for record in self._records
-            for name, op, where, how, reason in record.sites
-            if how == "stage"
+        """Every staged tensor: ``(operation, op, argument or result, reason)``.
+
+        Also every kept input that was not in its placement when it was last used.
+        """
+        return (
+            *(
+                (name, op, where, reason)
+                for record in self._records
+                for name, op, where, how, reason in record.sites
+                if how == "stage"
+            ),
+            *self._pool.places.away,
         )
 
     def release(self) -> None:
         """Give all segments back. The compiled graphs cannot run any more.
+
+        Inputs that lie in symmetric memory move back to ordinary memory. One that shares its
+        storage with other tensors stays, and with it its segment, until they are gone.
 
         Collective: no; but a rank that releases leaves the others' next collective to time out.
         """
@@ -208,6 +232,7 @@ def backend(
     timeout: float = DEFAULT_TIMEOUT,
     *,
     choose: Literal["auto", "measure", "placed"] = "auto",
+    bind: bool = False,
     debug: bool = False,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
@@ -221,6 +246,19 @@ def backend(
             time each kind and size of collective both ways when it is first compiled, and leave
             out of the plan what is clearly faster in torch's own way; ``"auto"`` to measure on
             devices only (shared memory between processes is always faster).
+        bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
+            into symmetric memory for good when a graph first passes them to a declared op, so that
+            they need not be copied there on each run. The tensor objects stay the same (with
+            gradients, hooks and optimizer state) and may be updated in place; a barrier at the
+            graph's end makes peers finish reading where their op does not. All graphs of the
+            backend share one placement for one tensor. Its bytes move from ordinary to symmetric
+            memory and count in ``stats.segment_bytes``; `CompileBackend.release` moves them back.
+            A tensor that cannot move (it shares its storage, or torch does not own its memory), or
+            that was replaced and cannot take its place again, is copied in on each run, counted
+            in ``stats.copies`` and named by `CompileBackend.staged`. Not by default, because
+            whoever remembers the address of such a tensor (a CUDA graph captured by hand, another
+            process) would be left with the old memory; and not for parameters whose storage is
+            resized, as FSDP2 does.
         debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
             wrong lifetime shows in the results. Slow.
 
@@ -233,7 +271,7 @@ def backend(
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
     compiling it where collectives are measured.
     """
-    return CompileBackend(inner, memory, effort, timeout, choose=choose, debug=debug)
+    return CompileBackend(inner, memory, effort, timeout, choose=choose, bind=bind, debug=debug)
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:

@@ -146,13 +146,14 @@ def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> Iterator[None]:
     def pass_others(given: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return None if given is gm else passes(given, *args, **kwargs)
 
-    inductor.fake_tensor_prop = propagate_others
-    inductor._recursive_post_grad_passes = pass_others
+    module: Any = inductor
+    module.fake_tensor_prop = propagate_others
+    module._recursive_post_grad_passes = pass_others
     try:
         yield
     finally:
-        inductor.fake_tensor_prop = propagate
-        inductor._recursive_post_grad_passes = passes
+        module.fake_tensor_prop = propagate
+        module._recursive_post_grad_passes = passes
 
 
 @register_lowering(torch.ops.symmplan.fence_.default, type_promotion_kind=None)

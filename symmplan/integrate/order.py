@@ -40,16 +40,20 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
         for key, node in emitter.inputs.items():
             if key in written.get(operation, ()) and key not in together:
                 emitter.fence(at, [node])
+    if captured.residence is not None:
+        mine.update(o.name for o in captured.residence.operations)
     for before, group in barriers:
         if before not in mine:
             continue
         at = emitter.first.get(before) or by_name[before]
         named = {s.name for s in emitter.plan.segments if group in s.groups}
-        node = next(n for key, n in emitter.inputs.items() if key.segment in named)
-        emitter.fence(at)
+        inputs = [n for key, n in emitter.inputs.items() if key.segment in named]
+        inputs += [k.node for k in captured.kept if k.group == group]
+        covered = [*emitter.inputs.values(), *(k.node for k in captured.kept)]
+        emitter.fence(at, covered)
         with emitter.graph.inserting_before(at):
-            emitter.call(torch.ops.symmplan.barrier_.default, (node, group))
-        emitter.fence(at)
+            emitter.call(torch.ops.symmplan.barrier_.default, (inputs[0], group))
+        emitter.fence(at, covered)
 
 
 def _crossings(

@@ -24,6 +24,7 @@ import torch
 from attrs import define, evolve, field
 
 from symmplan.errors import ReleasedError, RunError
+from symmplan.integrate.places import Places
 from symmplan.memory import realize
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
@@ -103,6 +104,7 @@ class Pool:
     timeout: float
     rendezvous: int = field(init=False, default=0)
     released: bool = field(init=False, default=False)
+    places: Places = field(init=False, factory=Places)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
 
     @property
@@ -152,6 +154,7 @@ class Pool:
         Collective: no.
         """
         self.released = True
+        self.places.release()
         for arena in self.arenas:
             arena.release()
 

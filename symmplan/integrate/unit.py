@@ -7,9 +7,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from attrs import define, evolve, field, frozen
-from torch import fx
 
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import called, hidden_calls
@@ -18,6 +16,7 @@ from symmplan.integrate.choice import Choice, refused
 from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import Lowerings
 from symmplan.integrate.poison import plan_poison
+from symmplan.integrate.residents import Residents
 from symmplan.integrate.rewrite import rewrite
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
@@ -29,6 +28,9 @@ from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import torch
+    from torch import fx
 
     from symmplan.integrate.emit import SegmentInput
     from symmplan.integrate.pool import Pool, Shared
@@ -55,6 +57,7 @@ class Settings:
         timeout: Seconds that ranks wait for each other before they raise.
         choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
         debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+        bind: Keep static inputs of declared ops in symmetric memory.
     """
 
     inner: str
@@ -63,6 +66,7 @@ class Settings:
     timeout: float
     choose: Literal["auto", "measure", "placed"]
     debug: bool
+    bind: bool
 
     def chooses(self, device: torch.device) -> bool:
         """Whether collectives are measured before they are planned."""
@@ -88,12 +92,14 @@ class Record:
 
     Attributes:
         plans: The plan of each part.
+        kept: Plans of inputs that lie in symmetric memory from run to run.
         sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
         choices: What was measured.
         seconds: Symmplan's part of compiling it.
     """
 
     plans: dict[str, Plan] = field(init=False, factory=dict)
+    kept: dict[str, Plan] = field(init=False, factory=dict)
     sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
     choices: list[Choice] = field(init=False, factory=list)
     seconds: float = field(init=False, default=0.0)
@@ -130,6 +136,10 @@ class Unit:
     barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
     shared: dict[str, Shared] = field(init=False, factory=dict)
     given: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
+    residents: Residents = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.residents = Residents(self.pool, self.device, self.settings.timeout, self.record.kept)
 
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""
@@ -179,6 +189,7 @@ class Unit:
             lookup=lowerings.lookup,
             skip=lowerings.skip,
             producer=producer,
+            keep=self.residents.candidates(module, part) if self.settings.bind else frozenset(),
         )
         captured = capture()
         reasons: dict[fx.Node, str] = {}
@@ -198,12 +209,14 @@ class Unit:
         self.record.add(captured)
         plan = self._plan(captured, part)
         self.record.plans[part] = plan
-        if not captured.problem.buffers:
+        self.residents.plan(captured, part, lowerings.memory)
+        if not captured.problem.buffers and not captured.kept:
             return None
         # Parts may run in another order than planned (two forwards, then two backwards), so each
         # part also gets the barriers that it needs when it follows itself.
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
-        self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone])))
+        kept = self.residents.barriers(part)
+        self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone, *kept])))
         inputs = rewrite(
             module,
             captured,
@@ -314,12 +327,16 @@ def with_segments(
     compiled: Callable[[list[Any]], Any], unit: Unit, rewritten: Rewritten
 ) -> Callable[[list[Any]], Any]:
     """Pass the segments after the graph's own inputs."""
+    residents, part = unit.residents, rewritten.part
 
     def run(args: list[Any]) -> Any:
-        args.extend(unit.enter(rewritten))
+        segments = unit.enter(rewritten)
         try:
+            copies = residents.enter(part, args)
+            args.extend(segments)
             with own_work:
-                return compiled(args)
+                results = compiled(args)
+            return residents.leave(copies, results) if copies else results
         finally:
             unit.leave(rewritten)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.segment import Rendezvous, Segment
 
-__all__ = ["OPS", "REFUSED", "Call", "describe", "note"]
+__all__ = ["OPS", "REFUSED", "Call", "describe", "note", "parts_of"]
 
 #: The ops, in an order that never changes.
 OPS = (
@@ -130,10 +130,13 @@ class Call:
 
     def parts(self, offset: int, low: int, high: int, like: torch.Tensor) -> list[torch.Tensor]:
         """Bytes ``[low, high)`` of the tensor at ``offset`` on every rank, typed as ``like``."""
-        return [peer[offset + low : offset + high].view(like.dtype) for peer in self.peers]
+        return parts_of(self.peers, offset, low, high, like)
 
-    def check_inside(self, tensor: torch.Tensor, where: str, offset: int) -> None:
+    def check_inside(
+        self, tensor: torch.Tensor, where: str, offset: int, segment: Segment | None = None
+    ) -> None:
         """A symmetric tensor is contiguous and ends inside its segment."""
+        segment = segment or self.segment
         if not tensor.is_contiguous():
             self.fail(
                 f"{where!r} of shape {tuple(tensor.shape)} is not contiguous",
@@ -142,10 +145,10 @@ class Call:
                 fix="give symmetric tensors contiguous",
             )
         end = offset + tensor.numel() * tensor.element_size()
-        if end > self.segment.nbytes:
+        if end > segment.nbytes:
             self.fail(
-                f"{where!r} leaves segment {self.segment.spec.name!r}",
-                expected=f"bytes up to {self.segment.nbytes}",
+                f"{where!r} leaves segment {segment.spec.name!r}",
+                expected=f"bytes up to {segment.nbytes}",
                 got=f"[{offset}, {end})",
                 fix="give a tensor that lies in one segment",
             )
@@ -224,6 +227,13 @@ class Call:
                 got=f"bytes [{begin - low}, {end - low}) of [0, {high - low})",
                 fix="give tensors that do not overlap",
             )
+
+
+def parts_of(
+    peers: Sequence[torch.Tensor], offset: int, low: int, high: int, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """Bytes ``[low, high)`` of what begins at ``offset`` of each peer's segment, as ``like``."""
+    return [peer[offset + low : offset + high].view(like.dtype) for peer in peers]
 
 
 class _Running:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.errors import RunError
-from symmplan.memory.calls import Call
+from symmplan.memory.calls import Call, parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
 from symmplan.memory.segment import locate
 
@@ -180,7 +180,8 @@ def all_reduce_out(
         input: Symmetric, contiguous, at the same offset on all ranks.
         reduce_op: See the module.
         group_name: Name of the group.
-        out: The same; may be ``input`` itself, must not overlap it otherwise.
+        out: The same, in this or another segment of the group; may be ``input`` itself, must not
+            overlap it otherwise.
 
     Raises:
         RunError: An argument does not fit, or ranks make different calls.
@@ -193,15 +194,15 @@ def all_reduce_out(
     call.check_numel(out, input.numel(), "as large as 'input'")
     reduction = call.check_reduction(reduce_op, input.dtype)
     found = locate(out)
-    if found is None or found[0] is not call.segment:
+    if found is None:
         call.fail(
-            f"'out' of shape {tuple(out.shape)} does not lie in the segment of 'input'",
-            expected=f"a tensor in segment {call.segment.spec.name!r}",
-            got="another segment" if found else "ordinary memory",
+            f"'out' of shape {tuple(out.shape)} lies in no live segment",
+            expected="a symmetric tensor",
+            got="ordinary memory",
             fix="let the plan place both, or reduce in place",
         )
-    out_offset = found[1]
-    call.check_inside(out, "out", out_offset)
+    out_segment, out_offset = found
+    call.check_inside(out, "out", out_offset, out_segment)
     call.apart(input, out.data_ptr(), out, 0)
     nbytes = input.numel() * input.element_size()
     running = call.running(
@@ -212,7 +213,7 @@ def all_reduce_out(
     )
     if nbytes <= ONE_SHOT_BYTES:
         # Where a rank's input is its output, peers must have read it before it is overwritten.
-        in_place = out_offset == call.offset
+        in_place = out.data_ptr() == input.data_ptr()
         result = torch.empty_like(out) if in_place else out
         with running:
             reduce_into([result.view(-1)], call.parts(call.offset, 0, nbytes, input), reduction)
@@ -223,7 +224,8 @@ def all_reduce_out(
     low, high = _share(nbytes, call.rank, call.size)
     with running:
         sources = call.parts(call.offset, low, high, input)
-        reduce_into(call.parts(out_offset, low, high, input), sources, reduction)
+        peers = out_segment.meeting(group_name).peers
+        reduce_into(parts_of(peers, out_offset, low, high, input), sources, reduction)
 
 
 def all_to_all_single_out(

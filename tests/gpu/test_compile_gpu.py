@@ -248,3 +248,94 @@ def test_ops_of_torch_symmetric_memory_run_in_placements(inner):
     print(first)
     assert first == second
     assert first.bound >= 2
+
+
+class _Sharded(torch.nn.Module):
+    """Linear layers that have a part of their weight and gather the whole when they run."""
+
+    def __init__(self, rank, device, group):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.group = group
+        self.parts = torch.nn.ParameterList(
+            torch.randn(512, 1024, device=device, dtype=torch.bfloat16) / 32 for _ in range(4)
+        )
+
+    def forward(self, x):
+        for part in self.parts:
+            x = torch.relu(x @ _GatherWeight.apply(part, self.group))
+        return x.float().square().mean()
+
+
+class _GatherWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(part, 2, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        ops = torch.ops._c10d_functional
+        part = ops.reduce_scatter_tensor(grad.contiguous(), "sum", 2, ctx.group)
+        return ops.wait_tensor(part), None
+
+
+def _bound(rank, world_size, mode):
+    """Losses with parameters kept in symmetric memory and without, kernels, and what was copied."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.memory import locate
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(11)
+    x = torch.randn(256, 1024, device=device, dtype=torch.bfloat16)
+    backend = symmplan.backend(memory="nccl", timeout=60.0, choose="placed", bind=True)
+    losses = []
+    for compiled in (False, True):
+        model = _Sharded(rank, device, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+        run_it = torch.compile(model, backend=backend, mode=mode) if compiled else model
+        found = []
+        for _ in range(8):
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = run_it(x)
+            loss.backward()
+            optimizer.step()  # in place, at once: peers must have read
+            optimizer.zero_grad(set_to_none=False)
+            found.append(float(loss))
+        losses.append(found)
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=1e-4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.compiler.cudagraph_mark_step_begin()
+        run_it(x).backward()
+        torch.cuda.synchronize()
+    names = sorted({e.name for e in profile.events() if "nccl" in e.name or "Memcpy" in e.name})
+    placed = [locate(p) is not None for p in model.parameters()]
+    stats, staged = backend.stats, backend.staged()
+    dist.barrier()
+    backend.release()
+    moved_back = [locate(p) is None for p in model.parameters()]
+    run_eagerly = float(model(x))
+    return losses, names, placed, stats, staged, moved_back, run_eagerly == run_eagerly
+
+
+@needs_two
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_parameters_are_gathered_where_they_live(mode):
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        first, second = pool.run(_bound, mode)
+    print(first)
+    losses, names, placed, stats, staged, moved_back, finite = first
+    assert stats == second[3]
+    assert all(placed)
+    assert all(moved_back)
+    assert finite
+    assert (stats.kept, stats.copies) == (4, 0)
+    assert not any("outside" in row[3] for row in staged)
+    assert any("ncclSymk" in name or "PtoP" in name for name in names), names
+    assert not any("AllGather_RING" in name for name in names), names

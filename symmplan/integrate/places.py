@@ -1,0 +1,277 @@
+"""Placements in which tensors of the user live from run to run.
+
+[Note: moving in]
+    A tensor moves when its data is exchanged (``tensor.data = ...``): the object stays, and with it
+    gradients, hooks, optimizer state and what a graph was compiled for. That is only right where
+    nobody else looks at the old storage, so a tensor moves only if it alone uses all of a storage
+    that torch allocated. Each tenant has a storage of its own on the placement's bytes (see
+    [Note: lent bytes]), so that a saved state dict holds no more than the tensor, and so that its
+    end is noticed.
+
+[Note: copying in]
+    What a run is given need not be what lives in the placement: parameters are replaced
+    (``load_state_dict(assign=True)``, ``p.data = ...``). Peers read the placement in any case. So
+    the tensor takes the place over if the old tenant is gone or can move out, and is copied in
+    otherwise. If others still look at the old tenant's storage, its bytes are put back after the
+    run: then all peers have read, because the plan says that the outside may write. What the graph
+    returns of the copy (activations that are views of a parameter) is returned of the original.
+
+    One compiled graph may serve several modules, whose parameters take turns. If a tensor that
+    made room for another comes back, nobody moves in any more, and each is copied in when it is
+    used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field, frozen
+
+from symmplan import _compat
+from symmplan.errors import RunError
+from symmplan.integrate.fsdp_bytes import lend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.memory.arena import Arena
+
+__all__ = ["Copy", "Place", "Places"]
+
+#: Uses of a storage that only one tensor has: that tensor's, and the one of who asks.
+_OWN_USES = 2
+
+
+@define(eq=False)
+class _Lease:
+    """Whether a storage on a placement's bytes is still used by anybody."""
+
+    over: bool = False
+
+    def end(self) -> None:
+        self.over = True
+
+
+@frozen(eq=False)
+class Copy:
+    """A tensor that was copied into a placement for one run.
+
+    Attributes:
+        place: The placement.
+        original: The tensor.
+        placed: The same in the placement.
+        saved: The placement's bytes before, if somebody still looks at them.
+        written: Whether the run writes it.
+    """
+
+    place: Place
+    original: torch.Tensor
+    placed: torch.Tensor
+    saved: torch.Tensor | None
+    written: bool
+
+    def end(self) -> None:
+        """After the run: the original has what was written, the placement what it had."""
+        with torch.no_grad():
+            # The original may be a part of what is put back.
+            value = self.placed.clone() if self.written else None
+            if self.saved is not None:
+                self.place.bytes.copy_(self.saved)
+            if value is not None:
+                self.original.copy_(value)
+
+    def of_original(self, result: Any) -> Any:
+        """A result of the run; where it is a view of the copy, the same view of the original."""
+        if not isinstance(result, torch.Tensor) or not _shares(result, self.placed):
+            return result
+        offset = result.storage_offset() + self.original.storage_offset()
+        return self.original.detach().as_strided(result.size(), result.stride(), offset)
+
+
+@define(eq=False)
+class Place:
+    """One placement.
+
+    Attributes:
+        number: How many its process group had before; equal on all ranks.
+        process_group: The process group.
+        bytes: The placement, uint8.
+        address: Of its first byte.
+    """
+
+    number: int
+    process_group: Any
+    bytes: torch.Tensor
+    address: int = field(init=False)
+    _tenant: Any = field(init=False, default=None)
+    _former: list[Any] = field(init=False, factory=list)
+    _crowded: bool = field(init=False, default=False)
+    _lease: _Lease = field(init=False, factory=lambda: _Lease(over=True))
+
+    def __attrs_post_init__(self) -> None:
+        self.address = self.bytes.data_ptr()
+
+    @property
+    def taken(self) -> bool:
+        """Whether anybody uses a storage on its bytes."""
+        return not self._lease.over
+
+    def admit(self, tensor: torch.Tensor, *, written: bool) -> tuple[Copy | None, str]:
+        """Let a tensor live here from now on, or copy it in for one run. See [Note: moving in].
+
+        Args:
+            tensor: As large as the placement.
+            written: Whether the run writes it.
+
+        Returns:
+            None, or the copy and why the tensor could not move.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._crowded = self._crowded or any(former() is tensor for former in self._former)
+            stays = _why_it_stays(tensor)
+            if self._crowded:
+                self.move_out()
+                stays = (
+                    "several tensors take turns in one compiled graph; compile the module that "
+                    "holds it by itself, or all of them as one"
+                )
+            if self.taken and not stays and not self.move_out():
+                stays = (
+                    "it was replaced while other tensors still use the old one's storage; drop "
+                    "those (state dicts, detached views) before the next run"
+                )
+            if not stays:
+                self._lease = _Lease()
+                # To the letter what it was, elsewhere.
+                tensor.data = self._filled(tensor, self._lease)
+                self._tenant = weakref.ref(tensor)
+                return None, ""
+            saved = self.bytes.clone() if self.taken else None
+            placed = self._filled(tensor, _Lease())
+        return Copy(self, tensor, placed, saved, written), stays
+
+    def _filled(self, like: torch.Tensor, lease: _Lease) -> torch.Tensor:
+        if self.address <= like.data_ptr() < self.address + self.bytes.numel():
+            like = like.clone()  # a part of the tenant: it must not be read while it is written
+        flat = lend(self.bytes, lease.end).view(like.dtype)
+        return flat.as_strided(like.size(), like.stride()).copy_(like)
+
+    def move_out(self) -> bool:
+        """Move the tenant to ordinary memory. False if others look at its storage, too."""
+        tenant = None if self._tenant is None else self._tenant()
+        if tenant is None or tenant.data_ptr() != self.address or _is_shared(tenant):
+            return not self.taken
+        with torch.inference_mode(mode=False), torch.no_grad():
+            fresh = torch.empty_strided(
+                tenant.size(), tenant.stride(), dtype=tenant.dtype, device=tenant.device
+            )
+            tenant.data = fresh.copy_(tenant)
+        self._former = [f for f in self._former if f() is not None] + [self._tenant]
+        return not self.taken
+
+
+def _why_it_stays(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot move, with what would let it; empty if it can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference():
+        return f"it is a {type(tensor).__name__} that cannot move"
+    storage = tensor.untyped_storage()
+    whole = tensor.storage_offset() == 0 and storage.nbytes() == (
+        tensor.numel() * tensor.element_size()
+    )
+    if not whole or _is_shared(tensor):
+        return (
+            "other tensors use its storage, too; give it one of its own (p.data = p.data.clone()), "
+            "or drop the others"
+        )
+    if not storage.resizable() or (tensor.is_cpu and storage.is_shared()):
+        return (
+            "torch does not own its memory, or shares it with other processes; copy it "
+            "(p.data = p.data.clone())"
+        )
+    return ""
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return _compat.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
+
+
+def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+@define(eq=False)
+class Places:
+    """All such placements of a backend.
+
+    Attributes:
+        copies: How often a tensor was not in its placement and was copied there.
+        arenas: Their memory.
+    """
+
+    copies: int = field(init=False, default=0)
+    arenas: list[Arena] = field(init=False, factory=list)
+    _all: list[Place] = field(init=False, factory=list)
+    _away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many are lived in."""
+        return sum(place.taken for place in self._all)
+
+    @property
+    def away(self) -> tuple[tuple[str, str, str, str], ...]:
+        """What was not in its placement when it was last used; as `CompileBackend.staged`."""
+        return tuple(self._away.values())
+
+    def note(self, key: Any, row: tuple[str, str, str, str] | None) -> None:
+        """Remember what had to be copied in, or that it is in its placement."""
+        if row is None:
+            self._away.pop(key, None)
+        else:
+            self.copies += 1
+            self._away[key] = row
+
+    def of(self, process_group: Any) -> list[Place]:
+        """Those of one process group."""
+        return [p for p in self._all if p.process_group is process_group]
+
+    def add(self, process_group: Any, placed: Sequence[torch.Tensor], arena: Arena) -> list[Place]:
+        """New placements."""
+        begin = len(self.of(process_group))
+        made = [Place(begin + i, process_group, b) for i, b in enumerate(placed)]
+        self._all += made
+        self.arenas.append(arena)
+        return made
+
+    def check_others(self, copies: Sequence[Copy], args: Sequence[Any]) -> None:
+        """A run must not be given the old tenant of a placement beside a copy.
+
+        Raises:
+            RunError: It is.
+        """
+        for copy in copies:
+            begin, end = copy.place.address, copy.place.address + copy.place.bytes.numel()
+            for other in args:
+                if (
+                    isinstance(other, torch.Tensor)
+                    and other is not copy.placed
+                    and begin <= other.data_ptr() < end
+                ):
+                    for each in copies:
+                        each.end()
+                    raise RunError(
+                        f"an input of shape {tuple(other.shape)} lies where another one must be "
+                        "copied to",
+                        expected="inputs that were not in each other's placement before",
+                        got="the same bytes for two of them",
+                        fix="pass a copy of one of the two, or compile without bind=True",
+                    )
+
+    def release(self) -> None:
+        """Move all tenants out, and give the memory back. Idempotent. Collective: no."""
+        for place in self._all:
+            place.move_out()
+        for arena in self.arenas:
+            arena.release()
