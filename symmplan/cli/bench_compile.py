@@ -202,8 +202,8 @@ def render(result: dict[str, Any]) -> str:
                 f"{'':16} {stats['bound']} bound, {stats['staged']} staged, {stats['unplanned']} "
                 f"unplanned; {stats['segment_bytes']} bytes, lower bound "
                 f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; rendezvous "
-                f"{stats['rendezvous']}, {row['rendezvous_after_first_step']} after the first step; "
-                f"{stats['kept']} kept, {stats['copies']} copied in"
+                f"{stats['rendezvous']}, {row['rendezvous_after_first_step']} after the first "
+                f"step; {stats['kept']} kept, {stats['copies']} copied in"
             ),
         ]
     return "\n".join(lines)
