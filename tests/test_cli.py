@@ -28,7 +28,7 @@ def csv(tmp_path) -> Path:
 
 def _process(*words, **more) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "symmplan.cli", *map(str, words)],
+        [sys.executable, "-m", "symmplan", *map(str, words)],
         capture_output=True,
         text=True,
         check=False,
@@ -160,7 +160,7 @@ def test_a_module_that_cannot_be_imported_says_why(monkeypatch, capsys):
 
 
 def test_a_reader_that_stops_early_is_fine(csv):
-    command = f"{sys.executable} -m symmplan.cli plan {csv} --json | head -c 1"
+    command = f"{sys.executable} -m symmplan plan {csv} --json | head -c 1"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"],
         capture_output=True,

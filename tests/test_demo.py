@@ -27,7 +27,7 @@ class Demo:
 
     def __init__(self, out: Path, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "symmplan.cli", "demo", "--out", str(out), *words],
+            [sys.executable, "-m", "symmplan", "demo", "--out", str(out), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

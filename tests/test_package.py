@@ -34,6 +34,7 @@ ALLOWED = {
     "testing": BASE | {"planner"},
     "fsdp": BASE | {"integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate"},
+    "__main__": {"cli"},
     "cli": BASE
     | {"registry", "planner", "capture", "memory", "integrate", "report", "testing", "api", ""},
 }

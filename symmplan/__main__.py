@@ -1,4 +1,4 @@
-"""``python -m symmplan.cli``, for where the console script is not on the path."""
+"""``python -m symmplan``, for where the console script is not on the path."""
 
 from __future__ import annotations
 
