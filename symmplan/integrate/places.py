@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.errors import RunError
 from symmplan.integrate.fsdp_bytes import lend
 
@@ -194,7 +194,7 @@ def _why_it_stays(tensor: torch.Tensor) -> str:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    return _compat.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
+    return compat.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
