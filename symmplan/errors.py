@@ -69,6 +69,11 @@ class SymmplanError(Exception):
             setattr(self, name, value)
         super().__init__(self._text())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross process boundaries whole, with their text written once."""
+        named = {k: getattr(self, k) for k in ("expected", "got", "fix", "group", "rank")}
+        return _again, (type(self), self.what, {**self.fields, **named})
+
     def _text(self) -> str:
         where = ""
         if self.group is not None or self.rank is not None:
@@ -84,6 +89,10 @@ class SymmplanError(Exception):
         if self.fix is not None:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+def _again(kind: type[SymmplanError], what: str, fields: dict[str, Any]) -> SymmplanError:
+    return kind(what, **fields)
 
 
 class DeclarationError(SymmplanError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,14 @@ def test_errors_of_distributed_calls_say_where():
     error = errors.PeerTimeoutError("rank 1 did not come", group="tp", rank=0)
     assert str(error) == "[group tp, rank 0] peers did not arrive in time: rank 1 did not come"
     assert (error.group, error.rank) == ("tp", 0)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_errors_survive_a_pipe_whole(kind):
+    error = kind("x", expected=1, got=2, fix="y", group="tp", rank=0, ranks=(0, 1))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert (str(again), vars(again)) == (str(error), vars(error))
 
 
 def test_parts_that_are_not_known_are_left_out():

@@ -270,6 +270,11 @@ def backend(
 
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
     compiling it where collectives are measured.
+
+    Notes:
+        What fails while a graph is compiled arrives inside ``torch._dynamo.exc``'s
+        ``BackendCompilerFailed``, as with every backend: its text has symmplan's, its
+        ``inner_exception`` is symmplan's error. What fails in a run arrives as it is.
     """
     return CompileBackend(inner, memory, effort, timeout, choose=choose, bind=bind, debug=debug)
 
