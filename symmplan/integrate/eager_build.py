@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["events_of"]
 
 
-def _flat(view: torch.Tensor, like: Any) -> torch.Tensor:
-    return view[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
-
-
 @define(eq=False)
 class _Builder:
     recorder: Recorder
@@ -49,7 +45,8 @@ class _Builder:
     lanes: Lanes
     one_stream: bool = field(init=False)
     lent: dict[str, Lent] = field(init=False, factory=dict)
-    overlapping: dict[str, list[str]] = field(init=False, factory=dict)
+    shared: dict[Any, Lent] = field(init=False, factory=dict)
+    views: dict[Any, torch.Tensor] = field(init=False, factory=dict)
 
     def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
         self.one_stream = all(o.op != MARK for o in self.captured.problem.operations)
@@ -57,7 +54,7 @@ class _Builder:
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
+            self.lent[home.buffer] = self._lend_once(home.buffer, (home.node, home.path))
         sites: dict[fx.Node, list[Site]] = {}
         for site in self.captured.sites:
             sites.setdefault(site.node, []).append(site)
@@ -78,14 +75,31 @@ class _Builder:
         base = lend(flat, _nothing)
         tensor = base.as_strided(like.shape, like.stride(), 0)
         del base
-        return Lent(buffer, tensor, flat.data_ptr())
+        return Lent(tensor, flat.data_ptr())
+
+    def _lend_once(self, buffer: str, value: Any) -> Lent:
+        """The same for buffers that differ in nothing but the time: they share it."""
+        like, place = self.captured.values.tensors[value], self.plan.placements[buffer]
+        key = place.segment, place.offset, place.end, like.dtype, like.shape, like.stride()
+        if key not in self.shared:
+            self.shared[key] = self._lend(buffer, value)
+        return self.shared[key]
+
+    def _flat(self, buffer: str, like: Any) -> torch.Tensor:
+        """The placement as a contiguous tensor; one for all that look the same."""
+        place = self.plan.placements[buffer]
+        key = place.segment, place.offset, like.dtype, like.shape
+        if key not in self.views:
+            flat = self._bytes(buffer)[: like.numel() * like.element_size()]
+            self.views[key] = flat.view(like.dtype).view(like.shape)
+        return self.views[key]
 
     def _leave(self, event: Event, site: Site) -> torch.Tensor:
         """Where a result that leaves the iteration is made, to be copied out."""
         assert site.buffer is not None
         value = (site.node, site.path)
         if not event.waits:
-            return _flat(self._bytes(site.buffer), self.captured.values.tensors[value])
+            return self._flat(site.buffer, self.captured.values.tensors[value])
         lent = self.lent[site.buffer] = self._lend(site.buffer, value)
         event.leaving[site.path] = lent
         return lent.tensor
@@ -110,7 +124,7 @@ class _Builder:
                     if piece[0] < piece[1]
                 ]
                 if left != free and other in self.lent:
-                    event.claims.append((buffer, self.lent[other]))
+                    event.claims.append((buffer, other, self.lent[other]))
                 free = left
                 if not free:
                     break
@@ -150,7 +164,7 @@ class _Builder:
             like = self.captured.values.tensors[(site.source, site.path)]
             if site.how == "stage":
                 reads = event.row is None or event.row.out != head or head == "input"
-                view = _flat(self._bytes(site.buffer), like)
+                view = self._flat(site.buffer, like)
                 event.stages.append(Stage(head, index, view, reads, site.writes))
                 written.append(site.buffer)
             else:
