@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,12 @@ __all__ = [
     "abort_group",
     "all_gather_coalesced",
     "all_to_all",
+    "collective_options",
     "copy_engine_group",
     "copy_engine_options",
     "current_stream_of",
+    "dispatch_modes",
+    "finished",
     "finished_work",
     "fsdp_can_be_replaced",
     "fsdp_comm_bases",
@@ -39,8 +43,10 @@ __all__ = [
     "fsdp_param_groups",
     "fsdp_release_gather",
     "fsdp_shards",
+    "group_backend",
     "group_by_name",
     "group_name",
+    "group_options",
     "group_store",
     "has_copy_engine_policy",
     "has_nccl_backend",
@@ -50,7 +56,11 @@ __all__ = [
     "known_groups",
     "premul_factor",
     "raise_in_thread",
+    "redispatch_of",
     "reduction_name",
+    "reduction_named",
+    "register_work",
+    "replace_group_method",
     "same_version",
     "set_fsdp_comms",
     "set_symm_mem_backend",
@@ -62,6 +72,7 @@ __all__ = [
     "symm_mem_rendezvous",
     "unboxed_group",
     "unboxed_if_group",
+    "watched_handle",
     "watched_work",
     "world_name",
 ]
@@ -262,7 +273,7 @@ def current_stream_of(device: torch.device) -> Callable[[], int]:
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if get is None:
         return lambda: int(torch.cuda.current_stream(index).cuda_stream)
-    return lambda: int(get(index))
+    return functools.partial(get, index)  # a number
 
 
 def copy_engine_options() -> Any:
@@ -466,9 +477,119 @@ def static_inputs() -> tuple[int, ...]:
     return tuple(getattr(metadata, "static_input_indices", None) or ())
 
 
-def storage_use_count(storage: int) -> int:
-    """How many references there are to the storage whose ``_cdata`` is ``storage``."""
-    return int(torch._C._storage_Use_Count(storage))
+#: How many references there are to the storage whose ``_cdata`` is given. Called several times in
+#: every declared call of an eager session, so nothing is around it.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def dispatch_modes() -> int:
+    """How many dispatch modes are active in this thread."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def redispatch_of(op: Any) -> Callable[..., Any]:
+    """``op.redispatch``, without the Python around it."""
+    handle: Any = getattr(op, "_handle", None)
+    if getattr(op, "_pyobj_dispatcher", None) is None and hasattr(handle, "redispatch_boxed"):
+        return handle.redispatch_boxed  # type: ignore[no-any-return]
+    return op.redispatch  # type: ignore[no-any-return]
+
+
+def group_backend(name: str, device: torch.device) -> Any:
+    """What launches a group's collectives for ``device``; None if its methods are somebody else's.
+
+    Args:
+        name: The group's.
+        device: Where the tensors lie.
+    """
+    try:
+        group = group_by_name(name)
+        if type(group) is not dist.ProcessGroup:
+            return None
+        return group._get_backend(device)
+    except (LookupError, RuntimeError):
+        return None
+
+
+def register_work() -> Callable[[torch.Tensor, Any], None] | None:
+    """Makes ``wait_tensor`` of a tensor wait for a work; None if this torch does not say how."""
+    from torch._C import _distributed_c10d as c10d
+
+    return getattr(c10d, "_register_work", None)
+
+
+def reduction_named(name: object) -> Any:
+    """The reduction with a name such as ``"sum"``; None if it has none."""
+    return getattr(dist.ReduceOp, name.upper(), None) if isinstance(name, str) else None
+
+
+#: The method of a group -> the class of its last argument.
+_GROUP_OPTIONS = {
+    "allreduce": "AllreduceOptions",
+    "broadcast": "BroadcastOptions",
+    "_allgather_base": "AllgatherOptions",
+    "_reduce_scatter_base": "ReduceScatterOptions",
+}
+
+#: The functional collective that writes a given tensor -> the method of a group that it calls.
+_FUNCTIONAL = {
+    "all_reduce_": "allreduce",
+    "broadcast_": "broadcast",
+    "all_gather_into_tensor_out": "_allgather_base",
+    "reduce_scatter_tensor_out": "_reduce_scatter_base",
+}
+
+
+def group_options(method: str) -> Any:
+    """The class of the options of a process group's method."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return getattr(c10d, _GROUP_OPTIONS[method])
+
+
+def collective_options(name: str, *, reduction: object, root: object) -> tuple[str, Any] | None:
+    """What a functional collective asks of its group.
+
+    Args:
+        name: The collective's.
+        reduction: The reduction's name, where there is one.
+        root: The root's rank in the group, where there is one.
+
+    Returns:
+        The method's name and its options; None if this is not known.
+    """
+    method = _FUNCTIONAL.get(name)
+    if method is None:
+        return None
+    options: Any = group_options(method)()
+    options.asyncOp = True
+    if method in ("allreduce", "_reduce_scatter_base"):
+        options.reduceOp = reduction_named(reduction)
+        if options.reduceOp is None:
+            return None
+    if method == "broadcast":
+        options.rootRank, options.rootTensor = root, 0
+    return method, options
+
+
+def replace_group_method(
+    name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``make(original)`` in the place of a method of all process groups.
+
+    Returns:
+        What undoes it. If somebody else replaced the method since, it stays.
+    """
+    kind: Any = dist.ProcessGroup
+    original = kind.__dict__[name]  # what binds; the attribute is what is bound
+    ours = make(getattr(kind, name))
+    setattr(kind, name, ours)
+
+    def undo() -> None:
+        if kind.__dict__[name] is ours:
+            setattr(kind, name, original)
+
+    return undo
 
 
 def keyset_after_select() -> Any:
@@ -556,8 +677,13 @@ def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -
     Returns:
         It, to be kept as long as the program may get hold of it, and its box.
     """
-    handle = _Watched(work, waited, written)
+    handle = watched_handle(work, waited, written)
     return handle, handle.boxed()
+
+
+def watched_handle(work: Any, waited: Callable[[], None], written: torch.Tensor) -> Any:
+    """The same, for who does not need the box."""
+    return _Watched(work, waited, written)
 
 
 #: One for all: a box does not keep its Python half, and it has no state.
@@ -566,10 +692,16 @@ _FINISHED: list[Any] = []
 
 def finished_work() -> Any:
     """A work that is over, boxed as kernels in Python return it."""
+    finished()
+    return _FINISHED[1]
+
+
+def finished() -> Any:
+    """The same without a box."""
     if not _FINISHED:
         work = _Finished()
         _FINISHED.extend((work, work.boxed()))
-    return _FINISHED[1]
+    return _FINISHED[0]
 
 
 def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

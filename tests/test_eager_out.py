@@ -158,11 +158,11 @@ def _live(rank, world_size, program):
             return
         begin = found[0].address + found[1]
         mine = (begin, begin + tensor.numel() * tensor.element_size())
-        for storage, (low, high) in alive:
-            if storage() is not None:
+        for other, (low, high) in alive:
+            if other() is not None:
                 seen[0] += 1
                 assert mine[1] <= low or high <= mine[0]
-        alive.append((weakref.ref(tensor.untyped_storage()), mine))
+        alive.append((weakref.ref(tensor), mine))
 
     with symmplan.eager(timeout=30.0, memory="shm") as session:
         for _ in range(3):

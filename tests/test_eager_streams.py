@@ -85,7 +85,11 @@ def _reduced(x, factor):
 
 def _two_streams(rank, world_size, there, back, sync, fresh):
     """A reduction on a side stream between two on the main one."""
-    streams = Streams()
+    from symmplan.integrate import eager_build
+
+    streams, overwriting = Streams(), []
+    act = eager_build._Poison.__call__
+    eager_build._Poison.__call__ = lambda self: (overwriting.append(streams.number()), act(self))
     x = torch.ones(64)
     with _session(streams, debug=True) as session:
         for turn in range(4):
@@ -115,7 +119,9 @@ def _two_streams(rank, world_size, there, back, sync, fresh):
     on = {o.name: o.stream for o in plan.problem.operations}
     places = [plan.placements[n].offset for n in names]
     shared = {(i, j) for i in range(3) for j in range(i) if places[i] == places[j]}
-    return sorted(shared), [on[n] for n in names], streams.joins, plan.fingerprint
+    eager_build._Poison.__call__ = act
+    on = [on[n] for n in names]
+    return sorted(shared), on, streams.joins, overwriting[-3:], plan.fingerprint
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -132,7 +138,10 @@ def _two_streams(rank, world_size, there, back, sync, fresh):
 def test_only_what_is_ordered_shares_bytes(pool, there, back, sync, fresh):
     first, second = pool.run(_two_streams, there, back, sync, fresh)
     assert first == second
-    sharing, on, joins, _ = first
+    sharing, on, joins, overwriting, _ = first
+    # A dead placement is overwritten on a stream that comes after its last use.
+    side = (10 if fresh else 7) if there else 0
+    assert overwriting == [side, 0, 0]
     assert on == ["main", "stream1", "main"]
     if there and back:
         assert sharing == [(1, 0), (2, 0), (2, 1)]

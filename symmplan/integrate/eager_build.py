@@ -18,6 +18,7 @@ from symmplan.capture.streams import MARK
 from symmplan.integrate.eager_schedule import Bound, Event, Lent, Stage
 from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import overload_named
+from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,16 +28,11 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.sites import Captured, Home, Site
-    from symmplan.integrate.eager_lanes import Lanes
     from symmplan.integrate.lowering import Lowerings
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
 __all__ = ["events_of"]
-
-
-def _flat(view: torch.Tensor, like: Any) -> torch.Tensor:
-    return view[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
 @define(eq=False)
@@ -46,10 +42,10 @@ class _Builder:
     plan: Plan
     arena: Arena
     lowerings: Lowerings
-    lanes: Lanes
     one_stream: bool = field(init=False)
     lent: dict[str, Lent] = field(init=False, factory=dict)
-    overlapping: dict[str, list[str]] = field(init=False, factory=dict)
+    shared: dict[Any, Lent] = field(init=False, factory=dict)
+    views: dict[Any, torch.Tensor] = field(init=False, factory=dict)
 
     def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
         self.one_stream = all(o.op != MARK for o in self.captured.problem.operations)
@@ -57,7 +53,7 @@ class _Builder:
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
+            self.lent[home.buffer] = self._lend_once(home.buffer, (home.node, home.path))
         sites: dict[fx.Node, list[Site]] = {}
         for site in self.captured.sites:
             sites.setdefault(site.node, []).append(site)
@@ -78,14 +74,31 @@ class _Builder:
         base = lend(flat, _nothing)
         tensor = base.as_strided(like.shape, like.stride(), 0)
         del base
-        return Lent(buffer, tensor, flat.data_ptr())
+        return Lent(tensor, flat.data_ptr())
+
+    def _lend_once(self, buffer: str, value: Any) -> Lent:
+        """The same for buffers that differ in nothing but the time: they share it."""
+        like, place = self.captured.values.tensors[value], self.plan.placements[buffer]
+        key = place.segment, place.offset, place.end, like.dtype, like.shape, like.stride()
+        if key not in self.shared:
+            self.shared[key] = self._lend(buffer, value)
+        return self.shared[key]
+
+    def _flat(self, buffer: str, like: Any) -> torch.Tensor:
+        """The placement as a contiguous tensor; one for all that look the same."""
+        place = self.plan.placements[buffer]
+        key = place.segment, place.offset, like.dtype, like.shape
+        if key not in self.views:
+            flat = self._bytes(buffer)[: like.numel() * like.element_size()]
+            self.views[key] = flat.view(like.dtype).view(like.shape)
+        return self.views[key]
 
     def _leave(self, event: Event, site: Site) -> torch.Tensor:
         """Where a result that leaves the iteration is made, to be copied out."""
         assert site.buffer is not None
         value = (site.node, site.path)
         if not event.waits:
-            return _flat(self._bytes(site.buffer), self.captured.values.tensors[value])
+            return self._flat(site.buffer, self.captured.values.tensors[value])
         lent = self.lent[site.buffer] = self._lend(site.buffer, value)
         event.leaving[site.path] = lent
         return lent.tensor
@@ -110,7 +123,7 @@ class _Builder:
                     if piece[0] < piece[1]
                 ]
                 if left != free and other in self.lent:
-                    event.claims.append((buffer, self.lent[other]))
+                    event.claims.append((buffer, other, self.lent[other]))
                 free = left
                 if not free:
                     break
@@ -150,7 +163,7 @@ class _Builder:
             like = self.captured.values.tensors[(site.source, site.path)]
             if site.how == "stage":
                 reads = event.row is None or event.row.out != head or head == "input"
-                view = _flat(self._bytes(site.buffer), like)
+                view = self._flat(site.buffer, like)
                 event.stages.append(Stage(head, index, view, reads, site.writes))
                 written.append(site.buffer)
             else:
@@ -182,7 +195,8 @@ class _Builder:
             act = _Barrier(segment, barrier.group, barrier.buffers)
             barriers.setdefault(barrier.before, []).append(act)
         tail: list[Callable[[], None]] = []
-        lazy: list[Callable[[], None]] = []  # waits for the next event
+        lazy: list[tuple[str, list[Callable[[], None]]]] = []  # waits for an event behind it
+        behind = self._behind_of()
         current = -1
         for operation in self.captured.problem.operations:
             if operation.op == MARK:
@@ -190,8 +204,8 @@ class _Builder:
             due = barriers.get(operation.name, [])
             base, _, kind = operation.name.rpartition(":")
             if kind == "dead":
-                place, lent = self._bytes(base), self.lent.get(base)
-                lazy += [*due, _Poison(place, lent, self.lanes, operation.stream)]
+                poison = _Poison(self._bytes(base), self.lent.get(base))
+                lazy.append((operation.name, [*due, poison]))
                 continue
             node = operation.name.partition(":")[0].partition(".")[0]
             drop = kind.startswith("drop")
@@ -201,8 +215,8 @@ class _Builder:
                     following = events[current + 1]
                     if order[following.call.node] > nodes[node]:
                         break
-                    following.before += lazy
-                    lazy = []
+                    if following.call.node.name == node:
+                        lazy = _hand_over(lazy, following, operation.name, behind)
                     current += 1
             if event is None:
                 for act in due:
@@ -214,10 +228,14 @@ class _Builder:
                 event.copied += due
             else:
                 event.ready += due
-        for event in events[current + 1 : current + 2]:
-            event.before += lazy
-            lazy = []
-        return [*lazy, *tail]
+        return [*(act for _, acts in lazy for act in acts), *tail]
+
+    def _behind_of(self) -> Callable[[str, str], bool]:
+        """Whether an operation, the second one, is ordered behind another."""
+        if self.one_stream:
+            return lambda _first, _second: True
+        order = order_of(self.captured.problem)
+        return lambda first, second: order.precedes(order.index[first], order.index[second])
 
     def _behind(self, barrier: _Barrier, events: list[Event]) -> list[list[Callable[[], None]]]:
         """Where a barrier runs instead of before an op that is not seen.
@@ -253,14 +271,30 @@ class _Poison:
 
     view: torch.Tensor
     lent: Lent | None
-    lanes: Lanes
-    role: str
 
     def __call__(self) -> None:
-        stream = self.lanes.on(self.role)
-        if stream is not None and (self.lent is None or not self.lent.held):
-            with stream:
-                self.view.fill_(255)
+        if self.lent is None or not self.lent.held:
+            self.view.fill_(255)
+
+
+def _hand_over(
+    lazy: list[tuple[str, list[Callable[[], None]]]],
+    event: Event,
+    operation: str,
+    behind: Callable[[str, str], bool],
+) -> list[tuple[str, list[Callable[[], None]]]]:
+    """Give an event what is to be overwritten by then; returns what is not.
+
+    It is done on the event's stream, which must come after the last use: the one of that use may
+    be far behind what others wait for. Who writes there next comes after it, too.
+    """
+    left = []
+    for name, acts in lazy:
+        if behind(name, operation):
+            event.before += acts
+        else:
+            left.append((name, acts))
+    return left
 
 
 def _nothing() -> None:
@@ -273,7 +307,6 @@ def events_of(
     plan: Plan,
     arena: Arena,
     lowerings: Lowerings,
-    lanes: Lanes,
 ) -> tuple[list[Event], list[Callable[[], None]]]:
     """The schedule that a plan makes of a recording.
 
@@ -283,9 +316,8 @@ def events_of(
         plan: The plan.
         arena: Its memory.
         lowerings: How ops run on it.
-        lanes: The streams of the frozen session.
 
     Returns:
         The events in order, and what is to be done when the iteration ends.
     """
-    return _Builder(recorder, captured, plan, arena, lowerings, lanes).build()
+    return _Builder(recorder, captured, plan, arena, lowerings).build()

@@ -204,8 +204,7 @@ def _name_of_buffer(event: Event | None) -> str:
     """A buffer that an event touches, for messages."""
     if event is None:
         return ""
-    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds]
-    names += [x.buffer for x in event.lent.values()]
+    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds] + event.writes
     return names[0] if names else ""
 
 

@@ -17,12 +17,13 @@ import torch
 
 from symmplan import _compat
 from symmplan.capture.c10d import NAMES
+from symmplan.integrate.eager_direct import MISS, install_fronts
 from symmplan.integrate.lowering import overload_named
 from symmplan.memory.own import OWN
 from symmplan.registry import all_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from symmplan.integrate.eager_session import Session
 
@@ -35,8 +36,16 @@ _PENDING = "_c10d_functional"
 _FRONTS = ("_c10d_functional_autograd", "_dtensor")
 
 
-def install(session: Session) -> list[torch.library.Library]:
-    """Kernels for all declared ops. See [Note: nobody else pays]."""
+def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
+    """Kernels for all declared ops. See [Note: nobody else pays].
+
+    Args:
+        session: Frozen.
+        ops: What its program calls.
+
+    Returns:
+        What removes them.
+    """
     names = [spec.op for spec in all_specs()]
     names += [f"{name}.default" for name in NAMES]
     libraries: dict[str, torch.library.Library] = {}
@@ -61,11 +70,18 @@ def install(session: Session) -> list[torch.library.Library]:
     if session.leaving:
         library = libraries.setdefault(_PENDING, torch.library.Library(_PENDING, "IMPL"))
         library.impl("wait_tensor", _wait_kernel(session, after), "BackendSelect", with_keyset=True)
-    return list(libraries.values())
+    remove_fronts = install_fronts(session.line, session.faults, ops)
+
+    def remove() -> None:
+        remove_fronts()
+        for library in libraries.values():
+            library._destroy()
+
+    return remove
 
 
 def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:
-    redispatch = torch.ops._c10d_functional.wait_tensor.default.redispatch
+    redispatch = _compat.redispatch_of(torch.ops._c10d_functional.wait_tensor.default)
 
     def kernel(keys: Any, tensor: torch.Tensor) -> Any:
         result = redispatch(keys & after, tensor)
@@ -78,11 +94,25 @@ def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:
 
 
 def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
-    redispatch = op.redispatch
+    redispatch, line, lanes = _compat.redispatch_of(op), session.line, session.line.lanes
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        behind = keys & after
         if OWN.depth:
-            return redispatch(keys & after, *args, **kwargs)
-        return session.serve(op, keys & after, args, kwargs)
+            return redispatch(behind, *args, **kwargs)
+        quicks, at = line.quicks, line.at
+        if at < len(quicks):
+            quick = quicks[at]
+            fits = quick is not None and quick.op is op and not kwargs
+            if fits and lanes.fits(quick.role):  # type: ignore[union-attr]
+                try:
+                    result = quick.call(behind, args)  # type: ignore[union-attr]
+                except BaseException as error:
+                    session.faults.found(error)
+                    raise
+                if result is not MISS:
+                    line.at = at + 1
+                    return result
+        return session.serve(op, behind, args, kwargs)
 
     return kernel

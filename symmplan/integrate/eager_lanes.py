@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from symmplan import _compat as compat
@@ -38,9 +37,6 @@ class Streams(Protocol):
     def wait(self, stream: Any, other: Any) -> None:
         """Let ``stream`` wait for ``other``."""
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Make ``stream`` current inside."""
-
 
 class CudaStreams:
     """The streams of a CUDA device."""
@@ -59,12 +55,6 @@ class CudaStreams:
     def wait(self, stream: Any, other: Any) -> None:
         """Let ``stream`` wait for ``other``."""
         stream.wait_stream(other)
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Make ``stream`` current inside."""
-        import torch
-
-        return torch.cuda.stream(stream)
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -117,10 +107,3 @@ class Lanes:
             if self._numbers[role] != number:
                 pair = (current, stream) if inwards else (stream, current)
                 self._streams.wait(*pair)
-
-    def on(self, role: str) -> contextlib.AbstractContextManager[Any] | None:
-        """Makes the stream of ``role`` current; None if nothing has run there yet."""
-        if self._streams is None:
-            return contextlib.nullcontext()
-        stream = self._bound.get(role)
-        return None if stream is None else self._streams.on(stream)

@@ -2,11 +2,14 @@
 
 [Note: short ways]
     What a declared call costs the host is for the most part Python's. So when a call was served for
-    the first time, and nothing but the op itself and plain copies into placements belongs to it, a
-    function is made of it that compares the arguments at their places, and runs the op with the
-    fewest calls. Where anything is not as expected it gives up before it did anything, and the long
-    way finds out what is wrong. Group and element type are compared as objects. Which reduction a
-    ``c10d::`` call asks for is not looked at: the program's own arguments are passed on.
+    the first time, a function is made of it that compares the arguments at their places, and runs
+    what the long way would with the fewest calls. Where anything is not as expected it gives up
+    before it did anything, and the long way finds out what is wrong. Group and element type are
+    compared as objects. Which reduction a ``c10d::`` call asks for is not looked at where the
+    program's own arguments are passed on.
+
+    Calls that are alike, down to the bytes that they use, share one function: in a program of a
+    hundred layers it stays in the processor's caches, which is worth more than all the rest.
 """
 
 from __future__ import annotations
@@ -14,25 +17,159 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import define, field
 
 from symmplan import _compat as compat
+from symmplan.integrate.eager_direct import MISS, front_of, launcher
+from symmplan.integrate.eager_schedule import bound_values
 from symmplan.memory.own import OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from symmplan.capture.c10d import Functional
-    from symmplan.integrate.eager_schedule import Event
+    from symmplan.integrate.eager_lanes import Lanes
+    from symmplan.integrate.eager_schedule import Event, Lent
 
-__all__ = ["MISS", "quick_call", "quick_memory"]
+__all__ = ["MISS", "Line", "Quick", "quick_call", "quick_memory"]
 
-#: What a short way returns if the call is not the expected one.
-MISS: Any = object()
+
+@define(eq=False)
+class Quick:
+    """A short way.
+
+    Attributes:
+        op: The op that the program calls; ``"empty"`` or ``"out"`` for memory.
+        role: The stream on which it does.
+        call: Of the dispatch keys behind the session's kernel and the arguments, or of the function
+            and its arguments. Returns what the program gets, or `MISS`.
+        front: Of a process group and the arguments of its method, see `symmplan.integrate.
+            eager_direct`; None if there is none.
+    """
+
+    op: Any
+    role: str
+    call: Callable[..., Any]
+    front: Callable[..., Any] | None = None
+
+
+@define(eq=False)
+class Line:
+    """Where in the schedule the program is.
+
+    Attributes:
+        lanes: The streams.
+        quicks: The short way of each call that has one by now; empty where nothing is served.
+        at: Which call comes next.
+        known: Short ways to be shared; see [Note: short ways].
+    """
+
+    lanes: Lanes
+    quicks: list[Quick | None] = field(factory=list)
+    at: int = 0
+    known: dict[Any, Quick] = field(factory=dict)
+
+    def learn(self, at: int, key: Any, quick: Quick | None) -> None:
+        """``quick`` serves call ``at`` from now on."""
+        if quick is not None and at < len(self.quicks):
+            self.quicks[at] = self.known.setdefault(key, quick)
+
+
+@define(eq=False)
+class _Arguments:
+    """What is expected of a call's arguments, by their places; an address of 0 is any."""
+
+    count: int
+    tensors: list[tuple[int, Any, Any, int]] = field(factory=list)
+    lists: list[tuple[int, tuple[tuple[Any, Any, int], ...]]] = field(factory=list)
+    groups: list[tuple[int, Any]] = field(factory=list)
+    values: list[tuple[int, Any]] = field(factory=list)
+    stages: list[tuple[int, torch.Tensor, bool]] = field(factory=list)
+
+    def key(self) -> Any:
+        return (
+            self.count,
+            tuple(self.tensors),
+            tuple(self.lists),
+            tuple((i, id(group)) for i, group in self.groups),
+            tuple((i, v.__class__, tuple(v) if isinstance(v, list) else v) for i, v in self.values),
+            tuple((i, id(view), copy_in) for i, view, copy_in in self.stages),
+        )
+
+
+def _arguments(event: Event, args: Sequence[Any], form: Functional | None) -> _Arguments | None:
+    """What to expect of calls like this one; None if that cannot be said in short."""
+    values = bound_values(event, *((args, {}) if form is None else (form.args, form.kwargs)))
+    addresses: dict[int, int] = {}
+    for bound in event.binds:
+        addresses[id(_at(values[bound.head], bound.index))] = bound.address
+    stages = {id(_at(values[s.head], s.index)): s for s in event.stages}
+    found = _Arguments(len(args))
+    for i, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            found.tensors.append((i, value.shape, value.dtype, addresses.pop(id(value), 0)))
+            stage = stages.pop(id(value), None)
+            if stage is not None:
+                found.stages.append((i, stage.view, stage.copy_in))
+        elif isinstance(value, list) and value and all(isinstance(x, torch.Tensor) for x in value):
+            wants = tuple((x.shape, x.dtype, addresses.pop(id(x), 0)) for x in value)
+            found.lists.append((i, wants))
+        elif isinstance(value, torch.ScriptObject):
+            group = compat.unboxed_if_group(value)
+            if group is not None:
+                found.groups.append((i, group))
+        elif value is None or isinstance(value, (bool, int, str, torch.dtype, torch.device)):
+            found.values.append((i, value))
+        elif isinstance(value, list) and all(isinstance(x, (bool, int)) for x in value):
+            found.values.append((i, list(value)))
+        elif not isinstance(value, float):
+            return None
+    return None if addresses or stages else found
+
+
+def _fits(expected: _Arguments, claims: tuple[tuple[int, int], ...]) -> Callable[[Any], bool]:
+    """Compares arguments, and sees that the bytes to be written are nobody's."""
+    count, tensors, lists = expected.count, tuple(expected.tensors), tuple(expected.lists)
+    groups, values = tuple(expected.groups), tuple(expected.values)
+    unboxed, uses = compat.unboxed_group, compat.storage_use_count
+
+    def fits(args: Any) -> bool:
+        if len(args) != count:
+            return False
+        try:
+            for i, shape, dtype, address in tensors:
+                tensor = args[i]
+                if tensor.shape != shape or tensor.dtype is not dtype:
+                    return False
+                if address and tensor.data_ptr() != address:
+                    return False
+            for i, wants in lists:
+                if len(args[i]) != len(wants):
+                    return False
+                for tensor, (shape, dtype, address) in zip(args[i], wants, strict=True):
+                    if tensor.shape != shape or tensor.dtype is not dtype:
+                        return False
+                    if address and tensor.data_ptr() != address:
+                        return False
+            for i, group in groups:
+                if unboxed(args[i]) is not group:
+                    return False
+        except (AttributeError, TypeError):  # no tensor, no list
+            return False
+        for i, value in values:
+            if args[i].__class__ is not value.__class__ or args[i] != value:
+                return False
+        for storage, own in claims:  # noqa: SIM110 (a generator costs as much as all this)
+            if uses(storage) > own:
+                return False
+        return True
+
+    return fits
 
 
 def quick_call(
     event: Event, args: Any, kwargs: Any, form: Functional | None
-) -> Callable[[Any, Any], Any] | None:
+) -> tuple[Any, Quick | None]:
     """A short way for an op's calls like this one.
 
     Args:
@@ -42,169 +179,229 @@ def quick_call(
         form: The functional form of a ``c10d::`` call.
 
     Returns:
-        A function of the dispatch keys behind the session's and the arguments; it returns what the
-        op returns, or `MISS`. None if the event needs more than that.
+        What those that may share it have in common, and it; None if the event needs more.
     """
-    acts = (event.before, event.ready, event.copied, event.after)
-    plain = not any(acts) and not any(s.copy_back or s.index for s in event.stages)
-    if kwargs or not plain or not event.placed:
-        return None
+    if kwargs or not event.placed or (form is None and any(s.copy_back for s in event.stages)):
+        return None, None
+    expected = _arguments(event, args, form)
+    if expected is None:
+        return None, None
+    claims = event.marks()
+    front = None if form is None else front_of(event, args, form, claims)
+    call: Callable[[Any, Any], Any] | None = _missing if front is not None else None
+    fits = _fits(expected, claims)
     if form is not None:
-        if (
-            event.call.asynchronous
-            or event.stages
-            or (event.row is not None and event.row.target[:5] != "_c10d")
-        ):
-            return None
-        return _as_called(event, args)
-    row = event.row
-    if row is None and not event.stages and not event.results:
-        return _as_called(event, args)
-    if row is None or row.each or len(args) != len(event.names) or row.out != "return":
-        return None
-    return _by_row(event, args)
+        if not (event.call.asynchronous or event.stages or _is_another(event)):
+            call = _as_called(event, fits, expected)
+    elif event.row is not None:
+        call = _by_row(event, args, fits, expected)
+    else:
+        call = _plainly(event, fits, expected)
+    if call is None:
+        return None, None
+    acts = (*event.before, *event.ready, *event.copied, *event.after)
+    key = (
+        event.call.op,
+        event.stream,
+        form is None or (event.call.asynchronous, form.args[1:]),
+        expected.key(),
+        claims,
+        tuple(map(id, acts)),
+        id(event.results.get(())),
+    )
+    return key, Quick(event.call.op, event.stream, call, front)
 
 
-def _as_called(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
-    """An op whose declared tensors are placements already: it runs as it was called."""
-    tensors: list[tuple[int, bool, Any, Any]] = []
-    values: list[tuple[int, Any]] = []
-    groups: list[tuple[int, Any]] = []
-    for i, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            tensors.append((i, False, value.shape, value.dtype))
-        elif isinstance(value, list) and len(value) == 1:
-            tensors.append((i, True, value[0].shape, value[0].dtype))
-        elif isinstance(value, torch.ScriptObject):
-            group = compat.unboxed_if_group(value)
-            if group is not None:
-                groups.append((i, group))
-        elif value is None or isinstance(value, (bool, int, str)):
-            values.append((i, value))
-        elif not isinstance(value, float):
-            return None
-    addresses = {bound.address for bound in event.binds}
-    count, claims = len(args), event.claims
-    redispatch = event.call.op.redispatch
-    unboxed = compat.unboxed_group
+def _missing(_behind: Any, _args: Any) -> Any:
+    return MISS
+
+
+def _is_another(event: Event) -> bool:
+    """Whether what runs is no collective of the process group."""
+    return event.row is not None and event.row.target[:5] != "_c10d"
+
+
+def _as_called(
+    event: Event, fits: Callable[[Any], bool], expected: _Arguments
+) -> Callable[[Any, Any], Any]:
+    """An op that runs as it was called, on placements."""
+    redispatch = compat.redispatch_of(event.call.op)
+    stages = tuple(expected.stages)
+    first = (*event.before,)
+    ready, last = tuple(event.ready), (*event.copied, *event.after)
 
     def call(behind: Any, args: Any) -> Any:
-        if len(args) != count:
-            return MISS
-        found = 0
-        for i, listed, shape, dtype in tensors:
-            tensor = args[i]
-            if listed:
-                if len(tensor) != 1:
-                    return MISS
-                tensor = tensor[0]
-            if tensor.shape != shape or tensor.dtype is not dtype:
-                return MISS
-            found += tensor.data_ptr() in addresses
-        for i, group in groups:
-            if unboxed(args[i]) is not group:
-                return MISS
-        for i, value in values:
-            if args[i] != value:
-                return MISS
-        for _, lent in claims:
-            if lent.held:
-                return MISS
-        if found != len(addresses):
+        if not fits(args):
             return MISS
         OWN.depth += 1
         try:
-            return redispatch(behind, *args)
+            for act in first:
+                act()
+            if stages:
+                args = _staged(args, stages)
+            for act in ready:
+                act()
+            result = redispatch(behind, *args)
+            for act in last:
+                act()
         finally:
             OWN.depth -= 1
+        return result
 
     return call
 
 
-def _by_row(event: Event, args: Any) -> Callable[[Any, Any], Any] | None:
-    """An op that runs as another one, which writes its result where it is told."""
-    row, lent = event.row, event.lent.get((), event.leaving.get(()))
-    assert row is not None
-    if event.results.keys() - event.lent.keys() - event.leaving.keys():  # copied out at once
+def _staged(args: Any, stages: tuple[tuple[int, torch.Tensor, bool], ...]) -> list[Any]:
+    given = list(args)
+    for i, view, copy_in in stages:
+        if copy_in:
+            view.copy_(given[i])
+        given[i] = view
+    return given
+
+
+def _plainly(
+    event: Event, fits: Callable[[Any], bool], expected: _Arguments
+) -> Callable[[Any, Any], Any] | None:
+    """An op that is called as it is, or in the variant that writes where it is told."""
+    if not event.results:
+        return _as_called(event, fits, expected)
+    if event.results.keys() != {()}:
         return None
-    expected: list[tuple[int, Any, Any, int]] = []
-    values: list[tuple[int, Any]] = []
-    addresses = {event.names.index(bound.head): bound.address for bound in event.binds}
-    for i, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            expected.append((i, value.shape, value.dtype, addresses.get(i, 0)))
-        elif isinstance(value, (str, int, bool)):
-            values.append((i, value))
-        elif not isinstance(value, float):
-            return None
-    stages = [(event.names.index(stage.head), stage) for stage in event.stages]
+    variant = None if event.variant is None else event.variant
+    names = event.names
+    order: list[tuple[str, int]] = []
+    if variant is not None:
+        for argument in variant._schema.arguments:
+            at = names.index(argument.name) if argument.name in names else -1
+            order.append((argument.name if argument.kwarg_only else "", at))
+    original = compat.redispatch_of(event.call.op)
+
+    def make(behind: Any, given: Any, out: torch.Tensor) -> None:
+        if variant is None:
+            out.copy_(original(behind, *given))
+            return
+        chosen, named = [], {}
+        for name, at in order:
+            value = out if at < 0 else given[at]
+            if name:
+                named[name] = value
+            else:
+                chosen.append(value)
+        variant(*chosen, **named)
+
+    if variant is not None and sum(at < 0 for _, at in order) != 1:
+        return None
+    return _into(event, fits, expected, make)
+
+
+def _by_row(
+    event: Event, args: Any, fits: Callable[[Any], bool], expected: _Arguments
+) -> Callable[[Any, Any], Any] | None:
+    """An op that runs as another one, which writes its result where it is told."""
+    row = event.row
+    assert row is not None
+    if row.each or len(args) != len(event.names):
+        return None
+    if row.out != "return" and (row.out not in event.names or event.stages):
+        return None
+    within = -1 if row.out == "return" else event.names.index(row.out)
     schema = event.target._schema
     picks = [event.names.index(a.name) for a in schema.arguments if a.name in event.names]
-    if len(picks) != len(schema.arguments) - (schema.arguments[-1].name == "out"):
-        return None
     out_given = schema.arguments[-1].name == "out"
+    if len(picks) != len(schema.arguments) - out_given:
+        return None
     source = event.names.index("input")
+    launch = launcher(event, dict(zip(event.names, args, strict=True)))
+    target, inplace = event.target, row.inplace
+    redispatch = compat.redispatch_of(target)
+    behind_own = not _is_another(event)  # it is declared, too: go past the session's kernel
+
+    def make(behind: Any, given: Any, out: torch.Tensor) -> None:
+        if inplace:
+            out.copy_(given[source])
+        if launch is not None:
+            launch(out, given[source])
+            return
+        chosen = [out if inplace and i == source else given[i] for i in picks]
+        if behind_own:
+            redispatch(behind, *chosen, **({"out": out} if out_given else {}))
+        elif out_given:
+            target(*chosen, out=out)
+        else:
+            target(*chosen)
+
+    return _into(event, fits, expected, make, within)
+
+
+def _into(
+    event: Event,
+    fits: Callable[[Any], bool],
+    expected: _Arguments,
+    make: Callable[[Any, Any, torch.Tensor], None],
+    within: int = -1,
+) -> Callable[[Any, Any], Any] | None:
+    """An op with one result: where it is written, and what the program gets of it.
+
+    ``within`` is the argument that it writes; -1 if it is none.
+    """
+    lent: Lent | None = event.lent.get((), event.leaving.get(()))
+    place = event.results.get(())
+    if place is not None and lent is None and event.waits:
+        return None
+    stages = tuple(expected.stages)
+    first, ready = tuple(event.before), tuple(event.ready)
+    copied = () if event.leaving else tuple(event.copied)
+    after = tuple(event.after)
     like = event.shapes[()]
-    shape, dtype, device = like.shape, like.dtype, args[source].device
-    count, claims, inplace = len(args), event.claims, row.inplace
-    target = event.target
-    behind_own = row.target[:5] == "_c10d"  # it is declared, too: go past the session's kernel
+    shape, dtype = like.shape, like.dtype
+    device = next(iter(event.results.values())).device if event.results else None
 
     def call(behind: Any, args: Any) -> Any:
-        if len(args) != count:
+        if not fits(args):
             return MISS
-        for i, want, kind, address in expected:
-            tensor = args[i]
-            if tensor.shape != want or tensor.dtype is not kind:
-                return MISS
-            if address and tensor.data_ptr() != address:
-                return MISS
-        for i, value in values:
-            if args[i] != value:
-                return MISS
-        for _, other in claims:
-            if other.held:
-                return MISS
         OWN.depth += 1
         try:
-            given = list(args)
-            for i, stage in stages:
-                if stage.copy_in:
-                    stage.view.copy_(given[i])
-                given[i] = stage.view
+            for act in first:
+                act()
+            given = _staged(args, stages) if stages else args
+            for act in ready:
+                act()
+            out = place
+            if within >= 0:
+                out = args[within]
+            elif out is None:
+                out = torch.empty(shape, dtype=dtype, device=device or _device(args))
+            make(behind, given, out)
+            for act in copied:
+                act()
+            for act in after:
+                act()
             if lent is not None:
-                out = lent.tensor
-            else:
-                out = torch.empty(shape, dtype=dtype, device=device)
-            if inplace:
-                out.copy_(given[source])
-                given[source] = out
-            chosen = [given[i] for i in picks]
-            if out_given and behind_own:
-                target.redispatch(behind, *chosen, out=out)
-            elif out_given:
-                target(*chosen, out=out)
-            elif behind_own:
-                target.redispatch(behind, *chosen)
-            else:
-                target(*chosen)
+                return lent.tensor.detach()
+            return out if place is None else out.clone()
         finally:
             OWN.depth -= 1
-        return out if lent is None else lent.give()
 
     return call
 
 
-def quick_memory(event: Event) -> Callable[[Any, Any, Any], Any] | None:
+def _device(args: Any) -> torch.device:
+    return next(x.device for x in args if isinstance(x, torch.Tensor))
+
+
+def quick_memory(event: Event) -> tuple[Any, Quick | None]:
     """The same for `symmplan.empty` and `symmplan.out`: of the function, its arguments."""
     lent = next(iter(event.lent.values()), None)
     if event.before or event.ready or event.after or lent is None:
-        return None
-    claims, writes = event.claims, event.call.kind == "out"
+        return None, None
+    writes = event.call.kind == "out"
+    claims, uses = event.marks(), compat.storage_use_count
     function, *recorded = event.call.args
     wanted, named = tuple(recorded), event.call.kwargs
     if any(isinstance(value, (tuple, dict)) for value in named.values()):  # there may be tensors
-        return None
+        return None, None
+    place = lent.tensor
 
     def call(make: Any, args: Any, kwargs: Any) -> Any:
         if make is not function or len(args) != len(wanted) or kwargs != named:
@@ -220,15 +417,22 @@ def quick_memory(event: Event) -> Callable[[Any, Any, Any], Any] | None:
                     return MISS
             elif want.__class__ is not have.__class__ or want != have:
                 return MISS
-        for _, other in claims:
-            if other.held:
+        for storage, own in claims:
+            if uses(storage) > own:
                 return MISS
         if writes:
             OWN.depth += 1
             try:
-                make(*args, **kwargs, out=lent.tensor)
+                make(*args, **kwargs, out=place)
             finally:
                 OWN.depth -= 1
-        return lent.give()
+        return place.detach()
 
-    return call
+    key = (event.call.kind, event.stream, id(function), repr(wanted), repr(named), claims)
+    return (*key, id(place)), Quick(event.call.kind, event.stream, call)
+
+
+def _at(value: Any, index: tuple[int, ...]) -> Any:
+    for i in index:
+        value = value[i]
+    return value

@@ -192,5 +192,5 @@ class Recording:
         )
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            events, tail = events_of(recorder, captured, plan, arena, settings.lowerings, lanes)
+            events, tail = events_of(recorder, captured, plan, arena, settings.lowerings)
         return Frozen(plan, captured, arena, lanes, events, tail, copies_of(captured, recorder))

@@ -31,33 +31,28 @@ __all__ = ["Bound", "Event", "Lent", "Stage", "bound_values"]
 
 @define(eq=False)
 class Lent:
-    """A placement that the program gets to see.
+    """A placement that the program gets to see; one for all buffers with the same shape there.
 
     Attributes:
-        buffer: Name of the buffer.
         tensor: The whole storage, as its maker shapes it.
         address: Of its first byte.
+        storage: Address of its storage's description, by which a tensor on it is known.
+        own: How many users the storage has without the program's.
     """
 
-    buffer: str
     tensor: torch.Tensor
     address: int
-    _storage: int = field(init=False)
-    _own: int = field(init=False)
+    storage: int = field(init=False)
+    own: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._storage = self.tensor.untyped_storage()._cdata
-        self._own = compat.storage_use_count(self._storage)
-
-    @property
-    def storage(self) -> int:
-        """Address of its storage's description, by which a tensor on it is known."""
-        return self._storage
+        self.storage = self.tensor.untyped_storage()._cdata
+        self.own = compat.storage_use_count(self.storage)
 
     @property
     def held(self) -> bool:
         """Whether anybody but the session has a tensor on it."""
-        return compat.storage_use_count(self._storage) > self._own
+        return compat.storage_use_count(self.storage) > self.own
 
     def give(self) -> torch.Tensor:
         """A tensor for the program."""
@@ -104,7 +99,7 @@ class Event:
         names: Names of that op's arguments.
         before: What to do first: overwriting of dead placements, barriers.
         writes: Names of the buffers that it writes first.
-        claims: Those, each with a placement on its bytes that nobody may hold any more.
+        claims: Those, each with a buffer on its bytes whose placement nobody may hold any more.
         stages: See `Stage`.
         binds: See `Bound`.
         ready: Barriers between staging and the op itself.
@@ -123,8 +118,6 @@ class Event:
         after: Barriers of ops behind it that are not declared.
         placed: Whether any of its tensors is in a placement.
         copies: How often bytes are copied into and out of placements.
-        quick: Serves a call that fits, with the least there is to do; see `symmplan.integrate.
-            eager_quick`.
     """
 
     call: Recorded
@@ -133,7 +126,7 @@ class Event:
     names: list[str] = field(factory=list)
     before: list[Callable[[], None]] = field(factory=list)
     writes: list[str] = field(factory=list)
-    claims: list[tuple[str, Lent]] = field(factory=list)
+    claims: list[tuple[str, str, Lent]] = field(factory=list)
     stages: list[Stage] = field(factory=list)
     binds: list[Bound] = field(factory=list)
     ready: list[Callable[[], None]] = field(factory=list)
@@ -152,7 +145,6 @@ class Event:
     after: list[Callable[[], None]] = field(factory=list)
     placed: bool = False
     copies: int = 0
-    quick: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -161,14 +153,18 @@ class Event:
             return str(self.call.op.name())
         return f"symmplan.{self.call.kind}"
 
-    def overdue(self) -> tuple[str, Lent] | None:
+    def overdue(self) -> tuple[str, str] | None:
         """A buffer that is about to be written, and one on its bytes that is still held."""
-        for claim in self.claims:
-            if claim[1].held:
+        for buffer, other, lent in self.claims:
+            if lent.held:
                 gc.collect()  # it may only hang in a cycle
-                if claim[1].held:
-                    return claim
+                if lent.held:
+                    return buffer, other
         return None
+
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        """The storages that nobody may hold any more, each with the uses that are the session's."""
+        return tuple(dict.fromkeys((lent.storage, lent.own) for _, _, lent in self.claims))
 
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """What the call was expected to be and is, if not the same."""

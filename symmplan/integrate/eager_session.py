@@ -13,7 +13,7 @@ from symmplan.errors import ReleasedError, RunError, SymmplanError
 from symmplan.integrate.eager_faults import REDO, Faults, public
 from symmplan.integrate.eager_kernels import install
 from symmplan.integrate.eager_lanes import Lanes, streams_of
-from symmplan.integrate.eager_quick import MISS, quick_call, quick_memory
+from symmplan.integrate.eager_quick import MISS, Line, quick_call, quick_memory
 from symmplan.integrate.eager_recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager_serve import serve, take_away
 from symmplan.integrate.eager_stats import Copy, Stats
@@ -54,20 +54,19 @@ class Session:
         lowerings = Lowerings(resolve_backend(memory, device, groups).name)
         streams = streams_of(device)
         self._settings = Settings(groups, lowerings, device, streams, effort, timeout, debug)
-        self._faults = Faults(groups, timeout, self._stop_serving)
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
-        self._kernels: list[torch.library.Library] = []
+        self._uninstall: Callable[[], None] | None = None
         self._live: list[Event] = []  # the calls that are served: none once anybody failed
-        self._lanes = Lanes(None)
+        self.line = Line(Lanes(None))
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
         self.leaving: dict[int, Event] = {}
-        self._next = 0
         self._counts: dict[str, Any] = {"rendezvous": 0, "iterations": 0, "served": 0, "copies": 0}
+        self.faults = Faults(groups, timeout, self._stop_serving)
 
     def __repr__(self) -> str:
-        state = "failed" if self._faults.failed else self._state
+        state = "failed" if self.faults.failed else self._state
         return f"<symmplan.eager session: {state}, {len(self._events)} calls planned>"
 
     @property
@@ -80,6 +79,7 @@ class Session:
         """See `Stats`."""
         if self._frozen is None:
             return Stats(**self._counts)
+        counts = self._counted(self._events[: self.line.at])
         sites, plan = self._frozen.captured.sites, self._frozen.plan
         held = not self._frozen.arena.released
         return Stats(
@@ -89,8 +89,16 @@ class Session:
             segment_bytes=self._frozen.arena.segment_bytes if held else 0,
             lower_bound_bytes=plan.lower_bound_bytes,
             copied=self._frozen.copies,
-            **self._counts,
+            **counts,
         )
+
+    def _counted(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The counts so far, with those of ``events`` of this iteration."""
+        more = {
+            "served": sum(e.placed for e in events),
+            "copies": sum(e.copies for e in events if e.placed),
+        }
+        return {k: n + more.get(k, 0) for k, n in self._counts.items()}
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -138,29 +146,30 @@ class Session:
             self._counts["iterations"] += 1
             return
         assert self._frozen is not None
-        if self._next != len(self._events):
-            event = self._events[self._next]
-            self._faults.depart(
-                f"the iteration ended before call {self._next}, {event.name}",
+        if self.line.at != len(self._events):
+            event = self._events[self.line.at]
+            self.faults.depart(
+                f"the iteration ended before call {self.line.at}, {event.name}",
                 expected=f"{len(self._events)} declared calls",
-                got=self._next,
+                got=self.line.at,
                 event=event,
             )
-        self._lanes.join()
+        self.line.lanes.join()
         self._run(self._frozen.tail)
-        self._lanes.part()
-        self._next = 0
+        self.line.lanes.part()
+        self._counts = self._counted(self._events)
         self._counts["iterations"] += 1
+        self.line.at = 0
 
     def _freeze(self, recording: Recording) -> None:
         self._recording = None
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.arena.rendezvous
-        self._frozen, self._live, self._lanes = frozen, frozen.events, frozen.lanes
-        self._next = 0
+        self._frozen, self._live = frozen, frozen.events
+        self.line = Line(frozen.lanes, [None] * len(frozen.events))
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
-        self._kernels = install(self)
+        self._uninstall = install(self, [event.call.op for event in frozen.events])
 
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
@@ -175,75 +184,52 @@ class Session:
         self._let_go()
         self._frozen = None
         meet(self._settings, "session.replan()")
-        self._faults = Faults(self._settings.groups, self._settings.timeout, self._stop_serving)
+        self.faults = Faults(self._settings.groups, self._settings.timeout, self._stop_serving)
         self._record()
 
     # Serving.
 
     def serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
-        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours."""
-        live, at = self._live, self._next
-        if at < len(live):
-            event = live[at]
-            quick = event.quick
-            fits = quick is not None and event.call.op is op and not kwargs
-            if fits and self._lanes.fits(event.stream):
-                assert quick is not None
-                try:
-                    result = quick(behind, args)
-                except BaseException as error:
-                    self._faults.found(error)
-                    raise
-                if result is not MISS:
-                    self._next = at + 1
-                    self._count(event)
-                    return result
-        return self._serve(op, behind, args, kwargs)
+        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours.
 
-    def _serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
-        """The long way, which finds out what is wrong."""
+        The long way, which finds out what is wrong; see `symmplan.integrate.eager_quick`.
+        """
         self._usable()
+        at = self.line.at
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
         self._run(event.before)
         self._check_claims(event)
-        with self._faults.guarded():
+        with self.faults.guarded():
             result = serve(event, behind, args, kwargs, form)
-        self._count(event)
-        if event.quick is None:
-            event.quick = quick_call(event, args, kwargs, form)
+        self.line.learn(at, *quick_call(event, args, kwargs, form))
         return result
 
     def waited(self, event: Event, tensor: torch.Tensor) -> None:
         """A result of ``event`` that leaves the iteration was waited for: it may be copied out."""
-        with self._faults.guarded():
+        with self.faults.guarded():
             take_away(event, tensor)
-
-    def _count(self, event: Event) -> None:
-        if event.placed:
-            self._counts["served"] += 1
-            self._counts["copies"] += event.copies
 
     def _run(self, acts: Sequence[Callable[[], None]]) -> None:
         if acts:
-            with self._faults.guarded():
+            with self.faults.guarded():
                 for act in acts:
                     act()
 
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
         name = f"symmplan.{kind}" if op is None else op.name()
-        if self._next >= len(self._live):
-            self._faults.depart(
+        if self.line.at >= len(self._live):
+            self.faults.depart(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
                 got=name,
                 event=None,
                 op=name,
             )
-        event = self._live[self._next]
+        event = self._live[self.line.at]
         if op is not event.call.op or kind != event.call.kind:
-            self._faults.depart(
-                f"call {self._next} is another op than planned",
+            self.faults.depart(
+                f"call {self.line.at} is another op than planned",
                 expected=f"{event.name} ({event.call.line})",
                 got=name,
                 event=event,
@@ -251,40 +237,39 @@ class Session:
             )
         difference = event.differs(args, kwargs)
         if difference is not None:
-            self._faults.depart(
-                f"call {self._next}, {name}, has other arguments than planned",
+            self.faults.depart(
+                f"call {self.line.at}, {name}, has other arguments than planned",
                 expected=public(difference[0]),
                 got=public(difference[1]),
                 event=event,
             )
-        if not self._lanes.fits(event.stream):
-            self._faults.depart(
-                f"call {self._next}, {name}, runs on another stream than planned",
+        if not self.line.lanes.fits(event.stream):
+            self.faults.depart(
+                f"call {self.line.at}, {name}, runs on another stream than planned",
                 expected=f"the stream that was {event.stream!r} when it was recorded",
                 got="one that is another in this iteration",
                 event=event,
             )
-        self._next += 1
+        self.line.at += 1
         return event
 
     def _check_claims(self, event: Event) -> None:
         overdue = event.overdue()
         if overdue is None:
             return
-        buffer, lent = overdue
-        self._faults.depart(
-            f"{event.name} is about to write buffer {buffer!r} over {lent.buffer!r}, which is "
-            "still held",
+        buffer, other = overdue
+        self.faults.depart(
+            f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still held",
             expected="no tensor on it any more, as in the recorded iteration",
             got="one that is kept longer",
             event=event,
-            buffer=lent.buffer,
+            buffer=other,
             fix=f"drop the tensor or keep a clone of it; or {REDO}",
         )
 
     def _stop_serving(self, error: BaseException) -> None:
         """The first failure, here or elsewhere: nothing is in its placement any more."""
-        self._live = []
+        self._live, self.line.quicks = [], []
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
@@ -299,19 +284,19 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
+        line = self.line
+        quicks, at = line.quicks, line.at
+        if at < len(quicks) and not OWN.depth:
+            quick = quicks[at]
+            if quick is not None and quick.op == kind and line.lanes.fits(quick.role):
+                tensor: torch.Tensor = quick.call(make, args, kwargs)
+                if tensor is not MISS:
+                    line.at = at + 1
+                    return tensor
         if OWN.depth or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
-        live, at = self._live, self._next
-        if at < len(live):
-            event = live[at]
-            quick = event.quick
-            if quick is not None and event.call.kind == kind and self._lanes.fits(event.stream):
-                tensor: torch.Tensor = quick(make, args, kwargs)
-                if tensor is not MISS:
-                    self._next = at + 1
-                    return tensor
         return self._memory(kind, make, args, kwargs)
 
     def _memory(
@@ -319,6 +304,7 @@ class Session:
     ) -> torch.Tensor:
         """The long way."""
         self._usable()
+        at = self.line.at
         event = self._expect(None, (make, *args), kwargs, kind)
         self._run(event.before)
         self._check_claims(event)
@@ -330,8 +316,7 @@ class Session:
                 make(*args, **kwargs, out=lent.tensor)
             tensor = lent.give()
         self._run([*event.ready, *event.after])
-        if event.quick is None:
-            event.quick = quick_memory(event)
+        self.line.learn(at, *quick_memory(event))
         return tensor
 
     # The end.
@@ -354,20 +339,20 @@ class Session:
 
     def _give_up(self, error: BaseException) -> None:
         """Peers may wait anywhere: in an op, on their device, or for this rank to record one."""
-        self._faults.leave_by(error)
-        self._faults.abort()
+        self.faults.leave_by(error)
+        self.faults.abort()
 
     def _let_go(self) -> None:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-        self._faults.close()
-        for library in self._kernels:
-            library._destroy()
-        self._kernels = []
-        self._live = []
+        self.faults.close()
+        if self._uninstall is not None:
+            self._uninstall()
+            self._uninstall = None
+        self._counts = self._counted(self._events[: self.line.at])
+        self._live, self.line = [], Line(Lanes(None))
         self.leaving = {}
-        self._next = 0
         if self._frozen is not None:
             if self._settings.device.type == "cuda":
                 torch.cuda.synchronize(self._settings.device)
@@ -396,4 +381,4 @@ class Session:
                 group=self._settings.group.name,
                 rank=self._settings.group.rank,
             )
-        self._faults.usable()
+        self.faults.usable()
