@@ -3,9 +3,9 @@
 ``peer_mean`` reads its peers' input and ends without a release; ``push_next`` writes its result
 into the next rank's memory, through an out variant and without a handshake: the plan must add the
 barriers. ``bump`` updates its argument in place. ``peer_sum`` cannot write its declared result into
-given memory; ``scale`` can, through an out variant that returns what it was given. The first two
-fall back to c10d when their tensors have no placement, so that the same program runs without
-symmplan.
+given memory; ``scale`` can, through an out variant that returns what it was given. ``mix`` is
+``peer_mean`` times another tensor. ``peer_mean``, ``mix`` and ``push_next`` fall back to c10d when
+their tensors have no placement, so that the same program runs without symmplan.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ def _push_next_out(x: torch.Tensor, group_name: str, *, out: torch.Tensor) -> No
     placed.barrier()  # every push has landed
 
 
+def _mix(x: torch.Tensor, y: torch.Tensor, group_name: str) -> torch.Tensor:
+    return _peer_mean(x, group_name) * y
+
+
 def _bump(x: torch.Tensor, group_name: str) -> None:
     x.mul_(0.5)
 
@@ -96,6 +100,12 @@ def load() -> None:
     lib.impl("scale.out", _scale_out, "CompositeExplicitAutograd")
     torch.library.register_fake("symmplan_test::scale", lambda x, _g: torch.empty_like(x), lib=lib)
     torch.library.register_fake("symmplan_test::scale.out", lambda _x, _g, *, out: out, lib=lib)
+    lib.define("mix(Tensor x, Tensor y, str group_name) -> Tensor")
+    lib.impl("mix", _mix, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "symmplan_test::mix", lambda x, _y, _g: torch.empty_like(x), lib=lib
+    )
+    symmplan.register_symm_mem_args("symmplan_test::mix", ["x"], group="group_name", handshake=True)
     lib.define("under_way(Tensor x) -> Tensor")
     lib.impl("under_way", _under_way, "CompositeExplicitAutograd")
     torch.library.register_fake("symmplan_test::under_way", lambda x: x.new_empty(1), lib=lib)

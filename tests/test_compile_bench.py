@@ -32,7 +32,9 @@ def test_a_small_benchmark_runs_and_compares():
     assert row["stats"]["segment_bytes"] == row["stats"]["lower_bound_bytes"]
     assert 0 < row["own_compile_s"] < row["sides"]["symmplan"]["compile_s"]
     assert set(row["sides"]) == {"plain", "symmplan"}
-    assert "losses equal" in bench_compile.render(result)
+    text = bench_compile.render(result)
+    assert "losses equal" in text
+    assert "8 bound, 0 staged (0 copied out)" in text
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ class Decider:
         root = self.values.find(request.value)
         home = self.homes.get(root)
         reason = self._why_stage(request, root, home)
-        if reason is None and self._origin(root)[0].op == "placeholder":
+        if reason is None and home is None and self._origin(root)[0].op == "placeholder":
             self._keep(request, root)
             return
         if reason is None and home is None:

@@ -9,6 +9,11 @@ A buffer stands for a storage, not a tensor: its accesses are those of all its a
     with an operation that stands for the outside and writes them all: what peers still read when
     the graph ends, or read before they have met this rank, then asks for a barrier. It is a problem
     of its own because graphs take turns in the bytes of all others.
+
+[Note: crossing]
+    What a forward saves for its backward leaves the one graph and comes into the other, but nobody
+    else sees it. So its buffer stays where it is: the forward's problem ends with an operation that
+    reads all such buffers, the backward's begins with one, and joined they are one live range.
 """
 
 from __future__ import annotations
@@ -23,17 +28,27 @@ from symmplan.capture.bounds import sources
 from symmplan.capture.decide import Decider, requests_of
 from symmplan.capture.graphs import called, hidden_calls, is_getitem, is_wait, written_nodes
 from symmplan.capture.producers import Write, writes_inductor
-from symmplan.capture.sites import Captured, Kept, Site
+from symmplan.capture.sites import Captured, Home, Kept, Site
 from symmplan.capture.steps import Steps
 from symmplan.capture.values import Value, Values, example_values, is_pure_view
 from symmplan.errors import CaptureError
-from symmplan.model import Access, Operation, OpSpec, Problem, Requirement, Unplanned
+from symmplan.model import Access, Buffer, Operation, OpSpec, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["capture_fx"]
+__all__ = ["capture_fx", "given_name", "saved_name"]
+
+
+def saved_name(prefix: str) -> str:
+    """Name of the operation that ends a forward: what it saved is live. See [Note: crossing]."""
+    return f"{prefix}:saved"
+
+
+def given_name(prefix: str) -> str:
+    """Name of the operation that begins a backward: what was saved is live."""
+    return f"{prefix}:given"
 
 
 def capture_fx(
@@ -46,6 +61,8 @@ def capture_fx(
     skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
     refused: Mapping[fx.Node, str] | None = None,
     keep: frozenset[fx.Node] = frozenset(),
+    saved: Collection[int] = (),
+    given: Mapping[str, Buffer] | None = None,
 ) -> Captured:
     """Capture the declared tensors of an FX program.
 
@@ -58,6 +75,8 @@ def capture_fx(
         skip: Gives the reason why a requirement is not to be met, or None to meet it.
         refused: ``{node: why its tensors are to be left out}``.
         keep: The inputs that may lie in symmetric memory from run to run.
+        saved: Positions of the graph's outputs that only its backward gets. See [Note: crossing].
+        given: ``{input: the buffer it lies in}``, of what the forward saved in placements.
 
     Returns:
         The problem and the decisions behind it.
@@ -68,7 +87,19 @@ def capture_fx(
     Collective: no.
     """
     graph, module = _graph_of(program)
-    builder = _Builder(graph, module, example_inputs, prefix, lookup, producer, skip, refused, keep)
+    builder = _Builder(
+        graph=graph,
+        module=module,
+        example_inputs=example_inputs,
+        prefix=prefix,
+        lookup=lookup,
+        producer=producer,
+        skip=skip,
+        refused=refused,
+        keep=keep,
+        saved=saved,
+        given=given or {},
+    )
     return builder.build()
 
 
@@ -100,6 +131,8 @@ class _Builder:
     skip: Callable[[OpSpec, Requirement], str | None]
     refused: Mapping[fx.Node, str] | None
     keep: frozenset[fx.Node]
+    saved: Collection[int]
+    given: Mapping[str, Buffer]
 
     order: dict[fx.Node, int] = field(init=False)
     values: Values = field(init=False)
@@ -113,6 +146,7 @@ class _Builder:
         for node, spec in declared:
             self._require_values(node, spec, fakes)
         self.values = Values.of(self.graph, fakes)
+        given = self._given()
         classes: dict[Value, list[Value]] = {}
         for value in self.values.tensors:
             classes.setdefault(self.values.find(value), []).append(value)
@@ -131,6 +165,10 @@ class _Builder:
             symbols=sources(self.graph),
             keep=self.keep,
         )
+        for node, buffer in given.items():
+            root = self.values.find((node, ()))
+            self.decider.homes.setdefault(root, Home(buffer.name, node, (), "given"))
+            self.decider.buffers[buffer.name] = buffer
         requests = [r for node, spec in declared for r in requests_of(node, spec, self.values)]
         self.specs = dict(declared)
         for request in requests:
@@ -141,7 +179,8 @@ class _Builder:
                 self.decider.argument(request)
         self.decider.unplanned += self._hidden()
         sites = sorted(self.decider.sites, key=lambda s: self.order[s.node])
-        problem, residence = self._problems(sites)
+        saved = self._saved()
+        problem, residence = self._problems(sites, saved, given)
         return Captured(
             problem=problem,
             sites=tuple(sites),
@@ -152,12 +191,42 @@ class _Builder:
             prefix=self.prefix,
             kept=self._kept(residence),
             residence=residence,
+            saved=saved,
+            given={node: buffer.name for node, buffer in given.items()},
         )
+
+    def _given(self) -> dict[fx.Node, Buffer]:
+        """The inputs that lie in placements; those of one buffer become one storage."""
+        found: dict[fx.Node, Buffer] = {}
+        first: dict[str, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.name in self.given:
+                found[node] = buffer = self.given[node.name]
+                self.values.join((first.setdefault(buffer.name, node), ()), (node, ()))
+        return found
+
+    def _outputs(self) -> list[Any]:
+        (output,) = (n for n in self.graph.nodes if n.op == "output")
+        values = output.args[0]
+        return list(values) if isinstance(values, (list, tuple)) else [values]
+
+    def _saved(self) -> dict[int, str]:
+        """``{output: its buffer}`` of what crosses into the backward in its placement."""
+        outputs = self._outputs() if self.saved else []
+        found: dict[int, str] = {}
+        for i in sorted(self.saved):
+            value = (outputs[i], ())
+            if isinstance(outputs[i], fx.Node) and value in self.values.tensors:
+                home = self.decider.homes.get(self.values.find(value))
+                if home is not None:
+                    found[i] = home.buffer
+        return found
 
     def _escaping(self, waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]) -> set[Value]:
         """The storages that somebody may use after the graph: its results, and work under way."""
-        (output,) = (n for n in self.graph.nodes if n.op == "output")
-        leaving = list(output.all_input_nodes)
+        leaving: list[fx.Node] = []
+        seen = [value for i, value in enumerate(self._outputs()) if i not in self.saved]
+        fx.map_arg(seen, leaving.append)
         for node, ends in waits.items():
             if not ends:
                 leaving += [node, *node.all_input_nodes]
@@ -204,7 +273,9 @@ class _Builder:
 
     # -- what it does with them --------------------------------------------------------------
 
-    def _problems(self, sites: Sequence[Site]) -> tuple[Problem, Problem | None]:
+    def _problems(
+        self, sites: Sequence[Site], saved: Mapping[int, str], given: Mapping[fx.Node, Buffer]
+    ) -> tuple[Problem, Problem | None]:
         """What the graph does with its own buffers, and with those that outlive it."""
         steps = Steps(self.prefix, self.order, self.specs, self.decider.waits)
         by_node: dict[fx.Node, list[Site]] = {}
@@ -219,25 +290,39 @@ class _Builder:
         operations, accesses = steps.finish()
         buffers = self.decider.buffers.values()
         kept = {b.name for b in buffers if b.persistent}
+        residence = self._residence(kept, operations, accesses) if kept else None
+        accesses = tuple(a for a in accesses if a.buffer not in kept)
+        if given:
+            name = given_name(self.prefix)
+            operations = (Operation(name, op="symmplan::given"), *operations)
+            held = sorted({buffer.name for buffer in given.values()})
+            accesses = (*(Access(name, buffer) for buffer in held), *accesses)
+        if saved:
+            name = saved_name(self.prefix)
+            operations = (*operations, Operation(name, op="symmplan::saved"))
+            accesses = (*accesses, *(Access(name, b) for b in sorted({*saved.values()})))
         problem = Problem(
             buffers=tuple(b for b in buffers if not b.persistent),
             operations=operations,
-            accesses=tuple(a for a in accesses if a.buffer not in kept),
+            accesses=accesses,
             unplanned=tuple(self.decider.unplanned),
         )
-        if not kept:
-            return problem, None
-        # See [Note: residents].
-        outside = [Operation(f"{self.prefix}{name}", op="outside") for name in (":given", "output")]
-        residence = Problem(
-            buffers=tuple(b for b in buffers if b.persistent),
-            operations=(outside[0], *operations, outside[1]),
+        return problem, residence
+
+    def _residence(
+        self, kept: Collection[str], operations: Sequence[Operation], accesses: Sequence[Access]
+    ) -> Problem:
+        """The problem of what lies in symmetric memory from run to run. See [Note: residents]."""
+        names = (f"{self.prefix}:outside", f"{self.prefix}output")
+        before, after = (Operation(name, op="outside") for name in names)
+        return Problem(
+            buffers=tuple(b for b in self.decider.buffers.values() if b.name in kept),
+            operations=(before, *operations, after),
             accesses=(
                 *(a for a in accesses if a.buffer in kept),
-                *(Access(o.name, name, write=True) for o in outside for name in sorted(kept)),
+                *(Access(o.name, n, write=True) for o in (before, after) for n in sorted(kept)),
             ),
         )
-        return problem, residence
 
     def _kept(self, residence: Problem | None) -> tuple[Kept, ...]:
         if residence is None:

@@ -15,16 +15,17 @@ __all__ = ["join"]
 def join(problems: Iterable[Problem]) -> Problem:
     """One problem of several that run in the given order on the same stream.
 
-    Their operations and buffers must have different names (see the ``prefix`` of `capture_fx`).
+    Their operations must have different names (see the ``prefix`` of `capture_fx`), and so must
+    their buffers, but for those that are equal: they cross from one to the other.
 
     Raises:
-        ProblemError: A name appears in two of them.
+        ProblemError: A name appears in two of them and stands for different things.
 
     Collective: no.
     """
     parts = list(problems)
     return Problem(
-        buffers=tuple(b for p in parts for b in p.buffers),
+        buffers=tuple(dict.fromkeys(b for p in parts for b in p.buffers)),
         operations=tuple(o for p in parts for o in p.operations),
         accesses=tuple(a for p in parts for a in p.accesses),
         edges=tuple(e for p in parts for e in p.edges),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import fx
 
     from symmplan.capture.producers import Write
@@ -58,13 +60,14 @@ class Home:
         buffer: Name of its buffer.
         node: The node that makes it.
         path: Where it sits in the node's result.
-        write: How the producer writes there; ``"declared"`` if it is a declared op.
+        write: How the producer writes there; ``"declared"`` if it is a declared op, ``"given"`` if
+            it lies there before the graph begins.
     """
 
     buffer: str
     node: fx.Node
     path: tuple[int, ...]
-    write: Write
+    write: Write | Literal["given"]
 
 
 @frozen(eq=False)
@@ -100,6 +103,8 @@ class Captured:
         prefix: What operation and buffer names start with.
         kept: The inputs that lie in symmetric memory from run to run.
         residence: Their problem; None if there are none. See [Note: residents].
+        saved: ``{output: its buffer}`` of what its backward finds in a placement.
+        given: ``{input: its buffer}`` of what its forward left in a placement.
     """
 
     problem: Problem
@@ -111,6 +116,8 @@ class Captured:
     prefix: str = ""
     kept: tuple[Kept, ...] = ()
     residence: Problem | None = None
+    saved: Mapping[int, str] = field(factory=dict)
+    given: Mapping[fx.Node, str] = field(factory=dict)
 
     def at(self, node: fx.Node) -> list[Site]:
         """The sites of one node, in the order of its schema."""

@@ -178,7 +178,7 @@ class Values:
                 self._parent[value] = value
                 key = _storage_key(fake)
                 if key is not None:
-                    self._join(storages.setdefault(key, value), value)
+                    self.join(storages.setdefault(key, value), value)
             self._join_by_schema(node)
         return self
 
@@ -195,7 +195,8 @@ class Values:
         """All tensors that the node returns."""
         return [(node, path) for path, _ in tensor_leaves(self.fakes.get(node))]
 
-    def _join(self, a: Value, b: Value) -> None:
+    def join(self, a: Value, b: Value) -> None:
+        """Say that two values are the same storage."""
         ra, rb = self.find(a), self.find(b)
         if ra != rb:
             self._parent[rb] = ra
@@ -204,7 +205,7 @@ class Values:
         for source in sources:
             for value in self.of_node(source):
                 for result in results:
-                    self._join(value, result)
+                    self.join(value, result)
 
     def _join_by_schema(self, node: fx.Node) -> None:
         results = self.of_node(node)
@@ -216,7 +217,7 @@ class Values:
             for _, path in results:
                 full = (source, (index, *path) if isinstance(index, int) else path)
                 if full in self._parent:
-                    self._join(full, (node, path))
+                    self.join(full, (node, path))
                 else:  # indexing a tensor itself
                     self._join_all([source], [(node, path)])
             return

@@ -170,6 +170,7 @@ def _joined(ranks: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, A
         "rendezvous_after_first_step": max(r["rendezvous_after_first_step"] for r in ranks),
         "stats": ranks[0]["stats"],
         "staged": ranks[0]["staged"],
+        "copied_out": sum(reason == "it leaves the graph" for *_, reason in ranks[0]["staged"]),
         "choices": ranks[0]["choices"],
     }
 
@@ -199,8 +200,12 @@ def render(result: dict[str, Any]) -> str:
                 f"{row['own_first_compile_s']:.2f} s)"
             ),
             (
-                f"{'':16} {stats['bound']} bound, {stats['staged']} staged, {stats['unplanned']} "
-                f"unplanned; {stats['segment_bytes']} bytes, lower bound "
+                f"{'':16} {stats['bound']} bound, {stats['staged']} staged ({row['copied_out']} "
+                f"copied out), {stats['unplanned']} unplanned; {stats['crossing_bytes']} bytes "
+                f"cross into backwards in place, {stats['evacuated']} copies of them"
+            ),
+            (
+                f"{'':16} {stats['segment_bytes']} bytes, lower bound "
                 f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; rendezvous "
                 f"{stats['rendezvous']}, {row['rendezvous_after_first_step']} after the first "
                 f"step; {stats['kept']} kept, {stats['copies']} copied in"

@@ -14,8 +14,10 @@ from attrs import frozen
 
 from symmplan.errors import BackendError
 from symmplan.integrate import ops
+from symmplan.integrate.crossing import reasons
 from symmplan.integrate.pool import Pool
-from symmplan.integrate.unit import Record, Settings, Unit
+from symmplan.integrate.records import Record, Settings
+from symmplan.integrate.unit import Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +48,8 @@ class Stats:
         kept: Inputs that lie in symmetric memory from run to run (``bind=True``), right now.
         copies: How often such an input was not in its placement and had to be copied there.
         unplanned: Declared tensors that were left out.
+        crossing_bytes: Bytes that stay in their placements from a forward to its backward.
+        evacuated: How often such a tensor was copied all the same; see `CompileBackend.evacuated`.
         barriers: Barriers inserted.
         segment_bytes: Bytes of symmetric memory; graphs take turns in them.
         lower_bound_bytes: Proven minimum of those bytes.
@@ -61,6 +65,8 @@ class Stats:
     kept: int = 0
     copies: int = 0
     unplanned: int = 0
+    crossing_bytes: int = 0
+    evacuated: int = 0
     barriers: int = 0
     segment_bytes: int = 0
     lower_bound_bytes: int = 0
@@ -139,6 +145,8 @@ class CompileBackend:
             kept=self._pool.places.count,
             copies=self._pool.places.copies,
             unplanned=sum(len(p.unplanned) for p in plans),
+            crossing_bytes=sum(record.crossing_bytes for record in self._records),
+            evacuated=sum(self._pool.copies.values()),
             barriers=sum(len(p.barriers) for p in both),
             segment_bytes=sum(p.peak_bytes for p in kept)
             + sum(
@@ -148,7 +156,8 @@ class CompileBackend:
             ),
             lower_bound_bytes=sum(p.lower_bound_bytes for p in kept)
             + sum(max(p.lower_bound_bytes for p in of) for of in turns.values()),
-            unshared_bytes=sum(p.unshared_bytes for p in both),
+            unshared_bytes=sum(p.unshared_bytes for p in kept)
+            + sum(b.nbytes for p in plans for b in p.problem.buffers if not b.persistent),
         )
 
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
@@ -165,6 +174,10 @@ class CompileBackend:
             ),
             *self._pool.places.away,
         )
+
+    def evacuated(self) -> tuple[tuple[int, str], ...]:
+        """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
+        return reasons(self._pool.copies)
 
     def release(self) -> None:
         """Give all segments back. The compiled graphs cannot run any more.

@@ -13,9 +13,10 @@
     before every operation that writes; it costs nothing when the program runs.
 
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
-    no free view that changes the element size; and so it is for lanes. Inductor cannot know that
-    they overlap. So where bytes pass from one input to another, the fence covers both, and stays
-    in the program as an op that does nothing, to keep what was before it before it.
+    no free view that changes the element size; and so it is for lanes, and for what a forward left
+    in a placement, which its backward gets as an input. Inductor cannot know that they overlap. So
+    where bytes pass from one input to another, the fence covers both, and stays in the program as
+    an op that does nothing, to keep what was before it before it.
 
 [Note: lanes]
     c10d's ``wait_tensor`` waits for all work that was registered on a tensor's *storage*. If all
@@ -45,7 +46,7 @@ __all__ = ["Emitter", "SegmentInput"]
 
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
-_SEGMENT = "symmplan3"
+_SEGMENT = "symmplan4"
 
 
 #: Inductor copies inputs that begin elsewhere.
@@ -106,6 +107,7 @@ class Emitter:
         device: The device of the segments.
         fake_mode: The mode of the graph's fake tensors.
         lanes: The buffers that asynchronous collectives write.
+        given: ``{buffer: inputs of the graph}`` of what lies in placements before it begins.
         inputs: The segment inputs added so far, in order.
         first: ``{operation: the first node that stands for it now}``, where that has changed.
     """
@@ -115,16 +117,27 @@ class Emitter:
     device: torch.device
     fake_mode: Any
     lanes: frozenset[str] = frozenset()
+    given: dict[str, list[fx.Node]] = field(factory=dict)
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
+    _kept: list[str] = field(init=False)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
     _body: fx.Node = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        # Which inputs are not written in place is not in the graph, but changes the code.
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        given = sorted(inputs.index(n) for nodes in self.given.values() for n in nodes)
+        self._kept = ["keeps", *map(str, given)] if given else []
         # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
         at = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(at):
             self._body = self.graph.call_function(_begin)
+
+    @property
+    def begin(self) -> fx.Node:
+        """The first node behind the graph's inputs and sizes."""
+        return self._body.next
 
     def finish(self) -> None:
         """The graph is done."""
@@ -142,12 +155,28 @@ class Emitter:
         begin = self.key(buffer, dtype).lane or 0
         return (self.plan.placements[buffer].offset - begin) // dtype.itemsize
 
-    def _input(self, key: SegmentInput) -> fx.Node:
+    def reach(self, buffer: str) -> SegmentInput | str:
+        """Through which inputs the graph reaches a buffer; all of them are in `nodes`."""
+        if buffer in self.given:
+            return buffer
+        dtype = next(b.dtype for b in self.plan.problem.buffers if b.name == buffer)
+        return self.key(buffer, getattr(torch, dtype))
+
+    @property
+    def nodes(self) -> dict[SegmentInput | str, list[fx.Node]]:
+        """The inputs that lie in segments, by what `reach` says."""
+        found: dict[SegmentInput | str, list[fx.Node]] = {}
+        found.update(self.given)
+        found.update((key, [node]) for key, node in self.inputs.items())
+        return found
+
+    def input(self, key: SegmentInput) -> fx.Node:
+        """The input for a key, added when it is first asked for."""
         node = self.inputs.get(key)
         if node is None:
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
-                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane)
+                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane, *self._kept)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")
             with self.fake_mode:
@@ -158,7 +187,7 @@ class Emitter:
     def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""
         stride = _dense(like.shape) if contiguous else like.stride()
-        base = self._input(self.key(buffer, like.dtype))
+        base = self.input(self.key(buffer, like.dtype))
         offset = self.offset(buffer, like.dtype)
         args = (base, self.numbers(like.shape), self.numbers(stride), offset)
         return self.call(torch.ops.aten.as_strided.default, args)
@@ -225,8 +254,8 @@ class Emitter:
 
         Args:
             at: What follows the fence.
-            inputs: The segment inputs that it covers, or None for all.
+            inputs: The inputs that it covers, or None for all.
         """
-        covered = list(self.inputs.values()) if inputs is None else list(inputs)
+        covered = [n for nodes in self.nodes.values() for n in nodes] if inputs is None else inputs
         with self.graph.inserting_before(at):
-            self.call(torch.ops.symmplan.fence_.default, (covered,))
+            self.call(torch.ops.symmplan.fence_.default, (list(covered),))

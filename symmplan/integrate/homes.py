@@ -36,14 +36,15 @@ def make_homes(emitter: Emitter, captured: Captured) -> None:
     """
     _shift_absolute_views(emitter, captured)
     for home in captured.homes:
-        if home.write != "declared":
+        if home.write not in ("declared", "given"):
             _make_home(emitter, captured, home)
 
 
 def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
     """``as_strided`` counts from the start of the storage, which is now the segment's."""
     values = captured.values
-    roots = {values.find((h.node, h.path)): h for h in captured.homes}
+    # What was given has a storage of its own, which begins where the buffer does.
+    roots = {values.find((h.node, h.path)): h for h in captured.homes if h.write != "given"}
     for node in emitter.graph.nodes:
         overload = overload_of(node.target) if node.op == "call_function" else None
         if overload is None or overload._schema.name not in _ABSOLUTE:
@@ -94,7 +95,8 @@ def _make_home(emitter: Emitter, captured: Captured, home: Home) -> None:
             op = out_overload(overload)
         with emitter.graph.inserting_before(node):
             view = emitter.view(home.buffer, like)
-            call = emitter.call(op, node.args, {**node.kwargs, "out": view})
+            name = op._schema.arguments[-1].name  # "out", or "grad_input" and the like
+            call = emitter.call(op, node.args, {**node.kwargs, name: view})
         _replace(emitter, captured, node, view, first=call)
     else:
         with emitter.graph.inserting_after(node):

@@ -32,11 +32,13 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.virtualized import V
 
 from symmplan.integrate import ops
-from symmplan.integrate.refresh import note, refresh_changed
-from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+from symmplan.integrate.refresh import fake_mode_of, note, refresh_changed
+from symmplan.integrate.running import noted, with_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from symmplan.integrate.unit import Unit
 
 ops.load()
 _fence: Any = fallback_handler(torch.ops.symmplan.fence_.default, add_to_fallback_set=False)
@@ -108,22 +110,23 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     elif kwargs.get("is_inference"):
         part = "inference"
     if not unit.declares(gm):
-        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+        unit.cross(gm, part)
+        return noted(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, part)
     mode = fake_mode_of(inputs)
     _view_to_reshape(gm)
     with torch.no_grad():
         inductor.fake_tensor_prop(gm, inputs)
     with unit.timed():
-        noted = note(gm)
+        before = note(gm)
     with torch.no_grad(), V.set_fake_mode(mode):
         inductor._recursive_post_grad_passes(gm, is_inference=part == "inference")
     with unit.timed():
-        refresh_changed(gm, inputs, mode, noted)
+        refresh_changed(gm, inputs, mode, before)
     rewritten = unit.rewrite(gm, part, mode)
     with inductor_config.patch(_off()), _types_as_given(), _passes_done(gm, mode):
         if rewritten is None:
-            return inductor.compile_fx_inner(gm, inputs, **kwargs)
-        added = [n for n in gm.graph.nodes if n.op == "placeholder"][-len(rewritten.inputs) :]
+            return noted(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, part)
+        added = [n for n in gm.graph.nodes if n.op == "placeholder"][len(inputs) :]
         # Segments never move: CUDA graphs must use them where they are, not copy them.
         static = [
             *kwargs.get("static_input_idxs", ()),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.integrate.refresh import refresh_values
-from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+from symmplan.integrate.refresh import fake_mode_of, refresh_values
+from symmplan.integrate.running import noted, with_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import fx
+
+    from symmplan.integrate.unit import Unit
 
 __all__ = ["compile_eager"]
 
@@ -33,14 +35,18 @@ def compile_eager(
     def compiler(part: str) -> Callable[..., Any]:
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             mode = fake_mode_of(inputs)
+            rewritten = None
             if unit is not None and unit.declares(gm):
                 _unfold_mutations(gm, inputs, mode)
-            rewritten = None if unit is None else unit.rewrite(gm, part, mode)
+                rewritten = unit.rewrite(gm, part, mode)
+            elif unit is not None:
+                unit.cross(gm, part)
             gm.recompile()
             run = make_boxed_func(gm)
-            if rewritten is None:
+            if unit is None:
                 return run
-            assert unit is not None
+            if rewritten is None:
+                return noted(run, unit, part)
             return with_segments(run, unit, rewritten)
 
         return compile_part

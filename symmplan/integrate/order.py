@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmplan.capture.fx import given_name, saved_name
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import fx
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.emit import Emitter, SegmentInput
@@ -26,39 +30,71 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
     """
     by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
     mine = {o.name for o in captured.problem.operations}
-    keys = {b.name: emitter.key(b.name, getattr(torch, b.dtype)) for b in captured.problem.buffers}
+    keys = {b.name: _reached(emitter, b.name) for b in captured.problem.buffers}
     crossing = _crossings(emitter, captured, keys)
-    written: dict[str, set[SegmentInput]] = {}
+    written: dict[str, set[SegmentInput | str]] = {}
     for access in captured.problem.accesses:
         if access.write:
-            written.setdefault(access.operation, set()).add(keys[access.buffer])
+            written.setdefault(access.operation, set()).update(keys[access.buffer])
+            if len(keys[access.buffer]) > 1:
+                crossing.setdefault(access.operation, set()).update(keys[access.buffer])
     for operation in sorted({*crossing, *written}):
         at = emitter.first.get(operation) or by_name[operation]
         together = crossing.get(operation, set())
         if together:
-            emitter.fence(at, [node for key, node in emitter.inputs.items() if key in together])
-        for key, node in emitter.inputs.items():
+            covered = [nodes for key, nodes in emitter.nodes.items() if key in together]
+            emitter.fence(at, [node for nodes in covered for node in nodes])
+        for key, nodes in emitter.nodes.items():
             if key in written.get(operation, ()) and key not in together:
-                emitter.fence(at, [node])
+                emitter.fence(at, nodes)
     if captured.residence is not None:
         mine.update(o.name for o in captured.residence.operations)
+    ends = {
+        given_name(captured.prefix): emitter.begin,
+        saved_name(captured.prefix): next(n for n in emitter.graph.nodes if n.op == "output"),
+    }
     for before, group in barriers:
         if before not in mine:
             continue
-        at = emitter.first.get(before) or by_name[before]
-        named = {s.name for s in emitter.plan.segments if group in s.groups}
-        inputs = [n for key, n in emitter.inputs.items() if key.segment in named]
-        inputs += [k.node for k in captured.kept if k.group == group]
-        covered = [*emitter.inputs.values(), *(k.node for k in captured.kept)]
-        emitter.fence(at, covered)
+        at = ends.get(before) or emitter.first.get(before) or by_name[before]
+        node = _of_group(emitter, captured, group)
+        everything = [n for nodes in emitter.nodes.values() for n in nodes]
+        everything += [k.node for k in captured.kept]
+        emitter.fence(at, everything)
         with emitter.graph.inserting_before(at):
-            emitter.call(torch.ops.symmplan.barrier_.default, (inputs[0], group))
-        emitter.fence(at, covered)
+            emitter.call(torch.ops.symmplan.barrier_.default, (node, group))
+        emitter.fence(at, everything)
+
+
+def _reached(emitter: Emitter, buffer: str) -> tuple[SegmentInput | str, ...]:
+    """Through which inputs a buffer is read and written."""
+    reached = emitter.reach(buffer)
+    if isinstance(reached, str):  # poison reaches it through the segment
+        dtype = next(b.dtype for b in emitter.plan.problem.buffers if b.name == buffer)
+        key = emitter.key(buffer, getattr(torch, dtype))
+        return (reached, key) if key in emitter.inputs else (reached,)
+    return (reached,)
+
+
+def _of_group(emitter: Emitter, captured: Captured, group: str) -> fx.Node:
+    """An input that lies in symmetric memory of a group."""
+    named = {s.name for s in emitter.plan.segments if group in s.groups}
+    for key, node in emitter.inputs.items():
+        if key.segment in named:
+            return node
+    for kept in captured.kept:
+        if kept.group == group:
+            return kept.node
+    buffers = captured.problem.buffers
+    buffer = next(b for b in buffers if emitter.plan.placements[b.name].segment in named)
+    return emitter.input(emitter.key(buffer.name, getattr(torch, buffer.dtype)))
 
 
 def _crossings(
-    emitter: Emitter, captured: Captured, keys: Mapping[str, SegmentInput]
-) -> dict[str, set[SegmentInput]]:
+    emitter: Emitter,
+    captured: Captured,
+    keys: Mapping[str, tuple[SegmentInput | str, ...]],
+) -> dict[str, set[SegmentInput | str]]:
     """``{operation: inputs}``: what first touches bytes that another input had before."""
     problem = captured.problem
     first: dict[str, str] = {}
@@ -67,13 +103,15 @@ def _crossings(
         first.setdefault(access.buffer, access.operation)
     places = [(b.name, emitter.plan.placements[b.name]) for b in problem.buffers]
     places.sort(key=lambda item: (item[1].segment, item[1].offset, item[0]))
-    found: dict[str, set[SegmentInput]] = {}
+    found: dict[str, set[SegmentInput | str]] = {}
     active: list[tuple[str, Placement]] = []
     for buffer, place in places:
         active = [(b, p) for b, p in active if p.segment == place.segment and p.end > place.offset]
         for other, _ in active:
-            if keys[other] != keys[buffer]:
-                for name in (other, buffer):
-                    found.setdefault(first[name], set()).update((keys[other], keys[buffer]))
+            if keys[other] == keys[buffer] and len(keys[buffer]) == 1:
+                continue
+            for name in (other, buffer):
+                if name not in emitter.given:  # whose first touch is where the graph begins
+                    found.setdefault(first[name], set()).update((*keys[other], *keys[buffer]))
         active.append((buffer, place))
     return found

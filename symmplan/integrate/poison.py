@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
+from symmplan.capture.fx import given_name, saved_name
 from symmplan.model import Access, Operation, Problem
 
 if TYPE_CHECKING:
@@ -22,11 +23,16 @@ __all__ = ["plan_poison", "poison"]
 _OP = "symmplan::poison_"
 
 
-def plan_poison(problem: Problem) -> Problem:
+def plan_poison(problem: Problem, prefix: str = "") -> Problem:
     """The problem, with an operation that overwrites each buffer behind its last access.
 
     Buffers that are used on several streams are left alone: one use may not be behind all others.
+
+    Args:
+        problem: What capture found.
+        prefix: What its operations' names start with. What is saved there dies elsewhere.
     """
+    saved = {a.buffer for a in problem.accesses if a.operation == saved_name(prefix)}
     rank = {o.name: i for i, o in enumerate(problem.operations)}
     stream = {o.name: o.stream for o in problem.operations}
     last: dict[str, int] = {}
@@ -36,7 +42,7 @@ def plan_poison(problem: Problem) -> Problem:
         streams.setdefault(access.buffer, set()).add(stream[access.operation])
     dying: dict[int, list[str]] = {}
     for buffer in problem.buffers:
-        if len(streams[buffer.name]) > 1:
+        if buffer.name in saved or len(streams[buffer.name]) > 1:
             continue
         dying.setdefault(last[buffer.name], []).append(buffer.name)
     operations = []
@@ -61,6 +67,8 @@ def poison(emitter: Emitter, captured: Captured) -> None:
     at = next(n for n in emitter.graph.nodes if n.op == "output")
     by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
     for operation in reversed(problem.operations):
+        if operation.name in (saved_name(captured.prefix), given_name(captured.prefix)):
+            continue  # the ends of the graph
         if operation.op != _OP:
             at = emitter.first.get(operation.name) or by_name[operation.name]
             continue

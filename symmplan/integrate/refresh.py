@@ -20,7 +20,7 @@ from symmplan.capture.values import tensor_leaves
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Noted", "note", "refresh_changed", "refresh_values"]
+__all__ = ["Noted", "fake_mode_of", "note", "refresh_changed", "refresh_values"]
 
 
 @frozen(eq=False)
@@ -40,6 +40,14 @@ class Noted:
             and node.kwargs is self.kwargs
             and node.meta.get("val") is self.value
         )
+
+
+def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
+    """The fake mode of the inputs, or a new one."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def note(gm: fx.GraphModule) -> dict[fx.Node, Noted]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from symmplan import _compat as compat
+from symmplan._compat_autograd import static_inputs
 from symmplan.errors import ReleasedError
 from symmplan.integrate.fsdp_agree import tell
 from symmplan.memory import realize
@@ -77,7 +77,7 @@ class Residents:
         """The inputs of a part that keep their address from call to call."""
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         if part != "backward":  # whose inputs have the names that they have in the forward part
-            self._static.update(inputs[i].name for i in compat.static_inputs() if i < len(inputs))
+            self._static.update(inputs[i].name for i in static_inputs() if i < len(inputs))
         return frozenset(n for n in inputs if n.name in self._static)
 
     def plan(self, captured: Captured, part: str, memory: str) -> None:

@@ -56,7 +56,10 @@ def rewrite(
     site = next(s for s in captured.sites if s.buffer is not None)
     assert site.source is not None
     device = captured.values.tensors[(site.source, site.path)].device
-    emitter = Emitter(module.graph, plan, device, fake_mode, _written_later(captured))
+    given: dict[str, list[fx.Node]] = {}
+    for node, buffer in captured.given.items():
+        given.setdefault(buffer, []).append(node)
+    emitter = Emitter(module.graph, plan, device, fake_mode, _written_later(captured), given)
     make_homes(emitter, captured)
     _Declared(emitter, captured, lowerings).run()
     poison(emitter, captured)

@@ -7,124 +7,48 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
+from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
-from symmplan.integrate.choice import Choice, refused
-from symmplan.integrate.fsdp_bytes import lend
+from symmplan.integrate.choice import refused
+from symmplan.integrate.crossing import Zone, hand_over, take_over
 from symmplan.integrate.lowering import Lowerings
+from symmplan.integrate.parts import alike, given_of, keep_away, pinned, unreturned, writes_of
 from symmplan.integrate.poison import plan_poison
+from symmplan.integrate.pool import structure_of
+from symmplan.integrate.records import Record, Rewritten, Settings
 from symmplan.integrate.residents import Residents
 from symmplan.integrate.rewrite import rewrite
+from symmplan.integrate.running import bytes_of
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import own_work
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
     from torch import fx
 
-    from symmplan.integrate.emit import SegmentInput
     from symmplan.integrate.pool import Pool, Shared
-    from symmplan.model import Barrier, Plan, Problem
+    from symmplan.model import Barrier, Buffer, Plan, Problem
 
-__all__ = [
-    "Record",
-    "Rewritten",
-    "Settings",
-    "Unit",
-    "fake_mode_of",
-    "with_segments",
-]
-
-
-@frozen
-class Settings:
-    """How a compile backend was asked to work.
-
-    Attributes:
-        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
-        memory: Name of the memory backend.
-        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
-        timeout: Seconds that ranks wait for each other before they raise.
-        choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
-        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
-        bind: Keep static inputs of declared ops in symmetric memory.
-    """
-
-    inner: str
-    memory: str
-    effort: Literal["fast", "optimal"]
-    timeout: float
-    choose: Literal["auto", "measure", "placed"]
-    debug: bool
-    bind: bool
-
-    def chooses(self, device: torch.device) -> bool:
-        """Whether collectives are measured before they are planned."""
-        return self.choose == "measure" or (self.choose == "auto" and device.type != "cpu")
-
-
-@frozen
-class Rewritten:
-    """A part that follows a plan.
-
-    Attributes:
-        part: ``"forward"``, ``"backward"`` or ``"inference"``.
-        inputs: What it takes of the segments after its own inputs, in order.
-    """
-
-    part: str
-    inputs: tuple[SegmentInput, ...]
-
-
-@define(eq=False)
-class Record:
-    """What is remembered of a graph, also when its code is gone.
-
-    Attributes:
-        plans: The plan of each part.
-        kept: Plans of inputs that lie in symmetric memory from run to run.
-        sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
-        choices: What was measured.
-        seconds: Symmplan's part of compiling it.
-    """
-
-    plans: dict[str, Plan] = field(init=False, factory=dict)
-    kept: dict[str, Plan] = field(init=False, factory=dict)
-    sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
-    choices: list[Choice] = field(init=False, factory=list)
-    seconds: float = field(init=False, default=0.0)
-
-    def add(self, captured: Captured) -> None:
-        """Remember the declared tensors of a part."""
-        self.sites += [
-            (
-                f"{captured.prefix}{s.node.name}",
-                captured.specs[s.node].op,
-                s.where,
-                s.how,
-                s.reason,
-            )
-            for s in captured.sites
-        ]
+__all__ = ["Unit"]
 
 
 @define(eq=False)
 class Unit:
     """One Dynamo graph: its parts (forward, backward or inference) and their plan.
 
-    The parts run one after the other and nothing in a placement outlives its part, so they are
-    planned as one program: the first gets the offsets it likes best, the second is planned around
-    the first, whose placements are fixed by then.
+    The parts run one after the other, so they are planned as one program: the first gets the
+    offsets it likes best, the second is planned around the first, whose placements are fixed by
+    then. What crosses from the forward to the backward stays where it is in between.
     """
 
     settings: Settings
@@ -135,7 +59,9 @@ class Unit:
     plans: dict[str, Plan] = field(init=False, factory=dict)
     barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
     shared: dict[str, Shared] = field(init=False, factory=dict)
-    given: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
+    taken: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
+    crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
+    zone: Zone | None = field(init=False, default=None)
     residents: Residents = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -182,6 +108,7 @@ class Unit:
         lowerings = self._prepare(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
+        saved, given = self.cross(module, part)
         capture = functools.partial(
             capture_fx,
             module,
@@ -190,6 +117,8 @@ class Unit:
             skip=lowerings.skip,
             producer=producer,
             keep=self.residents.candidates(module, part) if self.settings.bind else frozenset(),
+            saved=saved,
+            given=given,
         )
         captured = capture()
         reasons: dict[fx.Node, str] = {}
@@ -205,18 +134,21 @@ class Unit:
         if not captured.sites and not captured.problem.unplanned:
             return None
         if self.settings.debug:
-            captured = evolve(captured, problem=plan_poison(captured.problem))
+            poisoned = plan_poison(captured.problem, captured.prefix)
+            captured = evolve(captured, problem=poisoned)
         self.record.add(captured)
         plan = self._plan(captured, part)
         self.record.plans[part] = plan
         self.residents.plan(captured, part, lowerings.memory)
-        if not captured.problem.buffers and not captured.kept:
+        if all(s.buffer is None for s in captured.sites):
             return None
         # Parts may run in another order than planned (two forwards, then two backwards), so each
         # part also gets the barriers that it needs when it follows itself.
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         kept = self.residents.barriers(part)
         self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone, *kept])))
+        places = given_of(module, captured, plan)
+        self._save(module, captured, plan)
         inputs = rewrite(
             module,
             captured,
@@ -225,26 +157,62 @@ class Unit:
             lowerings,
             fake_mode,
         )
-        return Rewritten(part, inputs)
+        leaves = {i: plan.placements[buffer] for i, buffer in captured.saved.items()}
+        return Rewritten(part, inputs, leaves, places, writes_of(captured, plan, places), self)
+
+    def cross(self, module: fx.GraphModule, part: str) -> tuple[Sequence[int], dict[str, Buffer]]:
+        """The outputs that only the backward gets, and the inputs that lie in placements.
+
+        A backward is changed, also if it declares nothing: it returns no part of a placement.
+        """
+        seen = saved_outputs()
+        if seen is None or part == "inference":
+            return (), {}
+        first, sizes = seen
+        if part == "forward":
+            (output,) = (n for n in module.graph.nodes if n.op == "output")
+            return range(first, len(output.args[0])), {}
+        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        found = {
+            at: buffer
+            for i, (buffer, like) in self.crossing.items()
+            if (at := sizes + i - first) < len(inputs) and alike(inputs[at].meta["val"], like)
+        }
+        keep_inputs(found)
+        unreturned(module, [inputs[i] for i in found])
+        return (), {inputs[i].name: buffer for i, buffer in found.items()}
+
+    def _save(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
+        """Remember what a forward leaves in placements."""
+        if not captured.saved:
+            return
+        (output,) = (n for n in module.graph.nodes if n.op == "output")
+        buffers = {b.name: b for b in pinned(plan).buffers}
+        for i, name in captured.saved.items():
+            self.crossing[i] = (buffers[name], output.args[0][i].meta["val"])
+        names = sorted({*captured.saved.values()})
+        self.zone = Zone(
+            structure_of(plan), tuple((plan.placements[n], buffers[n].group) for n in names)
+        )
+        self.pool.zone(self.zone)
+        self.record.crossing_bytes += sum(buffers[n].nbytes for n in names)
 
     def _plan(self, captured: Captured, part: str) -> Plan:
         """Plan one part, together with the parts before it if they have not run yet."""
         effort = self.settings.effort
         before = next(iter(self.plans.values()), None)
         if before is not None and not self.shared:
-            fixed = evolve(
-                before.problem,
-                buffers=[
-                    evolve(b, offset=before.placements[b.name].offset)
-                    for b in before.problem.buffers
-                ],
-            )
-            plan = _checked_plan(join([fixed, captured.problem]), effort)
+            plan = _checked_plan(join([pinned(before), captured.problem]), effort)
             if self._keeps(before, plan):
                 for name in (*self.plans, part):
                     self.plans[name] = self.record.plans[name] = plan
                 return plan
         plan = _checked_plan(captured.problem, effort)
+        kept = self.pool.kept(structure_of(plan), but=self.zone)
+        if kept:
+            apart = _checked_plan(keep_away(captured.problem, kept), effort)
+            if structure_of(apart) == structure_of(plan):
+                plan = apart
         self.plans[part] = plan
         return plan
 
@@ -256,8 +224,8 @@ class Unit:
         inserted = {point for points in self.barriers.values() for point in points}
         return all(p in inserted for p in _points(plan.barriers) if p[0] in compiled)
 
-    def enter(self, rewritten: Rewritten) -> list[torch.Tensor]:
-        """Begin to run a part: what it takes of the segments.
+    def enter(self, rewritten: Rewritten, args: list[Any]) -> None:
+        """Begin to run a part: add to its inputs what it takes of the segments.
 
         Collective: the first time, over the groups of the plan; it agrees and allocates.
         """
@@ -265,17 +233,33 @@ class Unit:
         shared = self.shared.get(part)
         if shared is None:
             shared = self._settle(part)
-        shared.enter(self.plans[part])
+        shared.enter(
+            self.plans[part],
+            functools.partial(take_over, shared, rewritten, args),
+            writes=any(given.needed for given in rewritten.given),
+        )
         try:
-            arena, given = self.given.get(part, (None, []))
+            arena, taken = self.taken.get(part, (None, []))
             if arena is not shared.arena or shared.arena.released:
                 arena = shared.arena
-                given = [_bytes_of(arena.segments[i.segment].tensor, i) for i in rewritten.inputs]
-                self.given[part] = (arena, given)
+                taken = [bytes_of(arena.segments[i.segment].tensor, i) for i in rewritten.inputs]
+                self.taken[part] = (arena, taken)
+            args.extend(taken)
         except BaseException:
             shared.leave()
             raise
-        return given
+
+    def hand_over(self, rewritten: Rewritten, results: Any) -> Any:
+        """What a part returns: what it saved lies in its placements."""
+        self.passed(rewritten.part)
+        if not rewritten.saved:
+            return results
+        return hand_over(self.shared[rewritten.part], rewritten, list(results))
+
+    def passed(self, part: str) -> None:
+        """Note that a part has run: a backward is due behind its forward."""
+        if self.zone is not None:
+            self.zone.ahead = part == "forward" or keeps_graph()
 
     def leave(self, rewritten: Rewritten) -> None:
         """End the run of a part."""
@@ -291,19 +275,6 @@ class Unit:
         return shared
 
 
-def _bytes_of(segment: torch.Tensor, wanted: SegmentInput) -> torch.Tensor:
-    """What a rewritten graph takes of a segment."""
-    begin = wanted.lane or 0
-    part = segment[begin : begin + wanted.numel * wanted.dtype.itemsize]
-    if wanted.lane is not None:
-        part = lend(part, _nothing)
-    return part.view(wanted.dtype)
-
-
-def _nothing() -> None:
-    """The segment outlives the program that runs in it."""
-
-
 def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
     """A plan that is verified before anything runs in it."""
     plan = plan_problem(problem, effort=effort)
@@ -313,32 +284,3 @@ def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
 
 def _points(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
     return ((b.before, b.group) for b in barriers)
-
-
-def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
-    """The fake mode of the inputs, or a new one."""
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def with_segments(
-    compiled: Callable[[list[Any]], Any], unit: Unit, rewritten: Rewritten
-) -> Callable[[list[Any]], Any]:
-    """Pass the segments after the graph's own inputs."""
-    residents, part = unit.residents, rewritten.part
-
-    def run(args: list[Any]) -> Any:
-        segments = unit.enter(rewritten)
-        try:
-            copies = residents.enter(part, args)
-            args.extend(segments)
-            with own_work:
-                results = compiled(args)
-            return residents.leave(copies, results) if copies else results
-        finally:
-            unit.leave(rewritten)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run

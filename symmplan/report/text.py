@@ -45,6 +45,7 @@ def plan_summary(plan: Plan) -> str:
     ]
     lines += _segment_lines(plan)
     lines += _placed_lines(plan)
+    lines += _crossing_lines(plan)
     lines += _barrier_lines(plan)
     lines += unplanned_lines(plan.unplanned)
     return "\n".join(lines)
@@ -92,6 +93,21 @@ def _placed_lines(plan: Plan) -> list[str]:
         for (op, where), sizes in sorted(alike.items())[:_SHOWN]
     ]
     return ["placed:", *table(rows), *_more(len(alike))] if rows else []
+
+
+def _crossing_lines(plan: Plan) -> list[str]:
+    """What stays in place between a forward and its backward, and what of other graphs does."""
+    size_of = {b.name: b.nbytes for b in plan.problem.buffers}
+    ends = {o.name for o in plan.problem.operations if o.op == "symmplan::saved"}
+    saved = {a.buffer for a in plan.problem.accesses if a.operation in ends}
+    kept = [b.nbytes for b in plan.problem.buffers if b.name.startswith(":kept.")]
+    lines = []
+    if saved:
+        total = size(sum(size_of[b] for b in saved))
+        lines.append(f"crosses from forward to backward: {count(len(saved), 'buffer')}, {total}")
+    if kept:
+        lines.append(f"left alone, saved by other graphs: {size(sum(kept))}")
+    return lines
 
 
 def _barrier_lines(plan: Plan) -> list[str]:

@@ -1,0 +1,66 @@
+"""Private names of autograd and AOTAutograd; otherwise as `symmplan._compat`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = [
+    "has_saved_tensor_hooks",
+    "keep_inputs",
+    "keeps_graph",
+    "saved_outputs",
+    "static_inputs",
+]
+
+
+def _metadata() -> Any:
+    """What AOTAutograd knows of the graph that it compiles now, or None."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+def static_inputs() -> tuple[int, ...]:
+    """Which inputs of the graph that AOTAutograd compiles keep their address from call to call.
+
+    Parameters, buffers and what is marked with ``mark_static_address``; of the forward graph.
+    """
+    return tuple(getattr(_metadata(), "static_input_indices", None) or ())
+
+
+def saved_outputs() -> tuple[int, int] | None:
+    """Which outputs of the forward that is being compiled its backward alone gets.
+
+    Returns:
+        The first of them, and how many inputs (sizes) the backward has before those; None where it
+        cannot be told.
+    """
+    metadata = _metadata()
+    first = getattr(metadata, "num_forward", None)
+    sizes = getattr(metadata, "num_symints_saved_for_bw", None)
+    return None if first is None or sizes is None else (int(first), int(sizes))
+
+
+def keep_inputs(indices: Collection[int]) -> None:
+    """Let the backward that is being compiled not write these inputs, though they end with it."""
+    donated = getattr(_metadata(), "bw_donated_idxs", None)
+    if donated:
+        donated[:] = [i for i in donated if i not in indices]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs now keeps what was saved for it."""
+    keeps: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps is None or bool(keeps())
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks take what is saved for backward now."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    return top(True) is not None

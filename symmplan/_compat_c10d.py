@@ -1,0 +1,211 @@
+"""The works and methods of process groups; a part of `symmplan._compat`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "collective_options",
+    "finished",
+    "finished_work",
+    "group_options",
+    "reduction_named",
+    "register_work",
+    "replace_group_method",
+    "watched_handle",
+    "watched_work",
+]
+
+
+def register_work() -> Callable[[torch.Tensor, Any], None] | None:
+    """Makes ``wait_tensor`` of a tensor wait for a work; None if this torch does not say how."""
+    from torch._C import _distributed_c10d as c10d
+
+    return getattr(c10d, "_register_work", None)
+
+
+def reduction_named(name: object) -> Any:
+    """The reduction with a name such as ``"sum"``; None if it has none."""
+    return getattr(dist.ReduceOp, name.upper(), None) if isinstance(name, str) else None
+
+
+#: The method of a group -> the class of its last argument.
+_GROUP_OPTIONS = {
+    "allreduce": "AllreduceOptions",
+    "broadcast": "BroadcastOptions",
+    "_allgather_base": "AllgatherOptions",
+    "_reduce_scatter_base": "ReduceScatterOptions",
+}
+
+#: The functional collective that writes a given tensor -> the method of a group that it calls.
+_FUNCTIONAL = {
+    "all_reduce_": "allreduce",
+    "broadcast_": "broadcast",
+    "all_gather_into_tensor_out": "_allgather_base",
+    "reduce_scatter_tensor_out": "_reduce_scatter_base",
+}
+
+
+def group_options(method: str) -> Any:
+    """The class of the options of a process group's method."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return getattr(c10d, _GROUP_OPTIONS[method])
+
+
+def collective_options(name: str, *, reduction: object, root: object) -> tuple[str, Any] | None:
+    """What a functional collective asks of its group.
+
+    Args:
+        name: The collective's.
+        reduction: The reduction's name, where there is one.
+        root: The root's rank in the group, where there is one.
+
+    Returns:
+        The method's name and its options; None if this is not known.
+    """
+    method = _FUNCTIONAL.get(name)
+    if method is None:
+        return None
+    options: Any = group_options(method)()
+    options.asyncOp = True
+    if method in ("allreduce", "_reduce_scatter_base"):
+        options.reduceOp = reduction_named(reduction)
+        if options.reduceOp is None:
+            return None
+    if method == "broadcast":
+        options.rootRank, options.rootTensor = root, 0
+    return method, options
+
+
+def replace_group_method(
+    name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``make(original)`` in the place of a method of all process groups.
+
+    Returns:
+        What undoes it. If somebody else replaced the method since, it stays.
+    """
+    kind: Any = dist.ProcessGroup
+    original = kind.__dict__[name]  # what binds; the attribute is what is bound
+    ours = make(getattr(kind, name))
+    setattr(kind, name, ours)
+
+    def undo() -> None:
+        if kind.__dict__[name] is ours:
+            setattr(kind, name, original)
+
+    return undo
+
+
+class _Finished(dist.Work):
+    """The work of a collective that was over when it returned."""
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It was."""
+        return True
+
+
+class _Watched(dist.Work):
+    """The work of a collective of which somebody wants to know when it is waited for."""
+
+    def __init__(self, work: Any, waited: Callable[[], None], written: torch.Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._waited: Callable[[], None] | None = waited
+        self._written: torch.Tensor | None = written
+        self._over: torch.cuda.Event | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the work, then do what belongs to its end."""
+        done, work = True, self._work
+        if work is not None:
+            done = work.wait() if timeout is None else work.wait(timeout)
+            self._work = None  # it may hold its tensors for as long as it lives
+            if self._written is not None and self._written.is_cuda:
+                self._over = torch.cuda.Event()
+                self._over.record()
+        self._end()
+        return done
+
+    def synchronize(self) -> None:
+        """The same for the current stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over. Its end is still to be waited for."""
+        if self._over is not None:
+            return bool(self._over.query())
+        return self._work is None or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it went well."""
+        return self._work is None or bool(self._work.is_success())
+
+    def get_future(self) -> Any:
+        """A future. Who waits for it cannot be seen."""
+        work = self._work
+        if work is not None:
+            self.wait()
+            return work.get_future()
+        future: Any = torch.futures.Future()
+        future.set_result([self._written])
+        self._waited = None
+        return future
+
+    def _end(self) -> None:
+        waited, self._waited, self._written = self._waited, None, None
+        if waited is not None:
+            waited()
+
+
+def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -> tuple[Any, Any]:
+    """A work whose first wait is told.
+
+    Args:
+        work: The real one; None if it is over.
+        waited: Called after the first wait for it.
+        written: The tensor that the collective writes.
+
+    Returns:
+        It, to be kept as long as the program may get hold of it, and its box.
+    """
+    handle = watched_handle(work, waited, written)
+    return handle, handle.boxed()
+
+
+def watched_handle(work: Any, waited: Callable[[], None], written: torch.Tensor) -> Any:
+    """The same, for who does not need the box."""
+    return _Watched(work, waited, written)
+
+
+#: One for all: a box does not keep its Python half, and it has no state.
+_FINISHED: list[Any] = []
+
+
+def finished_work() -> Any:
+    """A work that is over, boxed as kernels in Python return it."""
+    finished()
+    return _FINISHED[1]
+
+
+def finished() -> Any:
+    """The same without a box."""
+    if not _FINISHED:
+        work = _Finished()
+        _FINISHED.extend((work, work.boxed()))
+    return _FINISHED[0]

@@ -1,0 +1,89 @@
+"""Random trainings on two ranks: forwards and backwards in any order, against eager."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from crossing_programs import Training, forward, may_keep_graphs, train, trainings
+from hypothesis import HealthCheck, given, settings
+from ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+_GROUPS: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, timeout=180.0) as ranks:
+        ranks.run(_setup)
+        yield ranks
+
+
+def _setup(rank, world_size):
+    import custom_ops
+    import torch.distributed as dist
+
+    custom_ops.load()
+    second = dist.new_group([0, 1])
+    _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
+
+
+def _compare(rank, world_size, training: Training, inner: str, debug: bool):
+    """Train plainly and compiled; the statistics, and who still holds placements."""
+    import symmplan
+
+    torch._dynamo.reset()
+    plain = [
+        lambda *tensors, p=program: forward(p, _GROUPS, *tensors) for program in training.programs
+    ]
+    expected = train(training, _GROUPS, rank, plain)
+    backend = symmplan.backend(inner=inner, timeout=30.0, debug=debug)
+    compiled = [torch.compile(f, backend=backend, fullgraph=True, dynamic=False) for f in plain]
+    try:
+        with may_keep_graphs() if training.keeps else contextlib.nullcontext():
+            for _ in range(2):
+                got = train(training, _GROUPS, rank, compiled)
+                for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+                    torch.testing.assert_close(
+                        a, b, rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{i}: {m}"
+                    )
+        for plan in backend.plans:
+            plan.verify()
+        gc.collect()
+        held = [
+            lane.place
+            for shared in backend._pool._shared.values()
+            for lane in shared.lanes.values()
+            if lane.held
+        ]
+        torch.distributed.barrier()
+        return backend.stats, [p.fingerprint for p in backend.plans], held
+    finally:
+        backend.release()
+
+
+def _check(pool, training, inner, *, debug=True):
+    first, second = pool.run(_compare, training, inner, debug)
+    assert first == second
+    assert first[2] == []
+    return first[0]
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(training=trainings())
+def test_random_trainings_op_by_op(pool, training):
+    _check(pool, training, "eager")
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(training=trainings(max_programs=1))
+def test_random_trainings_through_inductor(pool, training):
+    _check(pool, training, "inductor")
