@@ -553,8 +553,9 @@ def by_all_to_all(rank, world, prefetch):
     return both(build, train, rank, look=look, choose="copy engine")
 
 
-def forced_choice(rank, world, monkey):
-    """A measurement in which torch's own way wins for one kind of collective."""
+@contextlib.contextmanager
+def forced_kind(kind, rank):
+    """A measurement in which torch's own way wins for one kind of collective, and no other."""
     from symmplan.integrate.fsdp_choice import Choices
 
     original = Choices._time
@@ -563,13 +564,18 @@ def forced_choice(rank, world, monkey):
         ways = original(self, case, *args)
         # Ranks measure different times, as they do; the slowest counts.
         fast, slow = 1e-6 * (rank + 1), 5e-6
-        return {w: fast if (w == "default") == (case[0] == monkey) else slow for w in ways}
+        return {w: fast if (w == "default") == (case[0] == kind) else slow for w in ways}
 
     Choices._time = timed
     try:
-        return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
+        yield
     finally:
         Choices._time = original
+
+
+def forced_choice(rank, world, kind):
+    with forced_kind(kind, rank):
+        return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
 
 
 def disagreement(rank, world):

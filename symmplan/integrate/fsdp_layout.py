@@ -61,10 +61,10 @@ def layout_of(group: Any) -> Layout | str:
         group: FSDP2's, after its lazy initialization.
     """
     parameters = list(group.fsdp_params)
+    if not compat.fsdp_shards(group):  # others have no gathers, and raise if asked for a group
+        return "its parameters are not sharded"
     if not parameters or not compat.fsdp_has_direct_seam(group):
         return "this torch's FSDP2 lacks what is replaced"
-    if not compat.fsdp_shards(group):
-        return "its parameters are not sharded"
     if group._use_post_forward_mesh or not compat.fsdp_one_mesh(group):
         return "it reshards to another mesh after forward"
     ranks = group._all_gather_process_group.size()
