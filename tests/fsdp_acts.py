@@ -6,11 +6,14 @@ with symmplan, and all that it computes must have the same bits.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 
 import torch
 from fsdp_models import Block, Net, Trace, batch, differences, mesh
+from fsdp_programs import Hoard, holding
+from fsdp_programs import flat as gathered_flat
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -81,6 +84,7 @@ class Actor:
         self.trace = Trace()
         self.handle = None
         self.done = 0
+        self._counts = collections.Counter()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         self._planned = planned
         self._options = options
@@ -96,12 +100,19 @@ class Actor:
         self.done += 1
 
     def end(self):
-        """Let go of everything; how many collectives were placed at last."""
-        placed = 0 if self.handle is None else self.handle.stats.placed
+        """Let go of everything; how often what happened, over all handles."""
         self._pending.clear()
         self._kept.clear()
         self.remove()
-        return placed
+        self._note()
+        return dict(self._counts)
+
+    def _note(self):
+        if self.handle is not None:
+            stats = self.handle.stats
+            for name in ("placed", "staged", "plain", "replans", "departures"):
+                self._counts[name] += getattr(stats, name)
+            self._counts.update(dict(stats.reasons))
 
     def _batch(self):
         self._count += 1
@@ -270,7 +281,9 @@ class Actor:
             try:
                 self.handle.remove()
             except SymmplanError:
+                self._counts["remove refused"] += 1
                 return
+            self._note()
             self.handle = None
 
     def freeze(self):
@@ -279,19 +292,31 @@ class Actor:
                 self.handle.freeze()
 
 
-def acted(rank, world, hidden, wraps, options, acts, choose="placed"):
+def acted(rank, world, model, acts, *, choose, flat, hold):
     """Do ``acts`` without and with symmplan, up to the first at which plain FSDP2 fails.
+
+    Args:
+        model: Arguments of `built`.
+        acts: What to do.
+        choose: As for `symmplan.fsdp.apply`.
+        flat: Whether gathers are in flat buffers.
+        hold: ``(rank, count)``: who keeps the buffers of so many collectives.
 
     Returns:
         ``{"differences", "refused": text of symmplan's error or None, "unsupported": that of plain
-        FSDP2's, "done": how many acts, "placed": how many collectives}``.
+        FSDP2's, "done": how many acts, "counts": how often what happened, "intact": whether the
+        kept buffers were}``.
     """
-    told = {"refused": None, "unsupported": None, "placed": 0}
+    told = {"refused": None, "unsupported": None, "counts": {}}
+    hoard = Hoard(hold[1])
     traces = []
-    for planned in (False, True):
-        torch.manual_seed(7)
-        model = built(world, hidden, wraps, options)
-        actor = Actor(model, rank, planned=planned, choose=choose, timeout=10.0)
+
+    def keep(_, tensor):
+        if rank == hold[0] and hold[1]:
+            hoard.keep(tensor)
+
+    def run(planned):
+        actor = Actor(built(world, *model), rank, planned=planned, choose=choose, timeout=10.0)
         traced = []
         for act in acts:
             try:
@@ -305,16 +330,24 @@ def acted(rank, world, hidden, wraps, options, acts, choose="placed"):
                 told["unsupported"] = f"{act}: {error}"
                 break
             traced = list(actor.trace.items)
-        if not planned:
-            acts = acts[: actor.done]
-        told["done"] = actor.done
         if told["refused"] is None and told["unsupported"] is None:
-            actor.trace.parameters(model)
+            actor.trace.parameters(actor.model)
             traced = actor.trace.items
         traces.append(traced)
-        told["placed"] = actor.end()
+        told["counts"] = actor.end()
+        return actor.done
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(holding(keep))
+        if flat:
+            stack.enter_context(gathered_flat())
+        torch.manual_seed(7)
+        acts = acts[: run(planned=False)]
+        torch.manual_seed(7)
+        told["done"] = run(planned=True)
+        hoard.end()
     left, right = (Trace() for _ in range(2))
-    left.items, right.items = traces[0], traces[1]
+    left.items, right.items = traces
     if told["refused"] is not None:
         del left.items[len(right.items) :]
-    return {**told, "differences": differences(left, right)}
+    return {**told, "differences": differences(left, right), "intact": all(hoard.intact)}

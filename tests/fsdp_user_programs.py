@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from fsdp_models import DEVICE, Block, Net, Trace, batch, both, differences, mesh, shard, train
+from fsdp_models import DEVICE, Net, Trace, batch, both, differences, mesh, shard, train
 from fsdp_models import train_step as step_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import fsdp_acts
 import fsdp_programs as programs
 import pytest
@@ -102,8 +104,8 @@ BETWEEN = [
 @st.composite
 def acted(draw):
     """Arguments of `fsdp_acts.acted`."""
-    count = draw(st.integers(1, 4))
-    how = st.sampled_from(["whole", "whole", "parts", "both", "none"])
+    count = draw(st.integers(1, 5))
+    how = st.sampled_from(["whole", "whole", "whole", "parts", "both", "none"])
     wraps = draw(st.lists(how, min_size=count, max_size=count))
     # Some widths do not divide evenly.
     hidden = draw(st.lists(st.sampled_from([8, 16, 17, 32]), min_size=count, max_size=count))
@@ -114,16 +116,22 @@ def acted(draw):
     }
     usual = [("train",)] * draw(st.integers(1, 2))
     between = draw(st.lists(st.one_of(ANYWHERE + BETWEEN), min_size=4, max_size=16))
-    choose = draw(st.sampled_from(["placed", "placed", "copy engine"]))
-    # Training goes on after whatever it was.
-    return hidden, wraps, options, [*usual, *between, ("train",), ("train",)], choose
+    return {
+        "model": (hidden, wraps, options),
+        # Training goes on after whatever it was.
+        "acts": [*usual, *between, ("train",), ("train",)],
+        "choose": draw(st.sampled_from(["placed", "placed", "copy engine"])),
+        "flat": draw(st.sampled_from([False, False, True])),
+        "hold": (draw(st.integers(0, 1)), draw(st.sampled_from([0, 1, 4]))),
+    }
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(arguments=acted())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
-    results = two.run(fsdp_acts.acted, *arguments)
+    results = two.run(functools.partial(fsdp_acts.acted, **arguments))
     for result in results:
         assert result["differences"] == []
+        assert result["intact"]
         assert result["refused"] == results[0]["refused"]
         assert result["done"] == results[0]["done"]

@@ -55,6 +55,7 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_in_errors_on_all_ranks():
         ("filled_later", (True,)),
         ("loss_scaled", ()),
         ("used_twice", ()),
+        ("replicated", ()),
     ],
 )
 def test_kinds_of_models(two, name, args):
