@@ -402,7 +402,7 @@ def fsdp_group_methods(group: Any) -> list[str]:
 
 def fsdp_shards(group: Any) -> bool:
     """Whether a parameter group is sharded, not only replicated."""
-    return getattr(group.mesh_info, "shard_mesh_dim", None) is not None
+    return getattr(getattr(group, "mesh_info", None), "shard_mesh_dim", None) is not None
 
 
 def fsdp_one_mesh(group: Any) -> bool:

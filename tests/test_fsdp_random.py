@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import fsdp_acts
 import fsdp_programs as programs
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -53,3 +56,82 @@ def test_random_programs_have_the_same_bits(two, arguments):
         peak, bound, _ = result["bytes"]
         assert peak >= bound
         assert result["barriers"] == 0
+
+
+INDEX = st.integers(0, 5)
+WHERE = st.sampled_from(["forward", "before backward", "backward"])
+
+
+def act(name, *arguments):
+    """An act of `fsdp_acts.Actor`."""
+    return st.tuples(st.just(name), *arguments)
+
+
+#: What may also happen in the middle of a step.
+ANYWHERE = [
+    act("unshard", INDEX, st.booleans()),
+    act("look", INDEX, st.integers(0, 2)),
+    act("save"),
+    act("remove"),
+    act("freeze"),
+    act("prefetch", st.integers(0, 2), st.integers(0, 2)),
+    act("after_forward", st.booleans(), st.booleans()),
+]
+BETWEEN = [
+    act("train"),
+    act("train", st.integers(1, 3), st.booleans(), st.booleans()),
+    act("several", st.integers(2, 3)),
+    act("evaluate", st.sampled_from(["no_grad", "inference"])),
+    act("discard"),
+    act("postpone"),
+    act("catch_up"),
+    act("input_gradient"),
+    act("twice"),
+    act("clip"),
+    act("autocast"),
+    act("fail", WHERE, INDEX),
+    act("inside", WHERE, INDEX, st.one_of(ANYWHERE)),
+    act("order", st.lists(INDEX, max_size=5).map(tuple)),
+    act("recompute", st.sampled_from([None, True, False])),
+    act("learn", INDEX, st.booleans()),
+    act("in_backward", INDEX, st.booleans()),
+    act("reshard", INDEX),
+    act("load", st.booleans()),
+    act("apply"),
+]
+
+
+@st.composite
+def acted(draw):
+    """Arguments of `fsdp_acts.acted`."""
+    count = draw(st.integers(1, 5))
+    how = st.sampled_from(["whole", "whole", "whole", "parts", "both", "none"])
+    wraps = draw(st.lists(how, min_size=count, max_size=count))
+    # Some widths do not divide evenly.
+    hidden = draw(st.lists(st.sampled_from([8, 16, 17, 32]), min_size=count, max_size=count))
+    options = {
+        "reshard_after_forward": draw(st.booleans()),
+        "bf16": draw(st.booleans()),
+        "tied": draw(st.booleans()),
+    }
+    usual = [("train",)] * draw(st.integers(1, 2))
+    between = draw(st.lists(st.one_of(ANYWHERE + BETWEEN), min_size=4, max_size=16))
+    return {
+        "model": (hidden, wraps, options),
+        # Training goes on after whatever it was.
+        "acts": [*usual, *between, ("train",), ("train",)],
+        "choose": draw(st.sampled_from(["placed", "placed", "copy engine"])),
+        "flat": draw(st.sampled_from([False, False, True])),
+        "hold": (draw(st.integers(0, 1)), draw(st.sampled_from([0, 1, 4]))),
+    }
+
+
+@settings(max_examples=20)
+@given(arguments=acted())
+def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
+    results = two.run(functools.partial(fsdp_acts.acted, **arguments))
+    for result in results:
+        assert result["differences"] == []
+        assert result["intact"]
+        assert result["refused"] == results[0]["refused"]
+        assert result["done"] == results[0]["done"]

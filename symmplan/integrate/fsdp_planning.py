@@ -40,6 +40,7 @@ class Planning:
         choices: What was measured, None before the first plan.
         directs: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
+        flat: ``{site: why}`` of those whose parameters cannot.
     """
 
     def __init__(self, options: Options, memory: Memory) -> None:
@@ -47,6 +48,7 @@ class Planning:
         self.choices: Choices | None = None
         self.directs: list[Direct] = []
         self.layouts: dict[str, Layout] = {}
+        self.flat: dict[str, str] = {}
         self._options = options
         self._memory = memory
         self._kept: list[Recording] = []
