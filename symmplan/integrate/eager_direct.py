@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager_quick import Line
     from symmplan.integrate.eager_schedule import Event
 
-__all__ = ["MISS", "front_of", "install_fronts", "launcher"]
+__all__ = ["MISS", "front_of", "install_fronts", "launcher", "starter"]
 
 #: What a short way returns if the call is not the expected one.
 MISS: Any = object()
@@ -42,6 +42,34 @@ _METHODS = {
     "c10d::_allgather_base_": "_allgather_base",
     "c10d::_reduce_scatter_base_": "_reduce_scatter_base",
 }
+
+
+def starter(
+    target: str, group: object, device: torch.device, *, reduction: object, root: object
+) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
+    """What a functional collective starts, past the dispatcher.
+
+    Args:
+        target: Its qualified name, with overload.
+        group: Name of the process group.
+        device: Where the tensors lie.
+        reduction: Name of the reduction, where there is one.
+        root: Rank of the root, where there is one.
+
+    Returns:
+        A function of the tensor that is written and the one that is read; it returns the work. None
+        if there is no such way here.
+    """
+    name = target.partition("::")[2].removesuffix(".default")
+    given = compat.collective_options(name, reduction=reduction, root=root)
+    backend = compat.group_backend(group, device) if isinstance(group, str) else None
+    if given is None or backend is None:
+        return None
+    method, options = given
+    run = getattr(backend, method)
+    if method in ("allreduce", "broadcast"):
+        return lambda out, _: run([out], options)
+    return lambda out, source: run(out, source, options)
 
 
 def launcher(
@@ -58,26 +86,19 @@ def launcher(
         such way here.
     """
     assert event.row is not None
-    name, group = event.row.target, values.get("group_name")
-    source = values.get("input")
-    if not isinstance(group, str) or not isinstance(source, torch.Tensor) or source.is_complex():
+    source, register = values.get("input"), compat.register_work()
+    if register is None or not isinstance(source, torch.Tensor) or source.is_complex():
         return None
-    backend = compat.group_backend(group, source.device)
-    register = compat.register_work()
-    if backend is None or register is None:
-        return None
-    given = compat.collective_options(
-        name.partition("::")[2].removesuffix(".default"),
+    start = starter(
+        event.row.target,
+        values.get("group_name"),
+        source.device,
         reduction=values.get("reduce_op"),
         root=values.get("src"),
     )
-    if given is None:
+    if start is None:
         return None
-    method, options = given
-    run = getattr(backend, method)
-    if method in ("allreduce", "broadcast"):
-        return lambda out, _: register(out, run([out], options))
-    return lambda out, source: register(out, run(out, source, options))
+    return lambda out, source: register(out, start(out, source))
 
 
 def front_of(

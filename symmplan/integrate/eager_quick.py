@@ -61,13 +61,19 @@ class Line:
         lanes: The streams.
         quicks: The short way of each call that has one by now; empty where nothing is served.
         at: Which call comes next.
+        before: How many calls the iterations before this one made.
         known: Short ways to be shared; see [Note: short ways].
     """
 
     lanes: Lanes
     quicks: list[Quick | None] = field(factory=list)
     at: int = 0
+    before: int = 0
     known: dict[Any, Quick] = field(factory=dict)
+
+    def turn(self) -> None:
+        """An iteration is over."""
+        self.before, self.at = self.before + self.at, 0
 
     def learn(self, at: int, key: Any, quick: Quick | None) -> None:
         """``quick`` serves call ``at`` from now on."""
