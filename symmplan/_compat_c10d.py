@@ -14,6 +14,7 @@ __all__ = [
     "collective_options",
     "finished",
     "finished_work",
+    "group_method_names",
     "group_options",
     "reduction_named",
     "register_work",
@@ -82,6 +83,16 @@ def collective_options(name: str, *, reduction: object, root: object) -> tuple[s
     if method == "broadcast":
         options.rootRank, options.rootTensor = root, 0
     return method, options
+
+
+#: What newer torch calls the same.
+_ALSO = {"_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single"}
+
+
+def group_method_names(method: str) -> list[str]:
+    """The names by which Python calls a method of process groups, on this torch."""
+    names = (method, _ALSO.get(method, method))
+    return [name for name in dict.fromkeys(names) if name in vars(dist.ProcessGroup)]
 
 
 def replace_group_method(

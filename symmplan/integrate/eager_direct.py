@@ -18,6 +18,7 @@ import torch
 
 from symmplan import _compat as compat
 from symmplan.integrate.eager_schedule import bound_values
+from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import OWN, own_work
 
 if TYPE_CHECKING:
@@ -60,16 +61,26 @@ def starter(
         A function of the tensor that is written and the one that is read; it returns the work. None
         if there is no such way here.
     """
+    given = _asked(target, group, device, reduction, root)
+    if given is None:
+        return None
+    run, listed, options = given
+    if listed:
+        return lambda out, _: run([out], options)
+    return lambda out, source: run(out, source, options)
+
+
+def _asked(
+    target: str, group: object, device: torch.device, reduction: object, root: object
+) -> tuple[Callable[..., Any], bool, Any] | None:
+    """The backend's method, whether it takes a list, and the options."""
     name = target.partition("::")[2].removesuffix(".default")
     given = compat.collective_options(name, reduction=reduction, root=root)
     backend = compat.group_backend(group, device) if isinstance(group, str) else None
     if given is None or backend is None:
         return None
     method, options = given
-    run = getattr(backend, method)
-    if method in ("allreduce", "broadcast"):
-        return lambda out, _: run([out], options)
-    return lambda out, source: run(out, source, options)
+    return getattr(backend, method), method in ("allreduce", "broadcast"), options
 
 
 def launcher(
@@ -89,16 +100,19 @@ def launcher(
     source, register = values.get("input"), compat.register_work()
     if register is None or not isinstance(source, torch.Tensor) or source.is_complex():
         return None
-    start = starter(
+    given = _asked(
         event.row.target,
         values.get("group_name"),
         source.device,
-        reduction=values.get("reduce_op"),
-        root=values.get("src"),
+        values.get("reduce_op"),
+        values.get("src"),
     )
-    if start is None:
+    if given is None:
         return None
-    return lambda out, source: register(out, start(out, source))
+    run, listed, options = given
+    if listed:
+        return lambda out, _: register(out, run([out], options))
+    return lambda out, source: register(out, run(out, source, options))
 
 
 def front_of(
@@ -138,7 +152,8 @@ def front_of(
     by_row = None
     if row is not None and row.target[:5] != "_c10d":
         by_row = _row_of(event, form, tensors)
-    reduction = compat.reduction_named(form.args[1]) if by_row is not None else None
+    reduces = name in ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
+    reduction = compat.reduction_named(form.args[1]) if reduces else None
     root = form.args[1] if name == "c10d::broadcast_" else None
     first, ready = tuple(event.before), tuple(event.ready)
     copied, after = tuple(event.copied), tuple(event.after)
@@ -160,7 +175,7 @@ def front_of(
                 return MISS
             if tensor.dtype is not dtype or (address and tensor.data_ptr() != address):
                 return MISS
-        if reduction is not None and options.reduceOp != reduction:
+        if reduces and not (options.reduceOp == reduction):  # noqa: SIM201 (it has only that)
             return MISS
         if root is not None and (options.rootRank != root or options.rootTensor):
             return MISS
@@ -222,7 +237,8 @@ def _row_of(
             value = values[argument.name]
             there = isinstance(value, torch.Tensor)
             picks.append((_index(tensors, value), None) if there else (-1, value))
-    target, named = event.target, event.target._schema.arguments[-1].name == "out"
+    named = event.target._schema.arguments[-1].name == "out"
+    target = IMPLEMENTATIONS.get(event.target._schema.name, event.target)
 
     def by_row(found: Any) -> None:
         given = [value if i < 0 else found[i] for i, value in picks]
@@ -259,9 +275,10 @@ def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[
         What undoes it.
     """
     undo = [
-        compat.replace_group_method(_METHODS[op._schema.name], _method(line, faults, op))
+        compat.replace_group_method(name, _method(line, faults, op))
         for op in dict.fromkeys(ops)
         if op is not None and op._schema.name in _METHODS
+        for name in compat.group_method_names(_METHODS[op._schema.name])
     ]
 
     def remove() -> None:

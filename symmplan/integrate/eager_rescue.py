@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.integrate.eager_direct import starter
+from symmplan.integrate.eager_faults import ends_within
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["catch_up", "missing_of"]
 
 _POLL = 0.02
+#: Seconds that the device has to end what was made up for.
+_REST = 5.0
 
 
 def missing_of(
@@ -147,13 +150,16 @@ def catch_up(
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL)
-        last = max(int(bytes(group.store.get(k))) for k in keys)
+        last = max(made, *(int(bytes(group.store.get(k))) for k in keys))
         acts = [missing[i % len(missing)] for i in range(made, last)]
         if any(act is None for act in acts):
             return False
+        if not acts:
+            return True
         with torch.inference_mode():
             for act in acts:
                 assert act is not None
                 act()
-        return True
+        # Whoever aborts a communicator in which kernels still run may crash its peers.
+        return not torch.cuda.is_initialized() or ends_within(_REST, torch.cuda.synchronize)
     return False

@@ -329,7 +329,7 @@ class Session:
             tensor = lent.give()
         self._run([*event.ready, *event.after])
         self.line.at = at + 1
-        self.line.learn(at, *quick_memory(event))
+        self.line.learn(at, *quick_memory(event, self._run))
         return tensor
 
     # The end.
