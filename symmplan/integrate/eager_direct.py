@@ -6,8 +6,9 @@
     hands them back when it goes on to the op itself: twice as long as the collective takes to
     launch. So calls that are as planned go past it. ``dist.all_reduce`` and its like are caught
     where Python calls the group's method, and the group's backend launches the collective, as the
-    op's own kernel would make it. What is not as planned, and whoever calls from C++, comes to the
-    session's kernel in the dispatcher.
+    op's own kernel would make it. Functional collectives are caught where Python calls the op, if
+    no mode, transform or autograd is there to see the call. What is not as planned, and whoever
+    calls from C++, comes to the session's kernel in the dispatcher.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ def _finish_later(work: Any, copied: Any, back: Any, original: Any, written: int
 
 
 def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[], None]:
-    """Catch calls of process groups' methods. See [Note: past the dispatcher].
+    """Catch calls of process groups' methods and of ops. See [Note: past the dispatcher].
 
     Args:
         line: Where the program is.
@@ -274,12 +275,14 @@ def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[
     Returns:
         What undoes it.
     """
-    undo = [
-        compat.replace_group_method(name, _method(line, faults, op))
-        for op in dict.fromkeys(ops)
-        if op is not None and op._schema.name in _METHODS
-        for name in compat.group_method_names(_METHODS[op._schema.name])
-    ]
+    undo = []
+    for op in dict.fromkeys(ops):
+        if op is None:
+            continue
+        names = compat.group_method_names(_METHODS.get(op._schema.name, ""))
+        undo += [compat.replace_group_method(n, _method(line, faults, op)) for n in names]
+        if op.namespace == "_c10d_functional":
+            undo.append(compat.replace_op_call(op, _call(line, faults, op)))
 
     def remove() -> None:
         for act in undo:
@@ -314,5 +317,35 @@ def _method(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[...
             return original(group, *args, **kwargs)
 
         return method
+
+    return make
+
+
+def _call(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[..., Any]]:
+    fits, alone = line.lanes.fits, compat.nobody_looks()
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            quicks, at = line.quicks, line.at
+            if at < len(quicks) and args and not kwargs and not OWN.depth:
+                quick = quicks[at]
+                if (
+                    quick is not None
+                    and quick.front is not None
+                    and quick.op is op
+                    and fits(quick.role)
+                    and alone(args[0])
+                ):
+                    try:
+                        result = quick.front(args)
+                    except BaseException as error:
+                        faults.found(error)
+                        raise
+                    if result is not MISS:
+                        line.at = at + 1
+                        return result
+            return original(*args, **kwargs)
+
+        return call
 
     return make

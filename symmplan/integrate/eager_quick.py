@@ -45,8 +45,8 @@ class Quick:
         role: The stream on which it does.
         call: Of the call's dispatch keys and its arguments, or of the function and its arguments.
             Returns what the program gets, or `MISS`.
-        front: Of a process group and the arguments of its method, see `symmplan.integrate.
-            eager_direct`; None if there is none.
+        front: Of a process group and the arguments of its method, or of the op's arguments; see
+            `symmplan.integrate.eager_direct`. None if there is none.
     """
 
     op: Any
@@ -226,13 +226,16 @@ def quick_call(
     if expected is None:
         return None, None
     claims = event.marks()
-    front = None if form is None else front_of(event, args, form, claims)
+    front: Callable[..., Any] | None = None
+    if form is not None:
+        front = front_of(event, args, form, claims)
     fits = _fits(expected, claims)
     call: Callable[[Any, Any], Any] | None
     if form is not None:
         call = None if front is None else _missing
     elif event.row is not None:
-        call = _by_row(event, args, fits, expected)
+        front = _lean(event, args, fits, expected)
+        call = _by_row(event, args, fits, expected) if front is None else _behind(front)
     else:
         call = _plainly(event, fits, expected)
     if call is None:
@@ -353,11 +356,6 @@ def _by_row(
     source = event.names.index("input")
     launch = launcher(event, dict(zip(event.names, args, strict=True)))
     target, inplace = IMPLEMENTATIONS.get(schema.name, event.target), row.inplace
-    lean = (
-        None if launch is None or inplace else _lean(event, fits, expected, launch, source, within)
-    )
-    if lean is not None:
-        return lean
     redispatch, after = compat.redispatch_of(event.target), compat.keyset_after_select()
     behind_own = not _is_another(event)  # it is declared, too: go past the session's kernel
 
@@ -379,35 +377,38 @@ def _by_row(
 
 
 def _lean(
-    event: Event,
-    fits: Callable[[Any], bool],
-    expected: _Arguments,
-    launch: Callable[[torch.Tensor, torch.Tensor], None],
-    source: int,
-    within: int,
-) -> Callable[[Any, Any], Any] | None:
+    event: Event, args: Any, fits: Callable[[Any], bool], expected: _Arguments
+) -> Callable[[Any], Any] | None:
     """A plain collective past the dispatcher, where nothing else is declared, so that nobody asks.
 
     Its input may be copied, its result is a placement or the input itself.
     """
-    lent = event.lent.get((), event.leaving.get(()))
+    row, lent = event.row, event.lent.get((), event.leaving.get(()))
     late = () if event.leaving else event.copied
-    if event.before or event.ready or late or event.after or (lent is None and within != source):
+    if event.before or event.ready or late or event.after:
         return None
+    if row is None or row.inplace or row.each or len(args) != len(event.names):
+        return None
+    launch = launcher(event, dict(zip(event.names, args, strict=True)))
+    if launch is None:
+        return None
+    source = event.names.index("input")
     if lent is None:
+        if row.out != "input" or expected.stages:
+            return None
 
-        def in_place(_keys: Any, args: Any) -> Any:
+        def in_place(args: Any) -> Any:
             if not fits(args):
                 return MISS
             tensor = args[source]
             launch(tensor, tensor)
             return tensor
 
-        return None if expected.stages else in_place
+        return in_place
     out, give = lent.tensor, lent.tensor.detach
     if not expected.stages:
 
-        def bound(_keys: Any, args: Any) -> Any:
+        def bound(args: Any) -> Any:
             if not fits(args):
                 return MISS
             launch(out, args[source])
@@ -418,13 +419,18 @@ def _lean(
         return None
     copy = expected.stages[0][1].copy_
 
-    def staged(_keys: Any, args: Any) -> Any:
+    def staged(args: Any) -> Any:
         if not fits(args):
             return MISS
         launch(out, copy(args[source]))
         return give()
 
     return staged
+
+
+def _behind(front: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same for who comes through the dispatcher."""
+    return lambda _keys, args: front(args)
 
 
 def _into(
