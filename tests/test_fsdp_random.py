@@ -140,3 +140,17 @@ def check_acted(ranks, arguments):
 @given(arguments=acted())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
     check_acted(two, arguments)
+
+
+def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
+    """What is kept from then on must not belong to that mode."""
+    check_acted(
+        two,
+        {
+            "model": ((16, 8), ("whole", "whole"), {"tied": False, "bf16": False}),
+            "acts": [("train",), ("evaluate", "inference"), *[("train",)] * 3],
+            "choose": "placed",
+            "flat": True,
+            "hold": (0, 4),
+        },
+    )
