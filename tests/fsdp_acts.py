@@ -11,7 +11,7 @@ import contextlib
 import gc
 
 import torch
-from fsdp_models import Block, Net, Trace, batch, differences, mesh
+from fsdp_models import DEVICE, Block, Net, Trace, batch, differences, mesh
 from fsdp_programs import Hoard, holding
 from fsdp_programs import flat as gathered_flat
 from torch import nn
@@ -214,7 +214,7 @@ class Actor:
         self._step()
 
     def autocast(self):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE[0], torch.bfloat16):
             self.train()
 
     # What the model is.
@@ -246,6 +246,17 @@ class Actor:
         handle = self.sharded[index % len(self.sharded)].unshard(async_op=True)
         if wait:
             handle.wait()
+
+    def unshard_all(self, backwards, wait):
+        """As before generating text with whole parameters."""
+        for module in self.sharded[::-1] if backwards else self.sharded:
+            handle = module.unshard(async_op=True)
+            if wait:
+                handle.wait()
+
+    def reshard_all(self):
+        for module in self.sharded:
+            module.reshard()
 
     def reshard(self, index):
         self.sharded[index % len(self.sharded)].reshard()
@@ -292,21 +303,20 @@ class Actor:
                 self.handle.freeze()
 
 
-def acted(rank, world, model, acts, *, choose, flat, hold):
-    """Do ``acts`` without and with symmplan, up to the first at which plain FSDP2 fails.
+def acted(rank, world, arguments):
+    """Do acts without and with symmplan, up to the first at which plain FSDP2 fails.
 
     Args:
-        model: Arguments of `built`.
-        acts: What to do.
-        choose: As for `symmplan.fsdp.apply`.
-        flat: Whether gathers are in flat buffers.
-        hold: ``(rank, count)``: who keeps the buffers of so many collectives.
+        arguments: ``model``: arguments of `built`; ``acts``; ``choose``: as for
+            `symmplan.fsdp.apply`; ``flat``: whether gathers are in flat buffers; ``hold``:
+            ``(rank, count)``: who keeps the buffers of so many collectives.
 
     Returns:
         ``{"differences", "refused": text of symmplan's error or None, "unsupported": that of plain
         FSDP2's, "done": how many acts, "counts": how often what happened, "intact": whether the
         kept buffers were}``.
     """
+    acts, hold = arguments["acts"], arguments["hold"]
     told = {"refused": None, "unsupported": None, "counts": {}}
     hoard = Hoard(hold[1])
     traces = []
@@ -316,7 +326,10 @@ def acted(rank, world, model, acts, *, choose, flat, hold):
             hoard.keep(tensor)
 
     def run(planned):
-        actor = Actor(built(world, *model), rank, planned=planned, choose=choose, timeout=10.0)
+        torch.manual_seed(7)
+        model = built(world, *arguments["model"])
+        options = {"choose": arguments["choose"], "timeout": 10.0}
+        actor = Actor(model, rank, planned=planned, **options)
         traced = []
         for act in acts:
             try:
@@ -339,11 +352,9 @@ def acted(rank, world, model, acts, *, choose, flat, hold):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(holding(keep))
-        if flat:
+        if arguments["flat"]:
             stack.enter_context(gathered_flat())
-        torch.manual_seed(7)
         acts = acts[: run(planned=False)]
-        torch.manual_seed(7)
         told["done"] = run(planned=True)
         hoard.end()
     left, right = (Trace() for _ in range(2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import fsdp_acts
 import fsdp_programs as programs
 import pytest
@@ -70,6 +68,7 @@ def act(name, *arguments):
 #: What may also happen in the middle of a step.
 ANYWHERE = [
     act("unshard", INDEX, st.booleans()),
+    act("unshard_all", st.booleans(), st.booleans()),
     act("look", INDEX, st.integers(0, 2)),
     act("save"),
     act("remove"),
@@ -96,6 +95,7 @@ BETWEEN = [
     act("learn", INDEX, st.booleans()),
     act("in_backward", INDEX, st.booleans()),
     act("reshard", INDEX),
+    act("reshard_all"),
     act("load", st.booleans()),
     act("apply"),
 ]
@@ -104,13 +104,13 @@ BETWEEN = [
 @st.composite
 def acted(draw):
     """Arguments of `fsdp_acts.acted`."""
-    count = draw(st.integers(1, 5))
+    count = draw(st.sampled_from([4, 3, 5, 2, 1]))
     how = st.sampled_from(["whole", "whole", "whole", "parts", "both", "none"])
     wraps = draw(st.lists(how, min_size=count, max_size=count))
     # Some widths do not divide evenly.
-    hidden = draw(st.lists(st.sampled_from([8, 16, 17, 32]), min_size=count, max_size=count))
+    hidden = draw(st.lists(st.sampled_from([16, 8, 32, 17]), min_size=count, max_size=count))
     options = {
-        "reshard_after_forward": draw(st.booleans()),
+        "reshard_after_forward": draw(st.sampled_from([True, True, False])),
         "bf16": draw(st.booleans()),
         "tied": draw(st.booleans()),
     }
@@ -126,12 +126,31 @@ def acted(draw):
     }
 
 
-@settings(max_examples=20)
-@given(arguments=acted())
-def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
-    results = two.run(functools.partial(fsdp_acts.acted, **arguments))
+def check_acted(ranks, arguments):
+    """The same bits on all ranks, and the same acts done."""
+    results = ranks.run(fsdp_acts.acted, arguments)
     for result in results:
         assert result["differences"] == []
         assert result["intact"]
         assert result["refused"] == results[0]["refused"]
         assert result["done"] == results[0]["done"]
+
+
+@settings(max_examples=20)
+@given(arguments=acted())
+def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
+    check_acted(two, arguments)
+
+
+def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
+    """What is kept from then on must not belong to that mode."""
+    check_acted(
+        two,
+        {
+            "model": ((16, 8), ("whole", "whole"), {"tied": False, "bf16": False}),
+            "acts": [("train",), ("evaluate", "inference"), *[("train",)] * 3],
+            "choose": "placed",
+            "flat": True,
+            "hold": (0, 4),
+        },
+    )

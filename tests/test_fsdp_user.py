@@ -46,18 +46,18 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_in_errors_on_all_ranks():
         assert "make different calls" in outcome.error.text
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("ignored", ()),
-        ("tiny", ()),
-        ("filled_later", (False,)),
-        ("filled_later", (True,)),
-        ("loss_scaled", ()),
-        ("used_twice", ()),
-        ("replicated", ()),
-    ],
-)
+MODELS = [
+    ("ignored", ()),
+    ("tiny", ()),
+    ("filled_later", (False,)),
+    ("filled_later", (True,)),
+    ("loss_scaled", ()),
+    ("used_twice", ()),
+    ("replicated", ()),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), MODELS)
 def test_kinds_of_models(two, name, args):
     same(two.run(getattr(programs, name), *args), plain=0, staged=0, replans=0)
 
