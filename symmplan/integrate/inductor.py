@@ -32,10 +32,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._inductor import comms
+from torch._inductor import comms, ir
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
-from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
