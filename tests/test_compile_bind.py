@@ -154,7 +154,7 @@ def _trained_on_copies(rank, size, inner):
             if step in (1, 2):  # the old parameters are still looked at
                 kept.append(model.state_dict())
                 model.load_state_dict({k: v * 0.5 for k, v in kept[-1].items()}, assign=True)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
             # Two forward passes before their backward passes.
             optimizer.zero_grad()
             loss = run_it(x) + run_it(2 * x)

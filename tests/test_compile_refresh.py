@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -99,12 +100,18 @@ def _aliases(gm):
         max_size=6,
     ),
 )
+@example(kinds=[("sin", 0), ("split", 0), ("t", 0), ("view", 4)], choices=[(5, "drop")])
 @example(kinds=[("t", 0), ("clone", 1), ("sin", 2), ("t", 3)], choices=[(1, "dense")])
 def test_what_changed_is_run_again_and_nothing_is_missed(kinds, choices):
     gm, x, mode = _traced(kinds)
     noted = note(gm)
     _pass(gm, choices)
-    refresh_changed(gm, [x], mode, noted)
+    try:
+        refresh_changed(gm, [x], mode, noted)
+    except (RuntimeError, ValueError) as error:  # the copy that was dropped made a view possible
+        with pytest.raises(type(error)):
+            refresh_values(gm, [x], mode)
+        return
     quick = _aliases(gm)
     refresh_values(gm, [x], mode)
     assert quick == _aliases(gm)
