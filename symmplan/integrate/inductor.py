@@ -41,6 +41,7 @@ from torch._inductor.virtualized import V
 from symmplan.integrate import ops
 from symmplan.integrate.refresh import note, refresh_changed
 from symmplan.integrate.unit import Unit, fake_mode_of, with_segments
+from symmplan.integrate.unwrap import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -124,9 +125,10 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     with torch.no_grad(), V.set_fake_mode(mode):
         inductor._recursive_post_grad_passes(gm, is_inference=part == "inference")
     with unit.timed():
+        ordered = unwrap(gm)
         refresh_changed(gm, inputs, mode, noted)
     rewritten = unit.rewrite(gm, part, mode)
-    off = inductor_config.patch(_off())
+    off = inductor_config.patch(_off(ordered=ordered))
     with off, _types_as_given(), _passes_done(gm, mode), _readers_count():
         if rewritten is None:
             return inductor.compile_fx_inner(gm, inputs, **kwargs)
@@ -222,8 +224,11 @@ _TUNING_OFF = {
 }
 
 
-def _off() -> dict[str, Any]:
+def _off(*, ordered: bool) -> dict[str, Any]:
+    """What must not happen to a rewritten graph; ``ordered`` if nothing in it may move."""
     known = inductor_config.get_config_copy()
     settings: dict[str, Any] = {**_PASSES_OFF, **_TUNING_OFF}
+    if ordered:
+        settings |= {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
     settings["max_autotune_gemm"] = known.get("max_autotune") or known.get("max_autotune_gemm")
     return {name: value for name, value in settings.items() if name in known}
