@@ -159,3 +159,94 @@ def test_options_of_inductor_leave_results_and_placements_alone(request, ranks, 
         assert declared == 16
     else:  # the gathers have become one, or the reduce-scatters have
         assert 4 <= declared < 16
+
+
+# -- code caches ----------------------------------------------------------------------------------
+
+
+def _program(x, w, group, size):
+    gathered = F.wait_tensor(F.all_gather_into_tensor(x.relu(), size, group))
+    part = F.wait_tensor(F.reduce_scatter_tensor(gathered @ w, "sum", size, group))
+    return part.sin() + F.wait_tensor(F.all_reduce(part * 2, "sum", group))
+
+
+def _padded(plan_problem):
+    """A planner that begins every segment with bytes of its own: other offsets, nothing else."""
+    from attrs import evolve
+
+    from symmplan.model import Access, Buffer
+
+    def plan(problem, **options):
+        first, last = problem.operations[0].name, problem.operations[-1].name
+        pad = Buffer("pad", 1 << 16, problem.buffers[0].group)
+        return plan_problem(
+            evolve(
+                problem,
+                buffers=(pad, *problem.buffers),
+                accesses=(
+                    *problem.accesses,
+                    *(Access(name, "pad", write=True) for name in (first, last)),
+                ),
+            ),
+            **options,
+        )
+
+    return plan
+
+
+#: Ways to compile one and the same program, each of which has code of its own.
+_WAYS = ("placed", "poisoned", "moved", "left out")
+
+
+def _cached(rank, size, directory):
+    """``{way: (hits, misses)}`` of Inductor's code cache, results being right."""
+    import os
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    import symmplan
+    from symmplan.integrate import choice, unit
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
+    group = dist.group.WORLD.group_name
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    w = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
+    expected = _program(x, w, group, size)
+    found = {}
+    planner, clearly = unit.plan_problem, choice._CLEARLY
+    for way in _WAYS:
+        torch._dynamo.reset()
+        counters.clear()
+        choice.forget()
+        choose = "measure" if way == "left out" else "placed"
+        choice._CLEARLY = 1e9  # nothing is clearly enough faster in symmetric memory
+        unit.plan_problem = _padded(planner) if way == "moved" else planner
+        backend = symmplan.backend(timeout=60.0, choose=choose, debug=way == "poisoned")
+        try:
+            with config.patch(fx_graph_cache=True, fx_graph_remote_cache=False):
+                compiled = torch.compile(_program, backend=backend, fullgraph=True)
+                for _ in range(2):
+                    got = compiled(x, w, group, size)
+                    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            count = counters["inductor"]
+            found[way] = (count["fxgraph_cache_hit"], count["fxgraph_cache_miss"])
+            assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+            assert (backend.stats.placed == 0) == (way == "left out")
+        finally:
+            unit.plan_problem, choice._CLEARLY = planner, clearly
+            dist.barrier()
+            backend.release()
+    return found
+
+
+def test_the_plan_is_part_of_what_the_code_cache_goes_by(tmp_path):
+    runs = []
+    for _ in range(2):  # two processes per rank, one after the other
+        with RankPool(2, timeout=200.0) as ranks:
+            first, second = ranks.run(_cached, str(tmp_path))
+        assert first == second
+        runs.append(first)
+    assert runs == [dict.fromkeys(_WAYS, (0, 1)), dict.fromkeys(_WAYS, (1, 0))]
