@@ -25,6 +25,7 @@ __all__ = [
     "abort_group",
     "all_gather_coalesced",
     "all_to_all",
+    "compiled_frame",
     "copy_engine_group",
     "copy_engine_options",
     "current_stream_of",
@@ -464,6 +465,13 @@ def static_inputs() -> tuple[int, ...]:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return tuple(getattr(metadata, "static_input_indices", None) or ())
+
+
+def compiled_frame() -> int | None:
+    """A number of the code that Dynamo is compiling, the same whenever it is compiled again."""
+    context = getattr(torch._guards, "CompileContext", None)
+    compile_id = None if context is None else context.current_compile_id()
+    return getattr(compile_id, "frame_id", None)
 
 
 def storage_use_count(storage: int) -> int:

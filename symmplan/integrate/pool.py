@@ -99,12 +99,15 @@ class Pool:
         timeout: Seconds that ranks wait for each other.
         rendezvous: How many (segment, group) pairs were rendezvoused.
         released: Whether `release` ran.
+        places: Where inputs live from run to run.
+        bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
     timeout: float
     rendezvous: int = field(init=False, default=0)
     released: bool = field(init=False, default=False)
     places: Places = field(init=False, factory=Places)
+    bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
 
     @property

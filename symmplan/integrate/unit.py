@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, evolve, field, frozen
 
+from symmplan import _compat as compat
 from symmplan.capture import Captured, capture_fx, join
+from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.choice import Choice, refused
@@ -44,6 +47,8 @@ __all__ = [
     "fake_mode_of",
     "with_segments",
 ]
+
+_LOG = logging.getLogger("symmplan")
 
 
 @frozen
@@ -95,6 +100,7 @@ class Record:
         kept: Plans of inputs that lie in symmetric memory from run to run.
         sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
         choices: What was measured.
+        outgrown: Of each size that had become too large for an earlier plan, what was logged.
         seconds: Symmplan's part of compiling it.
     """
 
@@ -102,6 +108,7 @@ class Record:
     kept: dict[str, Plan] = field(init=False, factory=dict)
     sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
     choices: list[Choice] = field(init=False, factory=list)
+    outgrown: list[str] = field(init=False, factory=list)
     seconds: float = field(init=False, default=0.0)
 
     def add(self, captured: Captured) -> None:
@@ -180,6 +187,7 @@ class Unit:
         if not self.declares(module):
             return None
         lowerings = self._prepare(module)
+        self._limit(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
         capture = functools.partial(
@@ -226,6 +234,26 @@ class Unit:
             fake_mode,
         )
         return Rewritten(part, inputs)
+
+    def _limit(self, module: fx.GraphModule) -> None:
+        """Bound the sizes of declared tensors, so that they can be planned."""
+        declared = [n for n in module.graph.nodes if (o := called(n)) is not None and spec_for(o)]
+        wanted = [t for n in declared for t in (n, *n.all_input_nodes)]
+        for name, size in limit(module.graph, wanted).items():
+            self._note_outgrown(name, *size)
+
+    def _note_outgrown(self, name: str, now: int, largest: int) -> None:
+        """Say so where the graph is compiled again because a size was too large for the plan."""
+        key = (compat.compiled_frame(), name)
+        before = self.pool.bounds.get(key)
+        self.pool.bounds[key] = largest
+        if before is not None and now > before:
+            text = (
+                f"a size outgrew its plan: {name} is {now}, planned were up to {before}; the graph "
+                f"is compiled and planned again, on all ranks, for up to {largest}"
+            )
+            self.record.outgrown.append(text)
+            _LOG.warning(text)
 
     def _plan(self, captured: Captured, part: str) -> Plan:
         """Plan one part, together with the parts before it if they have not run yet."""
