@@ -42,6 +42,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_to_all",
     "collective_options",
+    "compiled_frame",
     "copy_engine_group",
     "copy_engine_options",
     "current_stream_of",
@@ -498,6 +499,13 @@ def redispatch_of(op: Any) -> Callable[..., Any]:
     if getattr(op, "_pyobj_dispatcher", None) is None and hasattr(handle, "redispatch_boxed"):
         return handle.redispatch_boxed  # type: ignore[no-any-return]
     return op.redispatch  # type: ignore[no-any-return]
+
+
+def compiled_frame() -> int | None:
+    """A number of the code that Dynamo is compiling, the same whenever it is compiled again."""
+    context = getattr(torch._guards, "CompileContext", None)
+    compile_id = None if context is None else context.current_compile_id()
+    return getattr(compile_id, "frame_id", None)
 
 
 def group_backend(name: str, device: torch.device) -> Any:
