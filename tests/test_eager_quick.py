@@ -127,6 +127,13 @@ def _rows(c10d):
     Lowerings.table = property(lambda _: _C10D if c10d else _SHM)
 
 
+def _called():
+    """What Python calls when it calls a functional collective."""
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_reduce_")
+    ops = [getattr(_F, name) for name in names]
+    return [x._op for op in ops for x in (op, op.default)]
+
+
 def _steady(rank, world_size, name, c10d):
     import torch.distributed as dist
 
@@ -136,6 +143,7 @@ def _steady(rank, world_size, name, c10d):
     _rows(c10d)
     program, group = PROGRAMS[name], dist.group.WORLD.group_name
     methods = dict(vars(dist.ProcessGroup))
+    calls = _called()
     counts = []
     with symmplan.eager(timeout=30.0, memory="shm") as session:
         watch = _Watch(session)
@@ -151,7 +159,10 @@ def _steady(rank, world_size, name, c10d):
             counts.append(watch.count - before)
             session.step()
         counted = session.stats.served, session.stats.copies
+        within = sum(a is not b for a, b in zip(calls, _called(), strict=True))
     assert dict(vars(dist.ProcessGroup)) == methods
+    assert all(a is b for a, b in zip(calls, _called(), strict=True))
+    assert within == (2 if name.startswith("functional") else 0)
     return counts, counted
 
 

@@ -55,8 +55,8 @@ class Faults:
         groups: ``{name: group}`` of the session's ranks.
         timeout: Seconds that ranks wait for each other.
         on_failure: Called once with the first error: nothing may be served any more.
-        rescue: Called once after that, with a key and seconds: peers may wait for planned calls
-            that this rank did not make.
+        rescue: Called once after that, with the group, a key in its store and seconds: peers may
+            wait for planned calls that this rank did not make.
 
     Attributes:
         failed: Whether this rank knows of a failure.
@@ -69,7 +69,7 @@ class Faults:
         groups: Mapping[str, Group],
         timeout: float,
         on_failure: Callable[[BaseException], None],
-        rescue: Callable[[str, float], None],
+        rescue: Callable[[Group, str, float], None],
     ) -> None:
         self._groups = groups
         (self._group,) = groups.values()
@@ -149,15 +149,18 @@ class Faults:
             self._alarm.ring(error)
             self._on_failure(error)
 
-    def rescue(self) -> None:
+    def rescue(self, group: Group | None = None) -> None:
         """See that no peer waits for a planned collective of this rank. Whoever is first does it.
+
+        Args:
+            group: The session's, with another connection to its store.
 
         Collective: yes, over the ranks of a session that failed. Nobody waits for long.
         """
         with self._rescuing:
             if not self._rescued:
                 self._rescued = True
-                self._rescue(self._alarm.key("at"), _MEETING)
+                self._rescue(group or self._group, self._alarm.key("at"), _MEETING)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -221,7 +224,7 @@ class Faults:
                     return
                 self._raised_there = True
                 compat.raise_in_thread(self._thread, told)
-            self.rescue()
+            self.rescue(alarm.group)
             if not self._quiet.wait(_GRACE):
                 self.abort()
             return

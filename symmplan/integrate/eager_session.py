@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.integrate.eager_schedule import Event
+    from symmplan.memory.groups import Group
     from symmplan.model import Plan
 
 __all__ = ["ACTIVE", "Session"]
@@ -279,12 +280,12 @@ class Session:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
 
-    def _rescue(self, key: str, patience: float) -> None:
+    def _rescue(self, group: Group, key: str, patience: float) -> None:
         """Nobody shall wait for a planned collective that this rank did not come to."""
         frozen, line = self._frozen, self.line
         if frozen is None or frozen.missing is None:
             return
-        catch_up(self._settings.group, key, line.before + line.at, frozen.missing, patience)
+        catch_up(group, key, line.before + line.at, frozen.missing, patience)
 
     # Memory.
 
