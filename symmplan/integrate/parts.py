@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.model import Placement, Plan
 
-__all__ = ["alike", "given_of", "keep_away", "kept_name", "pinned", "unreturned", "writes_of"]
+__all__ = [
+    "alike",
+    "given_of",
+    "keep_away",
+    "kept_name",
+    "mark",
+    "pinned",
+    "unreturned",
+    "writes_of",
+]
 
 
 def pinned(plan: Plan) -> Problem:
@@ -59,6 +68,17 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
         buffers=(*problem.buffers, *buffers),
         accesses=(*problem.accesses, *(Access(first, b.name) for b in buffers)),
     )
+
+
+def mark(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+    """Name the inputs of a backward that lie in placements.
+
+    Inductor may let results take the memory of inputs that end with the graph, but not of these
+    (see `keep_inputs`). Its code cache keys on names, and not on that.
+    """
+    for node in inputs:
+        node.name = node.target = f"{node.name}_kept"
+    module.recompile()
 
 
 def unreturned(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:

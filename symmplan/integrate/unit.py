@@ -16,7 +16,7 @@ from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.choice import refused
 from symmplan.integrate.crossing import Zone, hand_over, take_over
 from symmplan.integrate.lowering import Lowerings
-from symmplan.integrate.parts import alike, given_of, keep_away, pinned, unreturned, writes_of
+from symmplan.integrate.parts import alike, given_of, keep_away, mark, pinned, unreturned, writes_of
 from symmplan.integrate.poison import plan_poison
 from symmplan.integrate.pool import structure_of
 from symmplan.integrate.records import Record, Rewritten, Settings
@@ -179,7 +179,9 @@ class Unit:
             if (at := sizes + i - first) < len(inputs) and alike(inputs[at].meta["val"], like)
         }
         keep_inputs(found)
-        unreturned(module, [inputs[i] for i in found])
+        kept = [inputs[i] for i in found]
+        mark(module, kept)
+        unreturned(module, kept)
         return (), {inputs[i].name: buffer for i, buffer in found.items()}
 
     def _save(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
