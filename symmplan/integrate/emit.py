@@ -46,7 +46,7 @@ __all__ = ["Emitter", "SegmentInput"]
 
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
-_SEGMENT = "symmplan4"
+_SEGMENT = "symmplan5"
 
 
 #: Inductor copies inputs that begin elsewhere.

@@ -95,8 +95,17 @@ def unreturned(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
             output.replace_input_with(node, copy)
 
 
-def given_of(module: fx.GraphModule, captured: Captured, plan: Plan) -> tuple[Given, ...]:
-    """The inputs that lie in placements when a backward begins."""
+def given_of(
+    module: fx.GraphModule, captured: Captured, plan: Plan, *, fixed: bool
+) -> tuple[Given, ...]:
+    """The inputs that lie in placements when a backward begins.
+
+    Args:
+        module: The backward.
+        captured: Its decisions.
+        plan: Its plan.
+        fixed: Whether all of them have to lie there: a CUDA graph knows them by their addresses.
+    """
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     needed = {s.buffer for s in captured.sites if s.buffer is not None}
     written = _written(captured)
@@ -109,7 +118,7 @@ def given_of(module: fx.GraphModule, captured: Captured, plan: Plan) -> tuple[Gi
                 index=inputs.index(node),
                 place=place,
                 offset=offset if isinstance(offset, int) else 0,
-                needed=buffer in needed,
+                needed=fixed or buffer in needed,
                 overwritten=any(overlap(plan.placements[b], place) for b in written),
             )
         )

@@ -88,10 +88,19 @@ class Unit:
             self.lowerings = lowerings
         return lowerings
 
-    def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
-        """Make one part follow its plan; None if it has nothing in symmetric memory."""
+    def rewrite(
+        self, module: fx.GraphModule, part: str, fake_mode: Any, *, fixed: bool = False
+    ) -> Rewritten | None:
+        """Make one part follow its plan; None if it has nothing in symmetric memory.
+
+        Args:
+            module: The part.
+            part: ``"forward"``, ``"backward"`` or ``"inference"``.
+            fake_mode: The mode of its fake tensors.
+            fixed: Whether what its forward saved must have the same addresses in each run.
+        """
         with self.timed():
-            return self._rewrite(module, part, fake_mode)
+            return self._rewrite(module, part, fake_mode, fixed=fixed)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -102,7 +111,9 @@ class Unit:
         finally:
             self.record.seconds += time.perf_counter() - begin
 
-    def _rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
+    def _rewrite(
+        self, module: fx.GraphModule, part: str, fake_mode: Any, *, fixed: bool
+    ) -> Rewritten | None:
         if not self.declares(module):
             return None
         lowerings = self._prepare(module)
@@ -147,7 +158,7 @@ class Unit:
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         kept = self.residents.barriers(part)
         self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone, *kept])))
-        places = given_of(module, captured, plan)
+        places = given_of(module, captured, plan, fixed=fixed)
         self._save(module, captured, plan)
         inputs = rewrite(
             module,
