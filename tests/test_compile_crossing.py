@@ -5,6 +5,9 @@ Each hazard in turn: forwards that run again, kept graphs, hooks, graph breaks, 
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 from crossing_checks import (
@@ -99,6 +102,22 @@ def test_forward_twice_then_backward_twice(pool, order, inner):
         # The second forward needs the first's bytes; so does the first backward the second's.
         assert evacuated == (2 if order == (1, 0) else 4)
         assert "its forward ran again" in why[0][1]
+
+
+def _fixed(rank, world_size):
+    """As if Inductor made CUDA graphs of them."""
+    from symmplan.integrate.unit import Unit
+
+    rewrite = functools.partialmethod(Unit.rewrite, fixed=True)
+    with mock.patch.object(Unit, "rewrite", rewrite):
+        return _runs(rank, world_size, (1, 0))
+
+
+def test_for_cuda_graphs_it_is_copied_back(pool):
+    for evacuated, why in pool.run(_fixed):
+        assert evacuated == 4
+        assert [count for count, _ in why] == [2, 2]
+        assert "CUDA graph" in why[1][1]
 
 
 def _kept(rank, world_size, inner):

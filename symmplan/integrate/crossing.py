@@ -14,7 +14,8 @@
     barrier at the entry of each graph (see `Shared.enter`).
 
     A backward takes what was saved as an input. Whether that lies in its placement makes no
-    difference to ordinary readers; for an op that needs it there, it is copied back on entry.
+    difference to ordinary readers; for an op that needs it there, it is copied back on entry, and
+    for a CUDA graph, which would be recorded again for every new address.
 
 [Note: who still holds them]
     Each crossing buffer is handed out as a storage of its own, and somebody holds it while that
@@ -55,7 +56,8 @@ REASONS = {
     "kept": "a backward kept its graph (retain_graph=True)",
     "hooks": "hooks on saved tensors (checkpointing, offloading) were active; checkpoint inside "
     "of what is compiled",
-    "back": "it had been copied out, and an op of the backward needs it in its placement",
+    "back": "it had been copied out, and an op of the backward (or a CUDA graph) needs it in its "
+    "placement",
     "released": "the backend was released before its backward",
 }
 
@@ -68,7 +70,7 @@ class Given:
         index: Which input.
         place: Where its buffer lies.
         offset: Where it begins in its buffer, in elements.
-        needed: An op of the backward needs it there.
+        needed: An op of the backward, or its CUDA graph, needs it there.
         overwritten: The backward overwrites the bytes.
     """
 

@@ -50,7 +50,7 @@ __all__ = ["Emitter", "SegmentInput"]
 
 # Inductor's code cache keys on names, but not on how symmplan lowers a graph: count this up when
 # the same graph has to be compiled anew.
-_SEGMENT = "symmplan4"
+_SEGMENT = "symmplan5"
 
 
 #: Inductor copies inputs that begin elsewhere.
@@ -124,15 +124,10 @@ class Emitter:
     given: dict[str, list[fx.Node]] = field(factory=dict)
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
-    _kept: list[str] = field(init=False)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
     _body: fx.Node = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        # Which inputs are not written in place is not in the graph, but changes the code.
-        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
-        given = sorted(inputs.index(n) for nodes in self.given.values() for n in nodes)
-        self._kept = ["keeps", *map(str, given)] if given else []
         # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
         at = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(at):
@@ -180,7 +175,7 @@ class Emitter:
         if node is None:
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
-                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane, *self._kept)
+                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")
             with self.fake_mode:

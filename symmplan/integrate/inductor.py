@@ -21,6 +21,12 @@
     write meanwhile. Gathers of the first step were lost that way (four H200, torch 2.11). So
     kernels of rewritten graphs get one configuration. Templates of matrix products are tuned on
     tensors of their own, and still are.
+
+[Note: order between kernels is kept]
+    That one kernel overwrites what another has read or written is a dependency that the scheduler
+    adds to nodes by hand. To fuse loops of different sizes into one C++ kernel it computes a node's
+    dependencies anew, and in torch 2.11 forgot those: a copy into a placement moved in front of the
+    last use of what was there. So they are put back where they are missing.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._inductor import comms, ir
+from torch._inductor import comms, dependencies, ir, scheduler
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
 from torch._inductor.lowering import lowerings, register_lowering
@@ -130,9 +136,9 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     with unit.timed():
         ordered = unwrap(gm)
         refresh_changed(gm, inputs, mode, before)
-    rewritten = unit.rewrite(gm, part, mode)
+    rewritten = unit.rewrite(gm, part, mode, fixed=bool(kwargs.get("cudagraphs")))
     off = inductor_config.patch(_off(ordered=ordered))
-    with off, _types_as_given(), _passes_done(gm, mode), _readers_count():
+    with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
         if rewritten is None:
             return noted(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, part)
         added = [n for n in gm.graph.nodes if n.op == "placeholder"][len(inputs) :]
@@ -166,6 +172,28 @@ def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> Iterator[None]:
     finally:
         module.fake_tensor_prop = propagate
         module._recursive_post_grad_passes = passes
+
+
+@contextlib.contextmanager
+def _order_kept() -> Iterator[None]:
+    """See [Note: order between kernels is kept]."""
+    node: Any = scheduler.SchedulerNode
+    recompute = node.recompute_size_and_body
+
+    def recompute_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        kinds = (dependencies.StarDep, dependencies.WeakDep)
+        added = [dep for dep in self.read_writes.reads if isinstance(dep, kinds)]
+        recompute(self, *args, **kwargs)
+        for dep in added:
+            if dep not in self.read_writes.reads:
+                found = self.read_writes.with_read(dep)
+                self.set_read_writes(found.rename(self.mutation_renames))
+
+    node.recompute_size_and_body = recompute_and_keep
+    try:
+        yield
+    finally:
+        node.recompute_size_and_body = recompute
 
 
 @contextlib.contextmanager

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.model import Placement, Plan
 
-__all__ = ["alike", "given_of", "keep_away", "kept_name", "pinned", "unreturned", "writes_of"]
+__all__ = [
+    "alike",
+    "given_of",
+    "keep_away",
+    "kept_name",
+    "mark",
+    "pinned",
+    "unreturned",
+    "writes_of",
+]
 
 
 def pinned(plan: Plan) -> Problem:
@@ -61,6 +70,17 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
     )
 
 
+def mark(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+    """Name the inputs of a backward that lie in placements.
+
+    Inductor may let results take the memory of inputs that end with the graph, but not of these
+    (see `keep_inputs`). Its code cache keys on names, and not on that.
+    """
+    for node in inputs:
+        node.name = node.target = f"{node.name}_kept"
+    module.recompile()
+
+
 def unreturned(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
     """Let a backward return copies of these inputs, where it returns them or views of them."""
     (output,) = (n for n in module.graph.nodes if n.op == "output")
@@ -75,8 +95,17 @@ def unreturned(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
             output.replace_input_with(node, copy)
 
 
-def given_of(module: fx.GraphModule, captured: Captured, plan: Plan) -> tuple[Given, ...]:
-    """The inputs that lie in placements when a backward begins."""
+def given_of(
+    module: fx.GraphModule, captured: Captured, plan: Plan, *, fixed: bool
+) -> tuple[Given, ...]:
+    """The inputs that lie in placements when a backward begins.
+
+    Args:
+        module: The backward.
+        captured: Its decisions.
+        plan: Its plan.
+        fixed: Whether all of them have to lie there: a CUDA graph knows them by their addresses.
+    """
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     needed = {s.buffer for s in captured.sites if s.buffer is not None}
     written = _written(captured)
@@ -89,7 +118,7 @@ def given_of(module: fx.GraphModule, captured: Captured, plan: Plan) -> tuple[Gi
                 index=inputs.index(node),
                 place=place,
                 offset=offset if isinstance(offset, int) else 0,
-                needed=buffer in needed,
+                needed=fixed or buffer in needed,
                 overwritten=any(overlap(plan.placements[b], place) for b in written),
             )
         )

@@ -19,7 +19,7 @@ from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.choice import refused
 from symmplan.integrate.crossing import Zone, hand_over, take_over
 from symmplan.integrate.lowering import Lowerings
-from symmplan.integrate.parts import alike, given_of, keep_away, pinned, unreturned, writes_of
+from symmplan.integrate.parts import alike, given_of, keep_away, mark, pinned, unreturned, writes_of
 from symmplan.integrate.poison import plan_poison
 from symmplan.integrate.pool import structure_of
 from symmplan.integrate.records import Record, Rewritten, Settings
@@ -93,10 +93,19 @@ class Unit:
             self.lowerings = lowerings
         return lowerings
 
-    def rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
-        """Make one part follow its plan; None if it has nothing in symmetric memory."""
+    def rewrite(
+        self, module: fx.GraphModule, part: str, fake_mode: Any, *, fixed: bool = False
+    ) -> Rewritten | None:
+        """Make one part follow its plan; None if it has nothing in symmetric memory.
+
+        Args:
+            module: The part.
+            part: ``"forward"``, ``"backward"`` or ``"inference"``.
+            fake_mode: The mode of its fake tensors.
+            fixed: Whether what its forward saved must have the same addresses in each run.
+        """
         with self.timed():
-            return self._rewrite(module, part, fake_mode)
+            return self._rewrite(module, part, fake_mode, fixed=fixed)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -107,7 +116,9 @@ class Unit:
         finally:
             self.record.seconds += time.perf_counter() - begin
 
-    def _rewrite(self, module: fx.GraphModule, part: str, fake_mode: Any) -> Rewritten | None:
+    def _rewrite(
+        self, module: fx.GraphModule, part: str, fake_mode: Any, *, fixed: bool
+    ) -> Rewritten | None:
         if not self.declares(module):
             return None
         lowerings = self._prepare(module)
@@ -153,7 +164,7 @@ class Unit:
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         kept = self.residents.barriers(part)
         self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone, *kept])))
-        places = given_of(module, captured, plan)
+        places = given_of(module, captured, plan, fixed=fixed)
         self._save(module, captured, plan)
         inputs = rewrite(
             module,
@@ -185,7 +196,9 @@ class Unit:
             if (at := sizes + i - first) < len(inputs) and alike(inputs[at].meta["val"], like)
         }
         keep_inputs(found)
-        unreturned(module, [inputs[i] for i in found])
+        kept = [inputs[i] for i in found]
+        mark(module, kept)
+        unreturned(module, kept)
         return (), {inputs[i].name: buffer for i, buffer in found.items()}
 
     def _save(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
