@@ -250,3 +250,55 @@ def test_the_plan_is_part_of_what_the_code_cache_goes_by(tmp_path):
         assert first == second
         runs.append(first)
     assert runs == [dict.fromkeys(_WAYS, (0, 1)), dict.fromkeys(_WAYS, (1, 0))]
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def _chain(_parts, x, group, size):
+    """Products, loops and collectives feed each other; nothing that is gathered leaves."""
+    hidden = (x @ x.t()).relu()
+    gathered = F.wait_tensor(F.all_gather_into_tensor(hidden, size, group))
+    square = (gathered @ gathered.t()).sin()
+    part = F.wait_tensor(F.reduce_scatter_tensor(square @ square, "sum", size, group))
+    total = F.wait_tensor(F.all_reduce(part.cos(), "sum", group))
+    return total.sum() + part.square().sum()
+
+
+def _kernels(rank, size, function):
+    """``{side: kernels that Inductor generated}``, and the tensors that symmplan copies."""
+    import torch.distributed as dist
+    from torch._inductor import config, metrics
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    parts, x = _inputs(rank, size)
+    backend = symmplan.backend(timeout=60.0)
+    found = {}
+    try:
+        with config.patch(force_disable_caches=True):
+            for side, given in (("plain", "inductor"), ("symmplan", backend)):
+                torch._dynamo.reset()
+                metrics.reset()
+                compiled = torch.compile(function, backend=given, fullgraph=True)
+                result = compiled(parts, x, group, size)
+                if result.requires_grad:
+                    result.backward()
+                found[side] = metrics.generated_kernel_count
+        return found, backend.staged(), backend.stats
+    finally:
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("ranks", ["single", "pair"])
+@pytest.mark.parametrize("function", [_chain, _loss])
+def test_no_copies_are_added_but_those_that_are_stated(request, ranks, function):
+    kernels, staged, stats = request.getfixturevalue(ranks).run(_kernels, function)[0]
+    # Each copy that cannot be fused is a kernel of its own.
+    assert kernels["symmplan"] - kernels["plain"] <= len(staged)
+    assert all(reason for *_, reason in staged)
+    assert stats.bound >= 3
+    if function is _chain:
+        assert not staged
