@@ -134,6 +134,7 @@ def check_acted(ranks, arguments):
         assert result["intact"]
         assert result["refused"] == results[0]["refused"]
         assert result["done"] == results[0]["done"]
+    return results
 
 
 @settings(max_examples=20)
@@ -154,3 +155,31 @@ def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
             "hold": (0, 4),
         },
     )
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        [("after_forward", False, True), ("train",)],
+        [("after_forward", False, True), ("postpone",)],
+        [("unshard_all", False, True), ("postpone",)],
+        [("unshard_all", True, True), ("postpone",)],
+        [("train", 2, True, False), ("train", 2, True, False)],
+    ],
+)
+def test_modules_make_room_while_graphs_have_views_of_their_parameters(two, then):
+    """They are resharded until their backward passes, and leave when these are done."""
+    train = [("train",), ("train",)]
+    results = check_acted(
+        two,
+        {
+            "model": ((16,) * 4, ("whole",) * 4, {"tied": False, "bf16": False}),
+            "acts": [*train, ("postpone",), *then, ("catch_up",), *train],
+            "choose": "placed",
+            "flat": False,
+            "hold": (0, 0),
+        },
+    )
+    for result in results:
+        assert result["counts"]["other modules' parameters were needed at the same time"] > 0
+        assert result["counts"]["replans"] == 1
