@@ -67,9 +67,9 @@ def _without_gpu():
     for name in ("torch.utils._runtime_estimation", "torch._inductor.utils"):
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
-            for asked in ("get_gpu_dram_gbps", "get_device_tflops"):
+            for asked in ("get_gpu_dram_gbps", "get_device_dram_gbps", "get_device_tflops"):
                 if hasattr(module, asked):
-                    setattr(module, asked, lambda *_: 100.0)
+                    setattr(module, asked, lambda *_, **__: 100.0)
 
 
 _OPTIONS = {
