@@ -18,10 +18,13 @@ from symmplan._compat_c10d import (
     collective_options,
     finished,
     finished_work,
+    group_method_names,
     group_options,
+    nobody_looks,
     reduction_named,
     register_work,
     replace_group_method,
+    replace_op_call,
     watched_handle,
     watched_work,
 )
@@ -39,6 +42,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_to_all",
     "collective_options",
+    "compiled_frame",
     "copy_engine_group",
     "copy_engine_options",
     "current_stream_of",
@@ -57,6 +61,7 @@ __all__ = [
     "fsdp_shards",
     "group_backend",
     "group_by_name",
+    "group_method_names",
     "group_name",
     "group_options",
     "group_store",
@@ -66,6 +71,7 @@ __all__ = [
     "in_backward",
     "keyset_after_select",
     "known_groups",
+    "nobody_looks",
     "premul_factor",
     "raise_in_thread",
     "redispatch_of",
@@ -73,6 +79,7 @@ __all__ = [
     "reduction_named",
     "register_work",
     "replace_group_method",
+    "replace_op_call",
     "same_version",
     "set_fsdp_comms",
     "set_symm_mem_backend",
@@ -402,7 +409,7 @@ def fsdp_group_methods(group: Any) -> list[str]:
 
 def fsdp_shards(group: Any) -> bool:
     """Whether a parameter group is sharded, not only replicated."""
-    return getattr(group.mesh_info, "shard_mesh_dim", None) is not None
+    return getattr(getattr(group, "mesh_info", None), "shard_mesh_dim", None) is not None
 
 
 def fsdp_one_mesh(group: Any) -> bool:
@@ -492,6 +499,13 @@ def redispatch_of(op: Any) -> Callable[..., Any]:
     if getattr(op, "_pyobj_dispatcher", None) is None and hasattr(handle, "redispatch_boxed"):
         return handle.redispatch_boxed  # type: ignore[no-any-return]
     return op.redispatch  # type: ignore[no-any-return]
+
+
+def compiled_frame() -> int | None:
+    """A number of the code that Dynamo is compiling, the same whenever it is compiled again."""
+    context = getattr(torch._guards, "CompileContext", None)
+    compile_id = None if context is None else context.current_compile_id()
+    return getattr(compile_id, "frame_id", None)
 
 
 def group_backend(name: str, device: torch.device) -> Any:

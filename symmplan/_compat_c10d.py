@@ -14,10 +14,13 @@ __all__ = [
     "collective_options",
     "finished",
     "finished_work",
+    "group_method_names",
     "group_options",
+    "nobody_looks",
     "reduction_named",
     "register_work",
     "replace_group_method",
+    "replace_op_call",
     "watched_handle",
     "watched_work",
 ]
@@ -84,6 +87,16 @@ def collective_options(name: str, *, reduction: object, root: object) -> tuple[s
     return method, options
 
 
+#: What newer torch calls the same.
+_ALSO = {"_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single"}
+
+
+def group_method_names(method: str) -> list[str]:
+    """The names by which Python calls a method of process groups, on this torch."""
+    names = (method, _ALSO.get(method, method))
+    return [name for name in dict.fromkeys(names) if name in vars(dist.ProcessGroup)]
+
+
 def replace_group_method(
     name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
@@ -102,6 +115,56 @@ def replace_group_method(
             setattr(kind, name, original)
 
     return undo
+
+
+def replace_op_call(
+    op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``make(original)`` in the place of what Python calls when it calls an op.
+
+    Args:
+        op: An overload; also its packet, if it has no other.
+        make: Of what is called so far.
+
+    Returns:
+        What undoes it. If somebody else replaced it since, it stays.
+    """
+    packet = op.overloadpacket
+    owners = [op, packet] if packet.overloads() == [op._overloadname] else [op]
+    done = []
+    for owner in owners:
+        original = vars(owner).get("_op")
+        if original is not None:  # else this torch calls something else
+            owner._op = make(original)
+            done.append((owner, original, owner._op))
+
+    def undo() -> None:
+        for owner, original, ours in done:
+            if owner._op is ours:
+                owner._op = original
+
+    return undo
+
+
+def nobody_looks() -> Callable[[torch.Tensor], bool]:
+    """Tells of a tensor whether an op on it may go past the dispatcher.
+
+    Not if it is wrapped, if autograd follows it, or if a mode or a transform is active.
+    """
+    kinds, modes = (torch.Tensor, torch.nn.Parameter), torch._C._len_torch_dispatch_stack
+    functions, graded = torch._C._len_torch_function_stack, torch.is_grad_enabled
+    transforms = torch._C._functorch.peek_interpreter_stack
+
+    def alone(tensor: torch.Tensor) -> bool:
+        return (
+            tensor.__class__ in kinds
+            and not modes()
+            and not functions()
+            and transforms() is None
+            and not (tensor.requires_grad and graded())
+        )
+
+    return alone
 
 
 class _Finished(dist.Work):

@@ -105,7 +105,7 @@ def differences(left, right, close=0.0):
         for (n, a), (_, b) in zip(left.items, right.items, strict=True)
         if a.dtype != b.dtype
         or a.shape != b.shape
-        or not (torch.allclose(a, b, close, close) if close else torch.equal(a, b))
+        or not (torch.equal(a, b) or torch.allclose(a, b, close, close, equal_nan=True))
     ]
 
 

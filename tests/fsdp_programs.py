@@ -426,6 +426,54 @@ def in_flat_buffers(rank, world, name, *args):
         return globals()[name](rank, world, *args)
 
 
+@contextlib.contextmanager
+def holding(keep):
+    """``keep`` is given every buffer that symmplan handed out, once its collective was issued.
+
+    Args:
+        keep: Called with the runtime and the buffer.
+    """
+    from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
+
+    def kept(call, name):
+        def keeping(self, **kwargs):
+            result = call(self, **kwargs)
+            keep(self._runtime, kwargs[name])
+            return result
+
+        return keeping
+
+    with contextlib.ExitStack() as stack:
+        for kind, name in (
+            (PlannedAllGather, "output_tensor"),
+            (PlannedReduceScatter, "input_tensor"),
+        ):
+            stack.callback(setattr, kind, "__call__", kind.__call__)
+            kind.__call__ = kept(kind.__call__, name)
+        yield
+
+
+class Hoard:
+    """Keeps buffers until so many others came, and then looks whether they are intact."""
+
+    def __init__(self, count):
+        self.count = count
+        self.intact = []
+        self._kept = []
+
+    def keep(self, tensor):
+        self._kept.append((tensor, tensor.clone()))
+        if len(self._kept) > self.count:
+            self._look()
+
+    def end(self):
+        while self._kept:
+            self._look()
+
+    def _look(self):
+        self.intact.append(bool(torch.equal(*self._kept.pop(0))))
+
+
 def holder(rank, world, who, late, threads):
     """On some ranks somebody keeps the buffers of some collectives longer than FSDP2 does.
 
@@ -438,47 +486,25 @@ def holder(rank, world, who, late, threads):
     import threading
     import time
 
-    from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
-
-    kept = []
-    intact = []
+    hoard = Hoard(5)
     running = []
 
-    def look(tensor, expected):
-        intact.append(bool(torch.equal(tensor, expected)))
+    def keep(runtime, tensor):
+        if rank not in who or (late and runtime.planning.plan is None):
+            return
+        if threads:
+            running.append(threading.Thread(target=lambda t: time.sleep(0.01), args=(tensor,)))
+            running[-1].start()
+        else:
+            hoard.keep(tensor)
 
-    def keep(call, name):
-        def keeping(self, **kwargs):
-            result = call(self, **kwargs)
-            if late and self._runtime.planning.plan is None:
-                return result
-            tensor = kwargs[name]
-            if threads:
-                running.append(threading.Thread(target=lambda t: time.sleep(0.01), args=(tensor,)))
-                running[-1].start()
-            else:
-                kept.append((tensor, tensor.clone()))
-                if len(kept) > 5:
-                    look(*kept.pop(0))
-            return result
-
-        return keeping
-
-    with contextlib.ExitStack() as stack:
-        if rank in who:
-            for kind, name in (
-                (PlannedAllGather, "output_tensor"),
-                (PlannedReduceScatter, "input_tensor"),
-            ):
-                stack.callback(setattr, kind, "__call__", kind.__call__)
-                kind.__call__ = keep(kind.__call__, name)
+    with holding(keep):
         result = both(lambda: shard(Net()), train, rank)
         for thread in running:
             thread.join()
-        while kept:
-            look(*kept.pop(0))
-    result["intact"] = all(intact)
-    result["looked at"] = len(intact)
+        hoard.end()
+    result["intact"] = all(hoard.intact)
+    result["looked at"] = len(hoard.intact)
     dist.barrier()
     return result
 
@@ -553,8 +579,9 @@ def by_all_to_all(rank, world, prefetch):
     return both(build, train, rank, look=look, choose="copy engine")
 
 
-def forced_choice(rank, world, monkey):
-    """A measurement in which torch's own way wins for one kind of collective."""
+@contextlib.contextmanager
+def forced_kind(kind, rank):
+    """A measurement in which torch's own way wins for one kind of collective, and no other."""
     from symmplan.integrate.fsdp_choice import Choices
 
     original = Choices._time
@@ -563,13 +590,18 @@ def forced_choice(rank, world, monkey):
         ways = original(self, case, *args)
         # Ranks measure different times, as they do; the slowest counts.
         fast, slow = 1e-6 * (rank + 1), 5e-6
-        return {w: fast if (w == "default") == (case[0] == monkey) else slow for w in ways}
+        return {w: fast if (w == "default") == (case[0] == kind) else slow for w in ways}
 
     Choices._time = timed
     try:
-        return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
+        yield
     finally:
         Choices._time = original
+
+
+def forced_choice(rank, world, kind):
+    with forced_kind(kind, rank):
+        return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
 
 
 def disagreement(rank, world):
@@ -595,13 +627,14 @@ def lifecycle(rank, world):
     import gc
 
     import symmplan
-    from symmplan.errors import BackendError, CaptureError
+    from symmplan.errors import BackendError, CaptureError, PlanningError
 
     told = {}
     for name, error, act in (
         ("no fsdp", CaptureError, lambda: symmplan.fsdp.apply(nn.Linear(2, 2))),
         ("memory", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), memory="tape")),
         ("choose", CaptureError, lambda: symmplan.fsdp.apply(shard(Net()), choose="dice")),
+        ("effort", PlanningError, lambda: symmplan.fsdp.apply(shard(Net()), effort="none")),
     ):
         with pytest.raises(error) as raised:
             act()

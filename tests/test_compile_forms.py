@@ -161,3 +161,43 @@ def _two_gathers(x, group, size):
 def test_a_wait_ends_its_own_collective_only(single):
     ((stats, _),) = single.run(_compare, _two_gathers, "eager")
     assert stats.placed == 6
+
+
+def _died_early(rank, size, inner, debug):
+    """Results where capture has forgotten the last reader of a gathered tensor."""
+    import torch.distributed as dist
+    from attrs import evolve
+
+    import symmplan
+    from symmplan.integrate import unit
+
+    group = dist.group.WORLD.group_name
+    capture = unit.capture_fx
+
+    def forgetful(*args, **kwargs):
+        captured = capture(*args, **kwargs)
+        problem = captured.problem
+        last = next(a for a in reversed(problem.accesses) if not a.write)
+        kept = tuple(a for a in problem.accesses if a is not last)
+        return evolve(captured, problem=evolve(problem, accesses=kept))
+
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner=inner, timeout=30.0, debug=debug)
+    x, w = torch.ones(4, 8), torch.eye(8)
+    unit.capture_fx = forgetful
+    try:
+        compiled = torch.compile(
+            lambda x, w: F.wait_tensor(F.all_gather_into_tensor(x.relu(), size, group)) @ w,
+            backend=backend,
+        )
+        return compiled(x, w).sum().item()
+    finally:
+        unit.capture_fx = capture
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_debugging_shows_a_lifetime_that_is_too_short(pair, inner):
+    assert pair.run(_died_early, inner, False) == [64.0, 64.0]
+    assert all(found != found for found in pair.run(_died_early, inner, True))  # not a number

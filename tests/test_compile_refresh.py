@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,16 +75,6 @@ def _pass(gm, choices):
     gm.graph.lint()
 
 
-def _runs(gm):
-    """Whether the graph is still a program: a view may have needed the copy that was dropped."""
-    gm.recompile()
-    try:
-        gm(torch.ones(4, 4))
-    except RuntimeError:
-        return False
-    return True
-
-
 def _aliases(gm):
     values = Values.of(gm.graph, example_values(gm.graph, gm, None))
     names = {v: (v[0].name, v[1]) for v in values.tensors}
@@ -110,13 +101,18 @@ def _aliases(gm):
     ),
 )
 @example(kinds=[("sin", 0), ("t", 1), ("view", 2)], choices=[(2, "drop")])
+@example(kinds=[("sin", 0), ("split", 0), ("t", 0), ("view", 4)], choices=[(5, "drop")])
 @example(kinds=[("t", 0), ("clone", 1), ("sin", 2), ("t", 3)], choices=[(1, "dense")])
 def test_what_changed_is_run_again_and_nothing_is_missed(kinds, choices):
     gm, x, mode = _traced(kinds)
     noted = note(gm)
     _pass(gm, choices)
-    assume(_runs(gm))
-    refresh_changed(gm, [x], mode, noted)
+    try:
+        refresh_changed(gm, [x], mode, noted)
+    except (RuntimeError, ValueError) as error:  # the copy that was dropped made a view possible
+        with pytest.raises(type(error)):
+            refresh_values(gm, [x], mode)
+        return
     quick = _aliases(gm)
     refresh_values(gm, [x], mode)
     assert quick == _aliases(gm)

@@ -244,3 +244,76 @@ def _goes_on_after(rank, world_size):
 
 def test_a_failure_that_was_caught_is_over(pool):
     assert pool.run(_goes_on_after) == [2, 2]
+
+
+def _raise(fault):
+    if fault == "raise":
+        raise ZeroDivisionError("a fault of the program")
+
+
+def _waits_in_a_collective(rank, world_size, fault, ahead):
+    """The last rank departs while the others wait in the process group's own collectives."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.errors import SymmplanError
+    from symmplan.integrate import lowering
+
+    table = lowering.Lowerings.table
+    lowering.Lowerings.table = property(lambda _: lowering._C10D)  # as on devices
+    x, kept, started, began = torch.ones(16), [], [], None
+    name = dist.group.WORLD.group_name
+
+    def wait():
+        work, y, z, i = started.pop(0)
+        work.wait()
+        assert bool((y == world_size * (i + 1)).all()), "a wrong number"
+        z = torch.ops._c10d_functional.wait_tensor(z)
+        assert float(z.sum()) == 16 * world_size * (i + 1), "a wrong number"
+
+    try:
+        with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+            for turn in range(4):
+                mine = fault if rank == world_size - 1 and turn == 2 else ""
+                for i in range(4):
+                    began = time.monotonic()
+                    y = symmplan.out(torch.mul, x, i + 1.0)
+                    if i == 1:
+                        _raise(mine)
+                    work = dist.all_reduce(y[:4] if mine == "shape" else y, async_op=True)
+                    z = torch.ops._c10d_functional.all_gather_into_tensor(x + i, world_size, name)
+                    started.append((work, y, z, i))
+                    kept += [y] if mine == "keep" and i == 0 else []
+                    del work, y, z
+                    if i >= ahead:
+                        wait()
+                while started:
+                    wait()
+                session.step()
+    except (SymmplanError, ZeroDivisionError) as error:
+        error.seconds = time.monotonic() - began
+        if isinstance(error, SymmplanError):
+            error.fields["seconds"] = error.seconds
+        for tensor in kept:
+            assert bool((tensor == world_size).all()), "a byte that was kept has changed"
+        raise
+    finally:
+        lowering.Lowerings.table = table
+
+
+@pytest.mark.parametrize("fault", ["shape", "keep", "raise"])
+@pytest.mark.parametrize(("ranks", "ahead"), [(2, 0), (2, 3), (3, 0)])
+def test_nobody_is_left_waiting_in_a_collective(fault, ranks, ahead):
+    with RankPool(ranks, timeout=55.0) as pool:  # less than the process group's own
+        outcomes = pool.outcomes(_waits_in_a_collective, fault, ahead)
+    for outcome in outcomes:
+        assert outcome.error is not None, outcome.describe()
+        assert "a wrong number" not in outcome.error.text, outcome.error.traceback
+        assert outcome.error.fields["seconds"] < 3 * TIMEOUT
+        if fault == "raise":
+            assert "a fault of the program" in outcome.error.text, outcome.error.traceback
+            continue
+        assert outcome.error.kind == "RunError", outcome.error.traceback
+        assert f"rank {ranks - 1}" in outcome.error.text
+        assert outcome.error.fields["op"]
+        assert outcome.error.fields["buffer"]

@@ -68,6 +68,9 @@ def test_every_collective_of_every_later_step_is_placed_in_one_segment(two):
 def test_where_parameters_cannot_be_placed_gathers_are_flat(two, name, args):
     stats = check(two.run(programs.in_flat_buffers, name, *args))
     assert stats["placed"] >= 3 * 11
+    assert dict(stats["flat"]) == dict.fromkeys(
+        ["model", "blocks.0", "blocks.1", "blocks.2"], "this torch's FSDP2 lacks what is replaced"
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,6 +260,7 @@ def test_the_life_of_a_handle(two, shared_memory_is_left_clean):
         assert "fix: call fully_shard" in told["no fsdp"]
         assert "unknown memory backend 'tape'" in told["memory"]
         assert "choose is 'dice'" in told["choose"]
+        assert "effort is 'none'" in told["effort"]
         assert "handle.remove()" in told["twice"]
         assert "no FSDP collective has run yet" in told["too early"]
         assert told["repr"] == "<symmplan.fsdp.Handle: 4 modules, recording>"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import fsdp_direct_programs as programs
+import fsdp_programs
+import fsdp_setter_programs
+import fsdp_user_programs
 import pytest
 from ranks import RankPool
 
 pytestmark = pytest.mark.ranks
+
+BLOCKS = [f"blocks.{i}" for i in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,49 @@ def test_a_plan_that_is_frozen_before_backward_leaves_the_graph_right(two):
 
 
 def test_parameters_that_are_needed_at_once_make_room(two):
-    same(two.run(programs.kept_unsharded))
+    results = two.run(programs.kept_unsharded)
+    same(results)
+    for result in results:
+        assert (
+            "other modules' parameters were needed at the same time"
+            in dict(result["stats"]["flat"]).values()
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "reasons"),
+    [
+        (programs, "unused", {}),
+        (
+            fsdp_programs,
+            "float8",
+            dict.fromkeys(BLOCKS, "a parameter has its own way to be gathered"),
+        ),
+        (
+            fsdp_programs,
+            "offload",
+            dict.fromkeys(["model", *BLOCKS], "its shards lie on the CPU"),
+        ),
+        (
+            fsdp_setter_programs,
+            "uneven",
+            dict.fromkeys(["model", *BLOCKS], "a parameter does not divide evenly"),
+        ),
+        (
+            fsdp_setter_programs,
+            "placements",
+            dict.fromkeys(
+                ["model", *BLOCKS], "a parameter is not sharded along its first dimension"
+            ),
+        ),
+        (fsdp_user_programs, "replicated", {"blocks.0": "its parameters are not sharded"}),
+    ],
+)
+def test_the_handle_says_why_gathers_are_flat(two, module, name, reasons):
+    arguments = [()] if name == "unused" else []
+    for result in two.run(getattr(module, name), *arguments):
+        assert result["differences"] == []
+        assert dict(result["stats"]["flat"]) == reasons
 
 
 @pytest.mark.parametrize("what", ["keep", "prefetch", "freeze"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fsdp_acts
 import fsdp_programs as programs
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -53,3 +54,132 @@ def test_random_programs_have_the_same_bits(two, arguments):
         peak, bound, _ = result["bytes"]
         assert peak >= bound
         assert result["barriers"] == 0
+
+
+INDEX = st.integers(0, 5)
+WHERE = st.sampled_from(["forward", "before backward", "backward"])
+
+
+def act(name, *arguments):
+    """An act of `fsdp_acts.Actor`."""
+    return st.tuples(st.just(name), *arguments)
+
+
+#: What may also happen in the middle of a step.
+ANYWHERE = [
+    act("unshard", INDEX, st.booleans()),
+    act("unshard_all", st.booleans(), st.booleans()),
+    act("look", INDEX, st.integers(0, 2)),
+    act("save"),
+    act("remove"),
+    act("freeze"),
+    act("prefetch", st.integers(0, 2), st.integers(0, 2)),
+    act("after_forward", st.booleans(), st.booleans()),
+]
+BETWEEN = [
+    act("train"),
+    act("train", st.integers(1, 3), st.booleans(), st.booleans()),
+    act("several", st.integers(2, 3)),
+    act("evaluate", st.sampled_from(["no_grad", "inference"])),
+    act("discard"),
+    act("postpone"),
+    act("catch_up"),
+    act("input_gradient"),
+    act("twice"),
+    act("clip"),
+    act("autocast"),
+    act("fail", WHERE, INDEX),
+    act("inside", WHERE, INDEX, st.one_of(ANYWHERE)),
+    act("order", st.lists(INDEX, max_size=5).map(tuple)),
+    act("recompute", st.sampled_from([None, True, False])),
+    act("learn", INDEX, st.booleans()),
+    act("in_backward", INDEX, st.booleans()),
+    act("reshard", INDEX),
+    act("reshard_all"),
+    act("load", st.booleans()),
+    act("apply"),
+]
+
+
+@st.composite
+def acted(draw):
+    """Arguments of `fsdp_acts.acted`."""
+    count = draw(st.sampled_from([4, 3, 5, 2, 1]))
+    how = st.sampled_from(["whole", "whole", "whole", "parts", "both", "none"])
+    wraps = draw(st.lists(how, min_size=count, max_size=count))
+    # Some widths do not divide evenly.
+    hidden = draw(st.lists(st.sampled_from([16, 8, 32, 17]), min_size=count, max_size=count))
+    options = {
+        "reshard_after_forward": draw(st.sampled_from([True, True, False])),
+        "bf16": draw(st.booleans()),
+        "tied": draw(st.booleans()),
+    }
+    usual = [("train",)] * draw(st.integers(1, 2))
+    between = draw(st.lists(st.one_of(ANYWHERE + BETWEEN), min_size=4, max_size=16))
+    return {
+        "model": (hidden, wraps, options),
+        # Training goes on after whatever it was.
+        "acts": [*usual, *between, ("train",), ("train",)],
+        "choose": draw(st.sampled_from(["placed", "placed", "copy engine"])),
+        "flat": draw(st.sampled_from([False, False, True])),
+        "hold": (draw(st.integers(0, 1)), draw(st.sampled_from([0, 1, 4]))),
+    }
+
+
+def check_acted(ranks, arguments):
+    """The same bits on all ranks, and the same acts done."""
+    results = ranks.run(fsdp_acts.acted, arguments)
+    for result in results:
+        assert result["differences"] == []
+        assert result["intact"]
+        assert result["refused"] == results[0]["refused"]
+        assert result["done"] == results[0]["done"]
+    return results
+
+
+@settings(max_examples=20)
+@given(arguments=acted())
+def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
+    check_acted(two, arguments)
+
+
+def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
+    """What is kept from then on must not belong to that mode."""
+    check_acted(
+        two,
+        {
+            "model": ((16, 8), ("whole", "whole"), {"tied": False, "bf16": False}),
+            "acts": [("train",), ("evaluate", "inference"), *[("train",)] * 3],
+            "choose": "placed",
+            "flat": True,
+            "hold": (0, 4),
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        [("after_forward", False, True), ("train",)],
+        [("after_forward", False, True), ("postpone",)],
+        [("unshard_all", False, True), ("postpone",)],
+        [("unshard_all", True, True), ("postpone",)],
+        [("train", 2, True, False), ("train", 2, True, False)],
+    ],
+)
+def test_modules_make_room_while_graphs_have_views_of_their_parameters(two, then):
+    """They are resharded until their backward passes, and leave when these are done."""
+    train = [("train",), ("train",)]
+    results = check_acted(
+        two,
+        {
+            "model": ((16,) * 4, ("whole",) * 4, {"tied": False, "bf16": False}),
+            "acts": [*train, ("postpone",), *then, ("catch_up",), *train],
+            "choose": "placed",
+            "flat": False,
+            "hold": (0, 0),
+        },
+    )
+    for result in results:
+        assert result["counts"]["other modules' parameters were needed at the same time"] > 0
+        assert result["counts"]["replans"] == 1

@@ -2,7 +2,8 @@
 
 A dimension marked with ``torch._dynamo.mark_dynamic(x, dim, max=...)`` gives its symbol a range.
 Tensors whose sizes are sums, products and quotients of such symbols are planned for the largest
-they can be. A larger one makes Dynamo compile, and so plan, again, or refuse.
+they can be. A symbol that the program gives no bound gets the next power of two, as a guard of the
+compiled code. A larger size makes Dynamo compile, and so plan, again, or refuse.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.capture.values import tensor_leaves
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import fx
 
-__all__ = ["bound", "bounded", "contiguous", "known", "sources"]
+__all__ = ["bound", "bounded", "contiguous", "known", "limit", "sources"]
 
 #: No tensor has as many bytes: a bound above is none.
 _NO_BOUND = 1 << 44
@@ -72,6 +75,47 @@ def sources(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int | None]]:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 found.setdefault(size.node.expr, (node, i))
     return found
+
+
+def limit(graph: fx.Graph, wanted: Iterable[fx.Node]) -> dict[str, tuple[int, int]]:
+    """Give every size on which some tensors depend an upper bound, if it has none.
+
+    The bound becomes a guard of the graph: a larger size will have it compiled again.
+
+    Args:
+        graph: A graph that is being compiled.
+        wanted: Nodes with the tensors.
+
+    Returns:
+        ``{name: (size now, largest size)}`` of all sizes with a bound that the tensors depend on.
+    """
+    symbols: dict[Any, None] = {}
+    for node in wanted:
+        for _, fake in tensor_leaves(node.meta.get("val")):
+            for number in fake.shape:
+                if isinstance(number, torch.SymInt):
+                    symbols.update(dict.fromkeys(number.node.expr.free_symbols))
+    found = {}
+    for symbol, (node, dimension) in sources(graph).items():
+        if symbol not in symbols:
+            continue
+        size = node.meta["val"] if dimension is None else node.meta["val"].shape[dimension]
+        now = size.node.hint
+        if bound(size) is None and now is not None:
+            bool(size <= 1 << max(now - 1, 1).bit_length())
+        largest = bound(size)
+        if largest is not None and now is not None:
+            found[_name(size, symbol)] = (now, largest)
+    return found
+
+
+def _name(size: torch.SymInt, symbol: Any) -> str:
+    """Where the program has a size, as Dynamo writes it."""
+    given = getattr(size.node.shape_env, "var_to_sources", {}).get(symbol)
+    if not given:
+        return str(symbol)
+    name = given[0].name
+    return str(name() if callable(name) else name)
 
 
 def known(condition: bool | torch.SymBool) -> bool:

@@ -41,6 +41,7 @@ class Stats:
     Attributes:
         graphs: Graphs that Dynamo handed over.
         planned: How many of them have declared tensors.
+        replans: How many were compiled because a size had outgrown its plan.
         rendezvous: Rendezvous made: segments times groups.
         placed: Declared tensors that live in symmetric memory; ``staged + bound``.
         staged: Those of them that are copied in or out.
@@ -58,6 +59,7 @@ class Stats:
 
     graphs: int = 0
     planned: int = 0
+    replans: int = 0
     rendezvous: int = 0
     placed: int = 0
     staged: int = 0
@@ -138,6 +140,7 @@ class CompileBackend:
         return Stats(
             graphs=self._graphs,
             planned=len(plans),
+            replans=sum(bool(record.outgrown) for record in self._records),
             rendezvous=self._pool.rendezvous,
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
@@ -249,6 +252,12 @@ def backend(
     debug: bool = False,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
+
+    Dynamic sizes are planned for the bound that ``torch._dynamo.mark_dynamic(x, dim, max=...)``
+    declares, others for the next power of two. A larger size is compiled and planned again: all
+    ranks agree on the new plan and replace their segments, a warning of the logger ``symmplan``
+    says so, and ``stats.replans`` counts it. A rank that outgrows its plan alone ends in an error
+    on all ranks.
 
     Args:
         inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.

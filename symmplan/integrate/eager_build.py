@@ -167,9 +167,10 @@ class _Builder:
                 event.stages.append(Stage(head, index, view, reads, site.writes))
                 written.append(site.buffer)
             else:
-                address = self._bytes(site.buffer).data_ptr()
-                address += like.storage_offset() * like.element_size()
-                event.binds.append(Bound(head, index, address, site.buffer))
+                begin = like.storage_offset() * like.element_size()
+                view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
+                view = view.view(like.dtype).view(like.shape)
+                event.binds.append(Bound(head, index, view.data_ptr(), site.buffer, view))
         if event.row is not None:
             event.target = overload_named(event.row.target)
         elif spec is not None and spec.out is not None and event.results:

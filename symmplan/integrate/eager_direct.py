@@ -6,8 +6,9 @@
     hands them back when it goes on to the op itself: twice as long as the collective takes to
     launch. So calls that are as planned go past it. ``dist.all_reduce`` and its like are caught
     where Python calls the group's method, and the group's backend launches the collective, as the
-    op's own kernel would make it. What is not as planned, and whoever calls from C++, comes to the
-    session's kernel in the dispatcher.
+    op's own kernel would make it. Functional collectives are caught where Python calls the op, if
+    no mode, transform or autograd is there to see the call. What is not as planned, and whoever
+    calls from C++, comes to the session's kernel in the dispatcher.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from symmplan import _compat as compat
 from symmplan.integrate.eager_schedule import bound_values
+from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import OWN, own_work
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager_quick import Line
     from symmplan.integrate.eager_schedule import Event
 
-__all__ = ["MISS", "front_of", "install_fronts", "launcher"]
+__all__ = ["MISS", "front_of", "install_fronts", "launcher", "starter"]
 
 #: What a short way returns if the call is not the expected one.
 MISS: Any = object()
@@ -42,6 +44,44 @@ _METHODS = {
     "c10d::_allgather_base_": "_allgather_base",
     "c10d::_reduce_scatter_base_": "_reduce_scatter_base",
 }
+
+
+def starter(
+    target: str, group: object, device: torch.device, *, reduction: object, root: object
+) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
+    """What a functional collective starts, past the dispatcher.
+
+    Args:
+        target: Its qualified name, with overload.
+        group: Name of the process group.
+        device: Where the tensors lie.
+        reduction: Name of the reduction, where there is one.
+        root: Rank of the root, where there is one.
+
+    Returns:
+        A function of the tensor that is written and the one that is read; it returns the work. None
+        if there is no such way here.
+    """
+    given = _asked(target, group, device, reduction, root)
+    if given is None:
+        return None
+    run, listed, options = given
+    if listed:
+        return lambda out, _: run([out], options)
+    return lambda out, source: run(out, source, options)
+
+
+def _asked(
+    target: str, group: object, device: torch.device, reduction: object, root: object
+) -> tuple[Callable[..., Any], bool, Any] | None:
+    """The backend's method, whether it takes a list, and the options."""
+    name = target.partition("::")[2].removesuffix(".default")
+    given = compat.collective_options(name, reduction=reduction, root=root)
+    backend = compat.group_backend(group, device) if isinstance(group, str) else None
+    if given is None or backend is None:
+        return None
+    method, options = given
+    return getattr(backend, method), method in ("allreduce", "broadcast"), options
 
 
 def launcher(
@@ -58,24 +98,20 @@ def launcher(
         such way here.
     """
     assert event.row is not None
-    name, group = event.row.target, values.get("group_name")
-    source = values.get("input")
-    if not isinstance(group, str) or not isinstance(source, torch.Tensor) or source.is_complex():
+    source, register = values.get("input"), compat.register_work()
+    if register is None or not isinstance(source, torch.Tensor) or source.is_complex():
         return None
-    backend = compat.group_backend(group, source.device)
-    register = compat.register_work()
-    if backend is None or register is None:
-        return None
-    given = compat.collective_options(
-        name.partition("::")[2].removesuffix(".default"),
-        reduction=values.get("reduce_op"),
-        root=values.get("src"),
+    given = _asked(
+        event.row.target,
+        values.get("group_name"),
+        source.device,
+        values.get("reduce_op"),
+        values.get("src"),
     )
     if given is None:
         return None
-    method, options = given
-    run = getattr(backend, method)
-    if method in ("allreduce", "broadcast"):
+    run, listed, options = given
+    if listed:
         return lambda out, _: register(out, run([out], options))
     return lambda out, source: register(out, run(out, source, options))
 
@@ -117,7 +153,8 @@ def front_of(
     by_row = None
     if row is not None and row.target[:5] != "_c10d":
         by_row = _row_of(event, form, tensors)
-    reduction = compat.reduction_named(form.args[1]) if by_row is not None else None
+    reduces = name in ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
+    reduction = compat.reduction_named(form.args[1]) if reduces else None
     root = form.args[1] if name == "c10d::broadcast_" else None
     first, ready = tuple(event.before), tuple(event.ready)
     copied, after = tuple(event.copied), tuple(event.after)
@@ -139,7 +176,7 @@ def front_of(
                 return MISS
             if tensor.dtype is not dtype or (address and tensor.data_ptr() != address):
                 return MISS
-        if reduction is not None and options.reduceOp != reduction:
+        if reduces and not (options.reduceOp == reduction):  # noqa: SIM201 (it has only that)
             return MISS
         if root is not None and (options.rootRank != root or options.rootTensor):
             return MISS
@@ -201,7 +238,8 @@ def _row_of(
             value = values[argument.name]
             there = isinstance(value, torch.Tensor)
             picks.append((_index(tensors, value), None) if there else (-1, value))
-    target, named = event.target, event.target._schema.arguments[-1].name == "out"
+    named = event.target._schema.arguments[-1].name == "out"
+    target = IMPLEMENTATIONS.get(event.target._schema.name, event.target)
 
     def by_row(found: Any) -> None:
         given = [value if i < 0 else found[i] for i, value in picks]
@@ -227,7 +265,7 @@ def _finish_later(work: Any, copied: Any, back: Any, original: Any, written: int
 
 
 def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[], None]:
-    """Catch calls of process groups' methods. See [Note: past the dispatcher].
+    """Catch calls of process groups' methods and of ops. See [Note: past the dispatcher].
 
     Args:
         line: Where the program is.
@@ -237,11 +275,14 @@ def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[
     Returns:
         What undoes it.
     """
-    undo = [
-        compat.replace_group_method(_METHODS[op._schema.name], _method(line, faults, op))
-        for op in dict.fromkeys(ops)
-        if op is not None and op._schema.name in _METHODS
-    ]
+    undo = []
+    for op in dict.fromkeys(ops):
+        if op is None:
+            continue
+        names = compat.group_method_names(_METHODS.get(op._schema.name, ""))
+        undo += [compat.replace_group_method(n, _method(line, faults, op)) for n in names]
+        if op.namespace == "_c10d_functional":
+            undo.append(compat.replace_op_call(op, _call(line, faults, op)))
 
     def remove() -> None:
         for act in undo:
@@ -276,5 +317,35 @@ def _method(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[...
             return original(group, *args, **kwargs)
 
         return method
+
+    return make
+
+
+def _call(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[..., Any]]:
+    fits, alone = line.lanes.fits, compat.nobody_looks()
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            quicks, at = line.quicks, line.at
+            if at < len(quicks) and args and not kwargs and not OWN.depth:
+                quick = quicks[at]
+                if (
+                    quick is not None
+                    and quick.front is not None
+                    and quick.op is op
+                    and fits(quick.role)
+                    and alone(args[0])
+                ):
+                    try:
+                        result = quick.front(args)
+                    except BaseException as error:
+                        faults.found(error)
+                        raise
+                    if result is not MISS:
+                        line.at = at + 1
+                        return result
+            return original(*args, **kwargs)
+
+        return call
 
     return make

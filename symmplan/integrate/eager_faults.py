@@ -11,7 +11,8 @@
     thread that listens for the alarm. When it rings, the rank's next declared call raises; if none
     comes for a while, the thread aborts the group's communicators, which ends the wait, and lets
     the waiting thread raise the peer's error as soon as it is back in Python, before it can use
-    what the aborted collective left behind.
+    what the aborted collective left behind. Before that, all ranks see to it that no planned
+    collective waits for one of them; see `symmplan.integrate.eager_rescue`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager_schedule import Event
     from symmplan.memory.groups import Group
 
-__all__ = ["REDO", "Faults"]
+__all__ = ["REDO", "Faults", "ends_within", "public"]
 
 #: Seconds within which the error of a rank that gave up is there to be read.
 _PATIENCE = 2.0
 #: Seconds that a rank has to come upon a peer's failure by itself.
 _GRACE = 3.0
 _POLL = 0.25
+#: Seconds that peers have to hear of a failure and to say how far they are.
+_MEETING = _PATIENCE + _GRACE + 5.0
+#: Seconds that an abort may take. On a device that never comes to rest it does not end.
+_ABORT = 15.0
 
 REDO = "make the same calls in every iteration, or call session.replan() on all ranks"
 
@@ -50,6 +55,8 @@ class Faults:
         groups: ``{name: group}`` of the session's ranks.
         timeout: Seconds that ranks wait for each other.
         on_failure: Called once with the first error: nothing may be served any more.
+        rescue: Called once after that, with the group, a key in its store and seconds: peers may
+            wait for planned calls that this rank did not make.
 
     Attributes:
         failed: Whether this rank knows of a failure.
@@ -62,11 +69,15 @@ class Faults:
         groups: Mapping[str, Group],
         timeout: float,
         on_failure: Callable[[BaseException], None],
+        rescue: Callable[[Group, str, float], None],
     ) -> None:
         self._groups = groups
         (self._group,) = groups.values()
         self._timeout = timeout
         self._on_failure = on_failure
+        self._rescue = rescue
+        self._rescuing = threading.Lock()
+        self._rescued = False
         self._alarm = Alarm(self._group)
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
@@ -85,6 +96,7 @@ class Faults:
         if not self.failed:
             return
         self._notice()
+        self.rescue()
         raise self._alarm.heard() or RunError(
             "an eager session was used after it failed",
             fix="call session.replan() on every rank, or leave the session",
@@ -126,6 +138,7 @@ class Faults:
             buffer=buffer or _name_of_buffer(event),
         )
         self.fail(error)
+        self.rescue()
         raise error
 
     def fail(self, error: BaseException) -> None:
@@ -135,6 +148,19 @@ class Faults:
             self.failed = True
             self._alarm.ring(error)
             self._on_failure(error)
+
+    def rescue(self, group: Group | None = None) -> None:
+        """See that no peer waits for a planned collective of this rank. Whoever is first does it.
+
+        Args:
+            group: The session's, with another connection to its store.
+
+        Collective: yes, over the ranks of a session that failed. Nobody waits for long.
+        """
+        with self._rescuing:
+            if not self._rescued:
+                self._rescued = True
+                self._rescue(group or self._group, self._alarm.key("at"), _MEETING)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -154,6 +180,7 @@ class Faults:
         """
         told = self._alarm.heard(_PATIENCE) if isinstance(error, SymmplanError) else None
         self.fail(error)
+        self.rescue()
         if told is not None:
             raise told from None
 
@@ -161,11 +188,12 @@ class Faults:
         """The program left by ``error``. Peers may wait anywhere, or for this rank to record."""
         Exchange(self._groups, self._timeout).fail(error)
         self.fail(error)
+        self.rescue()
 
     def abort(self) -> None:
         """End what waits for a peer that will never come."""
         if self._group.size > 1:
-            compat.abort_group(self._group.process_group)
+            ends_within(_ABORT, compat.abort_group, self._group.process_group)
 
     def close(self) -> None:
         """Listen no more."""
@@ -196,8 +224,22 @@ class Faults:
                     return
                 self._raised_there = True
                 compat.raise_in_thread(self._thread, told)
-            self.abort()
+            self.rescue(alarm.group)
+            if not self._quiet.wait(_GRACE):
+                self.abort()
             return
+
+
+def ends_within(seconds: float, act: Callable[..., object], *args: Any) -> bool:
+    """Call ``act(*args)`` and wait for its end, but not for ever.
+
+    Returns:
+        Whether it ended. It goes on if not.
+    """
+    thread = threading.Thread(target=act, args=args, name="symmplan ends_within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _name_of_buffer(event: Event | None) -> str:

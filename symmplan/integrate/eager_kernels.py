@@ -94,25 +94,23 @@ def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:
 
 
 def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
-    redispatch, line, lanes = _compat.redispatch_of(op), session.line, session.line.lanes
+    redispatch, line, fits = _compat.redispatch_of(op), session.line, session.line.lanes.fits
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        behind = keys & after
         if OWN.depth:
-            return redispatch(behind, *args, **kwargs)
+            return redispatch(keys & after, *args, **kwargs)
         quicks, at = line.quicks, line.at
         if at < len(quicks):
             quick = quicks[at]
-            fits = quick is not None and quick.op is op and not kwargs
-            if fits and lanes.fits(quick.role):  # type: ignore[union-attr]
+            if quick is not None and quick.op is op and not kwargs and fits(quick.role):
                 try:
-                    result = quick.call(behind, args)  # type: ignore[union-attr]
+                    result = quick.call(keys, args)
                 except BaseException as error:
                     session.faults.found(error)
                     raise
                 if result is not MISS:
                     line.at = at + 1
                     return result
-        return session.serve(op, behind, args, kwargs)
+        return session.serve(op, keys & after, args, kwargs)
 
     return kernel

@@ -71,19 +71,22 @@ class Lanes:
 
     def __init__(self, streams: Streams | None) -> None:
         self._streams = streams
+        self._number = None if streams is None else streams.number
         self._numbers: dict[str, int] = {}
         self._bound: dict[str, Any] = {}
 
     def fits(self, role: str) -> bool:
         """Whether the current stream plays ``role``, or may from now on."""
-        if self._streams is None:
+        if self._number is None:
             return True
-        number = self._streams.number()
-        known = self._numbers.get(role)
-        if known == number:
-            return True
-        if known is not None or number in self._numbers.values():
+        number = self._number()
+        return self._numbers.get(role) == number or self._binds(role, number)
+
+    def _binds(self, role: str, number: int) -> bool:
+        """Give a stream a role if both are free."""
+        if role in self._numbers or number in self._numbers.values():
             return False
+        assert self._streams is not None
         self._numbers[role] = number
         self._bound[role] = self._streams.current()
         return True

@@ -5,8 +5,9 @@
     the first time, a function is made of it that compares the arguments at their places, and runs
     what the long way would with the fewest calls. Where anything is not as expected it gives up
     before it did anything, and the long way finds out what is wrong. Group and element type are
-    compared as objects. Which reduction a ``c10d::`` call asks for is not looked at where the
-    program's own arguments are passed on.
+    compared as objects.
+
+    Plain collectives, which are most calls, go through the shortest of these functions.
 
     Calls that are alike, down to the bytes that they use, share one function: in a program of a
     hundred layers it stays in the processor's caches, which is worth more than all the rest.
@@ -22,6 +23,7 @@ from attrs import define, field
 from symmplan import _compat as compat
 from symmplan.integrate.eager_direct import MISS, front_of, launcher
 from symmplan.integrate.eager_schedule import bound_values
+from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import OWN
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ class Quick:
     Attributes:
         op: The op that the program calls; ``"empty"`` or ``"out"`` for memory.
         role: The stream on which it does.
-        call: Of the dispatch keys behind the session's kernel and the arguments, or of the function
-            and its arguments. Returns what the program gets, or `MISS`.
-        front: Of a process group and the arguments of its method, see `symmplan.integrate.
-            eager_direct`; None if there is none.
+        call: Of the call's dispatch keys and its arguments, or of the function and its arguments.
+            Returns what the program gets, or `MISS`.
+        front: Of a process group and the arguments of its method, or of the op's arguments; see
+            `symmplan.integrate.eager_direct`. None if there is none.
     """
 
     op: Any
@@ -61,13 +63,19 @@ class Line:
         lanes: The streams.
         quicks: The short way of each call that has one by now; empty where nothing is served.
         at: Which call comes next.
+        before: How many calls the iterations before this one made.
         known: Short ways to be shared; see [Note: short ways].
     """
 
     lanes: Lanes
     quicks: list[Quick | None] = field(factory=list)
     at: int = 0
+    before: int = 0
     known: dict[Any, Quick] = field(factory=dict)
+
+    def turn(self) -> None:
+        """An iteration is over."""
+        self.before, self.at = self.before + self.at, 0
 
     def learn(self, at: int, key: Any, quick: Quick | None) -> None:
         """``quick`` serves call ``at`` from now on."""
@@ -114,6 +122,8 @@ def _arguments(event: Event, args: Sequence[Any], form: Functional | None) -> _A
         elif isinstance(value, list) and value and all(isinstance(x, torch.Tensor) for x in value):
             wants = tuple((x.shape, x.dtype, addresses.pop(id(x), 0)) for x in value)
             found.lists.append((i, wants))
+            for x in value if form is not None else ():  # its front copies
+                stages.pop(id(x), None)
         elif isinstance(value, torch.ScriptObject):
             group = compat.unboxed_if_group(value)
             if group is not None:
@@ -129,6 +139,9 @@ def _arguments(event: Event, args: Sequence[Any], form: Functional | None) -> _A
 
 def _fits(expected: _Arguments, claims: tuple[tuple[int, int], ...]) -> Callable[[Any], bool]:
     """Compares arguments, and sees that the bytes to be written are nobody's."""
+    simple = _fits_simple(expected, claims)
+    if simple is not None:
+        return simple
     count, tensors, lists = expected.count, tuple(expected.tensors), tuple(expected.lists)
     groups, values = tuple(expected.groups), tuple(expected.values)
     unboxed, uses = compat.unboxed_group, compat.storage_use_count
@@ -167,6 +180,32 @@ def _fits(expected: _Arguments, claims: tuple[tuple[int, int], ...]) -> Callable
     return fits
 
 
+def _fits_simple(
+    expected: _Arguments, claims: tuple[tuple[int, int], ...]
+) -> Callable[[Any], bool] | None:
+    """The same where a tensor is followed by plain values, as in functional collectives."""
+    rest = tuple(value for _, value in expected.values)
+    if [i for i, _ in expected.values] != list(range(1, expected.count)):
+        return None
+    if len(expected.tensors) != 1 or not all(isinstance(x, (int, str)) for x in rest):
+        return None
+    _, shape, dtype, address = expected.tensors[0]
+    uses = compat.storage_use_count
+
+    def fits(args: Any) -> bool:
+        tensor = args[0]
+        if args[1:] != rest or tensor.shape != shape or tensor.dtype is not dtype:
+            return False
+        if address and tensor.data_ptr() != address:
+            return False
+        for storage, own in claims:  # noqa: SIM110 (a generator costs as much as all this)
+            if uses(storage) > own:
+                return False
+        return True
+
+    return fits
+
+
 def quick_call(
     event: Event, args: Any, kwargs: Any, form: Functional | None
 ) -> tuple[Any, Quick | None]:
@@ -187,14 +226,16 @@ def quick_call(
     if expected is None:
         return None, None
     claims = event.marks()
-    front = None if form is None else front_of(event, args, form, claims)
-    call: Callable[[Any, Any], Any] | None = _missing if front is not None else None
-    fits = _fits(expected, claims)
+    front: Callable[..., Any] | None = None
     if form is not None:
-        if not (event.call.asynchronous or event.stages or _is_another(event)):
-            call = _as_called(event, fits, expected)
+        front = front_of(event, args, form, claims)
+    fits = _fits(expected, claims)
+    call: Callable[[Any, Any], Any] | None
+    if form is not None:
+        call = None if front is None else _missing
     elif event.row is not None:
-        call = _by_row(event, args, fits, expected)
+        front = _lean(event, args, fits, expected)
+        call = _by_row(event, args, fits, expected) if front is None else _behind(front)
     else:
         call = _plainly(event, fits, expected)
     if call is None:
@@ -212,7 +253,8 @@ def quick_call(
     return key, Quick(event.call.op, event.stream, call, front)
 
 
-def _missing(_behind: Any, _args: Any) -> Any:
+def _missing(_keys: Any, _args: Any) -> Any:
+    """Who comes this way was not caught in front: from C++, under a mode, or with other words."""
     return MISS
 
 
@@ -225,12 +267,12 @@ def _as_called(
     event: Event, fits: Callable[[Any], bool], expected: _Arguments
 ) -> Callable[[Any, Any], Any]:
     """An op that runs as it was called, on placements."""
-    redispatch = compat.redispatch_of(event.call.op)
+    redispatch, after = compat.redispatch_of(event.call.op), compat.keyset_after_select()
     stages = tuple(expected.stages)
     first = (*event.before,)
     ready, last = tuple(event.ready), (*event.copied, *event.after)
 
-    def call(behind: Any, args: Any) -> Any:
+    def call(keys: Any, args: Any) -> Any:
         if not fits(args):
             return MISS
         OWN.depth += 1
@@ -241,7 +283,7 @@ def _as_called(
                 args = _staged(args, stages)
             for act in ready:
                 act()
-            result = redispatch(behind, *args)
+            result = redispatch(keys & after, *args)
             for act in last:
                 act()
         finally:
@@ -275,11 +317,11 @@ def _plainly(
         for argument in variant._schema.arguments:
             at = names.index(argument.name) if argument.name in names else -1
             order.append((argument.name if argument.kwarg_only else "", at))
-    original = compat.redispatch_of(event.call.op)
+    original, after = compat.redispatch_of(event.call.op), compat.keyset_after_select()
 
-    def make(behind: Any, given: Any, out: torch.Tensor) -> None:
+    def make(keys: Any, given: Any, out: torch.Tensor) -> None:
         if variant is None:
-            out.copy_(original(behind, *given))
+            out.copy_(original(keys & after, *given))
             return
         chosen, named = [], {}
         for name, at in order:
@@ -313,11 +355,11 @@ def _by_row(
         return None
     source = event.names.index("input")
     launch = launcher(event, dict(zip(event.names, args, strict=True)))
-    target, inplace = event.target, row.inplace
-    redispatch = compat.redispatch_of(target)
+    target, inplace = IMPLEMENTATIONS.get(schema.name, event.target), row.inplace
+    redispatch, after = compat.redispatch_of(event.target), compat.keyset_after_select()
     behind_own = not _is_another(event)  # it is declared, too: go past the session's kernel
 
-    def make(behind: Any, given: Any, out: torch.Tensor) -> None:
+    def make(keys: Any, given: Any, out: torch.Tensor) -> None:
         if inplace:
             out.copy_(given[source])
         if launch is not None:
@@ -325,13 +367,70 @@ def _by_row(
             return
         chosen = [out if inplace and i == source else given[i] for i in picks]
         if behind_own:
-            redispatch(behind, *chosen, **({"out": out} if out_given else {}))
+            redispatch(keys & after, *chosen, **({"out": out} if out_given else {}))
         elif out_given:
             target(*chosen, out=out)
         else:
             target(*chosen)
 
     return _into(event, fits, expected, make, within)
+
+
+def _lean(
+    event: Event, args: Any, fits: Callable[[Any], bool], expected: _Arguments
+) -> Callable[[Any], Any] | None:
+    """A plain collective past the dispatcher, where nothing else is declared, so that nobody asks.
+
+    Its input may be copied, its result is a placement or the input itself.
+    """
+    row, lent = event.row, event.lent.get((), event.leaving.get(()))
+    late = () if event.leaving else event.copied
+    if event.before or event.ready or late or event.after:
+        return None
+    if row is None or row.inplace or row.each or len(args) != len(event.names):
+        return None
+    launch = launcher(event, dict(zip(event.names, args, strict=True)))
+    if launch is None:
+        return None
+    source = event.names.index("input")
+    if lent is None:
+        if row.out != "input" or expected.stages:
+            return None
+
+        def in_place(args: Any) -> Any:
+            if not fits(args):
+                return MISS
+            tensor = args[source]
+            launch(tensor, tensor)
+            return tensor
+
+        return in_place
+    out, give = lent.tensor, lent.tensor.detach
+    if not expected.stages:
+
+        def bound(args: Any) -> Any:
+            if not fits(args):
+                return MISS
+            launch(out, args[source])
+            return give()
+
+        return bound
+    if len(expected.stages) > 1 or expected.stages[0][0] != source or not expected.stages[0][2]:
+        return None
+    copy = expected.stages[0][1].copy_
+
+    def staged(args: Any) -> Any:
+        if not fits(args):
+            return MISS
+        launch(out, copy(args[source]))
+        return give()
+
+    return staged
+
+
+def _behind(front: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same for who comes through the dispatcher."""
+    return lambda _keys, args: front(args)
 
 
 def _into(
@@ -357,7 +456,7 @@ def _into(
     shape, dtype = like.shape, like.dtype
     device = next(iter(event.results.values())).device if event.results else None
 
-    def call(behind: Any, args: Any) -> Any:
+    def call(keys: Any, args: Any) -> Any:
         if not fits(args):
             return MISS
         OWN.depth += 1
@@ -372,7 +471,7 @@ def _into(
                 out = args[within]
             elif out is None:
                 out = torch.empty(shape, dtype=dtype, device=device or _device(args))
-            make(behind, given, out)
+            make(keys, given, out)
             for act in copied:
                 act()
             for act in after:
@@ -390,18 +489,22 @@ def _device(args: Any) -> torch.device:
     return next(x.device for x in args if isinstance(x, torch.Tensor))
 
 
-def quick_memory(event: Event) -> tuple[Any, Quick | None]:
-    """The same for `symmplan.empty` and `symmplan.out`: of the function, its arguments."""
+def quick_memory(
+    event: Event, run: Callable[[Sequence[Callable[[], None]]], None]
+) -> tuple[Any, Quick | None]:
+    """The same for `symmplan.empty` and `symmplan.out`: of the function, its arguments.
+
+    ``run`` runs what is to be done besides, such as barriers.
+    """
     lent = next(iter(event.lent.values()), None)
-    if event.before or event.ready or event.after or lent is None:
-        return None, None
-    writes = event.call.kind == "out"
+    writes, acts = event.call.kind == "out", (*event.ready, *event.after)
     claims, uses = event.marks(), compat.storage_use_count
+    first = tuple(event.before)
     function, *recorded = event.call.args
     wanted, named = tuple(recorded), event.call.kwargs
     if any(isinstance(value, (tuple, dict)) for value in named.values()):  # there may be tensors
         return None, None
-    place = lent.tensor
+    place = None if lent is None else lent.tensor
 
     def call(make: Any, args: Any, kwargs: Any) -> Any:
         if make is not function or len(args) != len(wanted) or kwargs != named:
@@ -420,15 +523,24 @@ def quick_memory(event: Event) -> tuple[Any, Quick | None]:
         for storage, own in claims:
             if uses(storage) > own:
                 return MISS
-        if writes:
-            OWN.depth += 1
-            try:
-                make(*args, **kwargs, out=place)
-            finally:
-                OWN.depth -= 1
-        return place.detach()
+        if first:
+            run(first)
+        if place is None:
+            result: torch.Tensor = make(*args, **kwargs)
+        else:
+            if writes:
+                OWN.depth += 1
+                try:
+                    make(*args, **kwargs, out=place)
+                finally:
+                    OWN.depth -= 1
+            result = place.detach()
+        if acts:
+            run(acts)
+        return result
 
-    key = (event.call.kind, event.stream, id(function), repr(wanted), repr(named), claims)
+    parts = (event.call.kind, event.stream, id(function), repr(wanted), repr(named), claims)
+    key = (*parts, tuple(map(id, (*first, *acts))))
     return (*key, id(place)), Quick(event.call.kind, event.stream, call)
 
 

@@ -14,6 +14,7 @@ from symmplan.errors import AgreementError
 from symmplan.integrate.eager_build import events_of
 from symmplan.integrate.eager_faults import public
 from symmplan.integrate.eager_lanes import Lanes
+from symmplan.integrate.eager_rescue import missing_of
 from symmplan.integrate.eager_scratch import RecordingScratch
 from symmplan.integrate.eager_stats import Copy, copies_of
 from symmplan.integrate.poison import plan_poison
@@ -77,6 +78,8 @@ class Frozen:
         events: The declared calls that are expected, in order.
         tail: What to do at the end of each iteration.
         copies: See `Copy`.
+        missing: What peers need of each call, should this rank not come to it; see
+            `symmplan.integrate.eager_rescue`. None if no peer can wait for one.
     """
 
     plan: Plan
@@ -86,6 +89,7 @@ class Frozen:
     events: list[Event]
     tail: list[Callable[[], None]]
     copies: tuple[Copy, ...]
+    missing: list[Callable[[], None] | None] | None
 
 
 def meet(settings: Settings, op: str, detail: str = "") -> None:
@@ -193,4 +197,6 @@ class Recording:
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             events, tail = events_of(recorder, captured, plan, arena, settings.lowerings)
-        return Frozen(plan, captured, arena, lanes, events, tail, copies_of(captured, recorder))
+            missing = missing_of(events, settings.device)
+        copies = copies_of(captured, recorder)
+        return Frozen(plan, captured, arena, lanes, events, tail, copies, missing)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from symmplan.integrate.lowering import Lowering
 
 __all__ = ["Bound", "Event", "Lent", "Stage", "bound_values"]
+
+#: Seconds that threads of the process group have to let go of what a finished work held.
+_PATIENCE = 0.25
+_POLL = 0.01
 
 
 @define(eq=False)
@@ -80,12 +85,21 @@ class Stage:
 
 @define(eq=False)
 class Bound:
-    """An argument that must already lie in its placement."""
+    """An argument that must already lie in its placement.
+
+    Attributes:
+        head: Name of the argument.
+        index: Where in the argument, if it is a list.
+        address: Of its first byte.
+        buffer: Name of the buffer.
+        view: The bytes, in the argument's shape.
+    """
 
     head: str
     index: tuple[int, ...]
     address: int
     buffer: str
+    view: torch.Tensor
 
 
 @define(eq=False)
@@ -158,8 +172,11 @@ class Event:
         for buffer, other, lent in self.claims:
             if lent.held:
                 gc.collect()  # it may only hang in a cycle
-                if lent.held:
-                    return buffer, other
+                deadline = time.monotonic() + _PATIENCE
+                while lent.held:
+                    if time.monotonic() >= deadline:
+                        return buffer, other
+                    time.sleep(_POLL)
         return None
 
     def marks(self) -> tuple[tuple[int, int], ...]:

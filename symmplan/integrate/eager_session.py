@@ -10,11 +10,12 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.eager_faults import REDO, Faults, public
+from symmplan.integrate.eager_faults import REDO, Faults, ends_within, public
 from symmplan.integrate.eager_kernels import install
 from symmplan.integrate.eager_lanes import Lanes, streams_of
 from symmplan.integrate.eager_quick import MISS, Line, quick_call, quick_memory
 from symmplan.integrate.eager_recording import Frozen, Recording, Settings, meet
+from symmplan.integrate.eager_rescue import catch_up
 from symmplan.integrate.eager_serve import serve, take_away
 from symmplan.integrate.eager_stats import Copy, Stats
 from symmplan.integrate.lowering import Lowerings
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.integrate.eager_schedule import Event
+    from symmplan.memory.groups import Group
     from symmplan.model import Plan
 
 __all__ = ["ACTIVE", "Session"]
 
 
 ACTIVE: list[Session] = []
+
+#: Seconds that a device has to come to rest after a failure.
+_REST = 10.0
 
 
 class Session:
@@ -63,7 +68,7 @@ class Session:
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
         self.leaving: dict[int, Event] = {}
         self._counts: dict[str, Any] = {"rendezvous": 0, "iterations": 0, "served": 0, "copies": 0}
-        self.faults = Faults(groups, timeout, self._stop_serving)
+        self.faults = Faults(groups, timeout, self._stop_serving, self._rescue)
 
     def __repr__(self) -> str:
         state = "failed" if self.faults.failed else self._state
@@ -159,7 +164,7 @@ class Session:
         self.line.lanes.part()
         self._counts = self._counted(self._events)
         self._counts["iterations"] += 1
-        self.line.at = 0
+        self.line.turn()
 
     def _freeze(self, recording: Recording) -> None:
         self._recording = None
@@ -184,7 +189,8 @@ class Session:
         self._let_go()
         self._frozen = None
         meet(self._settings, "session.replan()")
-        self.faults = Faults(self._settings.groups, self._settings.timeout, self._stop_serving)
+        of = self._settings
+        self.faults = Faults(of.groups, of.timeout, self._stop_serving, self._rescue)
         self._record()
 
     # Serving.
@@ -202,6 +208,7 @@ class Session:
         self._check_claims(event)
         with self.faults.guarded():
             result = serve(event, behind, args, kwargs, form)
+        self.line.at = at + 1
         self.line.learn(at, *quick_call(event, args, kwargs, form))
         return result
 
@@ -250,7 +257,6 @@ class Session:
                 got="one that is another in this iteration",
                 event=event,
             )
-        self.line.at += 1
         return event
 
     def _check_claims(self, event: Event) -> None:
@@ -273,6 +279,13 @@ class Session:
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
+
+    def _rescue(self, group: Group, key: str, patience: float) -> None:
+        """Nobody shall wait for a planned collective that this rank did not come to."""
+        frozen, line = self._frozen, self.line
+        if frozen is None or frozen.missing is None:
+            return
+        catch_up(group, key, line.before + line.at, frozen.missing, patience)
 
     # Memory.
 
@@ -316,7 +329,8 @@ class Session:
                 make(*args, **kwargs, out=lent.tensor)
             tensor = lent.give()
         self._run([*event.ready, *event.after])
-        self.line.learn(at, *quick_memory(event))
+        self.line.at = at + 1
+        self.line.learn(at, *quick_memory(event, self._run))
         return tensor
 
     # The end.
@@ -353,10 +367,18 @@ class Session:
         self._counts = self._counted(self._events[: self.line.at])
         self._live, self.line = [], Line(Lanes(None))
         self.leaving = {}
-        if self._frozen is not None:
-            if self._settings.device.type == "cuda":
-                torch.cuda.synchronize(self._settings.device)
+        if self._frozen is not None and self._rests():
             self._frozen.arena.release()
+
+    def _rests(self) -> bool:
+        """Whether the device has nothing to do; after a failure it may wait for a peer for ever."""
+        device = self._settings.device
+        if device.type != "cuda":
+            return True
+        if not self.faults.failed:
+            torch.cuda.synchronize(device)
+            return True
+        return ends_within(_REST, torch.cuda.synchronize, device)
 
     def release(self) -> None:
         """Give everything back; done when the context is left. Idempotent.
@@ -368,7 +390,7 @@ class Session:
         """
         self._let_go()
         if self._frozen is not None:  # what it says stays, what it held goes
-            self._frozen = evolve(self._frozen, events=[], tail=[])
+            self._frozen = evolve(self._frozen, events=[], tail=[], missing=None)
         self._state = "released"
         if self in ACTIVE:
             ACTIVE.remove(self)

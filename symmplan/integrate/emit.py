@@ -15,8 +15,12 @@
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
     no free view that changes the element size; and so it is for lanes, and for what a forward left
     in a placement, which its backward gets as an input. Inductor cannot know that they overlap. So
-    where bytes pass from one input to another, the fence covers both, and stays in the program as
-    an op that does nothing, to keep what was before it before it.
+    where bytes pass from one input to another, the fence covers both, and stays in the schedule as
+    a node that does nothing, to keep what was before it before it.
+
+    Nor can it know that an asynchronous collective still reads its input until its wait, because
+    the wait is given only what the collective writes. So where the bytes of an input that was read
+    asynchronously are written again, the fence covers the lane that was waited for, too.
 
 [Note: lanes]
     c10d's ``wait_tensor`` waits for all work that was registered on a tensor's *storage*. If all

@@ -11,9 +11,11 @@ from symmplan import _compat as compat
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp_direct import Direct
+from symmplan.integrate.fsdp_layout import NO_SEAM
 from symmplan.integrate.fsdp_runtime import Runtime
 from symmplan.integrate.fsdp_slots import Options
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+from symmplan.planner import check_effort
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +43,7 @@ class Stats:
         departures: Times that the program left the order of the plan.
         replans: Times that the program was planned again, because it did something new.
         reasons: Why collectives were staged or plain, and how often, most frequent first.
+        flat: Modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
         segment_bytes: Bytes of symmetric memory. More than the plan needs where measurement left
             something out after the segment was made, or the segment was another model's.
         lower_bound_bytes: Proven minimum of those bytes.
@@ -57,6 +60,7 @@ class Stats:
     departures: int = 0
     replans: int = 0
     reasons: tuple[tuple[str, int], ...] = ()
+    flat: tuple[tuple[str, str], ...] = ()
     segment_bytes: int = 0
     lower_bound_bytes: int = 0
     unshared_bytes: int = 0
@@ -103,6 +107,7 @@ class Handle:
             departures=counts.departures,
             replans=counts.replans,
             reasons=tuple(reasons),
+            flat=tuple(self._runtime.planning.flat.items()),
             segment_bytes=0 if arena is None else arena.segment_bytes,
             lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
@@ -167,14 +172,16 @@ def apply(
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
-        CaptureError: The model has no FSDP2 module, or one with custom collectives already.
+        CaptureError: The model has no FSDP2 module, or one with custom collectives already; or
+            ``choose`` is none of these.
         BackendError: There is no such memory backend.
+        PlanningError: There is no such effort.
 
     Collective: no; the end of the first recorded step is.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    _check(memory, choose)
+    _check(memory, choose, effort)
     found: list[tuple[str, Any, Any, Any, Any]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -200,6 +207,8 @@ def apply(
     for site, module, group, gather, scatter in found:
         if compat.fsdp_can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))
+        else:
+            runtime.planning.flat[site] = NO_SEAM
         planned = (
             PlannedAllGather(runtime, site, gather),
             PlannedReduceScatter(runtime, site, scatter),
@@ -208,7 +217,7 @@ def apply(
     return Handle(runtime, [(module, *of) for _, module, *of in found])
 
 
-def _check(memory: str, choose: str) -> None:
+def _check(memory: str, choose: str, effort: str) -> None:
     if memory not in BACKENDS:
         raise BackendError(
             f"unknown memory backend {memory!r}",
@@ -224,6 +233,7 @@ def _check(memory: str, choose: str) -> None:
             got=repr(choose),
             fix="use choose='measure'",
         )
+    check_effort(effort)
 
 
 def _check_plain(comm: Any, name: str) -> None:

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Direct"]
 
-_REASON = "other modules' parameters were needed at the same time"
-
 
 class Direct:
     """An FSDP2 parameter group whose parameters may live in a placement.
@@ -67,7 +65,6 @@ class Direct:
 
     def __init__(self, runtime: Runtime, site: str, group: Any) -> None:
         self.site = site
-        self.reason = ""
         self._runtime = runtime
         self._group = group
         self._layout: Layout | None = None
@@ -183,7 +180,7 @@ class Direct:
             self._layout = found
             self._runtime.planning.layouts[self.site] = found
         else:
-            self.reason = found
+            self._runtime.planning.flat[self.site] = found
 
     def _key(self) -> Key:
         assert self._layout is not None
@@ -275,7 +272,6 @@ class Direct:
         self._move_out()
         self._let_go()
         self._layout = None
-        self.reason = _REASON
         self._runtime.left(self.site)
 
     def _move_out(self) -> None:

@@ -13,7 +13,10 @@ from symmplan.capture.fsdp import Key
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Gathered", "Layout", "layout_of"]
+__all__ = ["NO_SEAM", "Gathered", "Layout", "layout_of"]
+
+#: Why a group has no layout where torch has other methods.
+NO_SEAM = "this torch's FSDP2 lacks what is replaced"
 
 #: Alignment in bytes of a parameter in its placement, which is what kernels expect of torch's.
 _ALIGN = 512
@@ -61,10 +64,10 @@ def layout_of(group: Any) -> Layout | str:
         group: FSDP2's, after its lazy initialization.
     """
     parameters = list(group.fsdp_params)
-    if not parameters or not compat.fsdp_has_direct_seam(group):
-        return "this torch's FSDP2 lacks what is replaced"
-    if not compat.fsdp_shards(group):
+    if not compat.fsdp_shards(group):  # others have no gathers, and raise if asked for a group
         return "its parameters are not sharded"
+    if not parameters or not compat.fsdp_has_direct_seam(group):
+        return NO_SEAM
     if group._use_post_forward_mesh or not compat.fsdp_one_mesh(group):
         return "it reshards to another mesh after forward"
     ranks = group._all_gather_process_group.size()

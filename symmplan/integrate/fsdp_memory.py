@@ -98,7 +98,8 @@ class Memory:
         made = self._views.get((place, dtype))
         if made is None:
             segment = self._arenas[0].segments[place.segment]
-            made = segment.tensor[place.offset : place.end].view(dtype)
+            with torch.inference_mode(mode=False):  # it outlives the program's mode
+                made = segment.tensor[place.offset : place.end].view(dtype)
             self._views[place, dtype] = made
         return made
 

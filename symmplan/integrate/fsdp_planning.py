@@ -40,6 +40,7 @@ class Planning:
         choices: What was measured, None before the first plan.
         directs: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
+        flat: ``{site: why}`` of those whose parameters cannot.
     """
 
     def __init__(self, options: Options, memory: Memory) -> None:
@@ -47,6 +48,7 @@ class Planning:
         self.choices: Choices | None = None
         self.directs: list[Direct] = []
         self.layouts: dict[str, Layout] = {}
+        self.flat: dict[str, str] = {}
         self._options = options
         self._memory = memory
         self._kept: list[Recording] = []
@@ -59,7 +61,11 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        with telling(self._memory.groups, self._options.timeout):
+        with (
+            telling(self._memory.groups, self._options.timeout),
+            # What is made here outlives the program's mode.
+            torch.inference_mode(mode=False),
+        ):
             return self._make([*self._kept, recording])
 
     def _make(self, recordings: Sequence[Recording]) -> Schedule:
@@ -107,16 +113,15 @@ class Planning:
             if site not in homes:
                 assert p.buffer is not None
                 place = plan.placements[p.buffer]
-                with torch.inference_mode(mode=False):
-                    homes[site] = Home(
-                        site,
-                        self.layouts[site],
-                        memory.at(place),
-                        memory.users(place),
-                        place.offset,
-                        memory.over(p.call, p.way),
-                        memory.name,
-                    )
+                homes[site] = Home(
+                    site,
+                    self.layouts[site],
+                    memory.at(place),
+                    memory.users(place),
+                    place.offset,
+                    memory.over(p.call, p.way),
+                    memory.name,
+                )
         for direct in self.directs:
             if not direct.settled:
                 direct.settle(homes.get(direct.site))

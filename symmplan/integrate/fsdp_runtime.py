@@ -142,6 +142,7 @@ class Runtime:
     def left(self, site: str) -> None:
         """A module's gathers are flat from now on."""
         self.planning.layouts.pop(site, None)
+        self.planning.flat[site] = _LEFT
 
     def _follow(self, key: Key) -> Spot | None:
         if self._schedule is None:

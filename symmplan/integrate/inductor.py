@@ -8,6 +8,12 @@
     off. What is left, Inductor's scheduler and its buffer reuse, keeps the order of all accesses
     to a segment, because it is one tensor that everybody mutates (see [Note: segments are inputs]).
 
+[Note: reordering]
+    With ``reorder_for_compute_comm_overlap``, Inductor moves collectives and waits after its graph
+    is lowered, so after it was planned. That is right as long as they stay behind the readers of
+    the bytes that they write. Some of those passes look only at who needs whose result, and take
+    such a reader for a mere hint; for rewritten graphs it counts.
+
 [Note: kernels are not tuned on segments]
     The first time that a Triton kernel with several configurations runs, Inductor times them on the
     real arguments. What the kernel writes it saves before and puts back after, and that is not the
@@ -32,15 +38,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._inductor import comms, dependencies, ir, scheduler
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
-from torch._inductor import dependencies, scheduler
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
 from symmplan.integrate import ops
 from symmplan.integrate.refresh import fake_mode_of, note, refresh_changed
 from symmplan.integrate.running import noted, with_segments
+from symmplan.integrate.unwrap import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +55,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.unit import Unit
 
 ops.load()
-_fence: Any = fallback_handler(torch.ops.symmplan.fence_.default, add_to_fallback_set=False)
 
 __all__ = ["compile_inductor", "modes"]
 
@@ -128,9 +134,11 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     with torch.no_grad(), V.set_fake_mode(mode):
         inductor._recursive_post_grad_passes(gm, is_inference=part == "inference")
     with unit.timed():
+        ordered = unwrap(gm)
         refresh_changed(gm, inputs, mode, before)
     rewritten = unit.rewrite(gm, part, mode, fixed=bool(kwargs.get("cudagraphs")))
-    with inductor_config.patch(_off()), _types_as_given(), _passes_done(gm, mode), _order_kept():
+    off = inductor_config.patch(_off(ordered=ordered))
+    with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
         if rewritten is None:
             return noted(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, part)
         added = [n for n in gm.graph.nodes if n.op == "placeholder"][len(inputs) :]
@@ -188,12 +196,35 @@ def _order_kept() -> Iterator[None]:
         node.recompute_size_and_body = recompute
 
 
+@contextlib.contextmanager
+def _readers_count() -> Iterator[None]:
+    """Move collectives no further than what they write is free. See [Note: reordering]."""
+    module: Any = comms
+    saved = getattr(module, "_is_fake_dep", None)
+    if saved is None:
+        yield
+        return
+    module._is_fake_dep = lambda _dependency: False
+    try:
+        yield
+    finally:
+        module._is_fake_dep = saved
+
+
+class _Fence(ir.FallbackKernel):
+    """Keeps its place among its neighbours, and costs nothing when the program runs."""
+
+    def codegen(self, wrapper: Any) -> None:
+        """Nothing to run."""
+
+
 @register_lowering(torch.ops.symmplan.fence_.default, type_promotion_kind=None)
-def _lower_fence(segments: Sequence[Any]) -> Any:
-    """Compute pending readers; stay in the program only between dtypes. See [Note: fences]."""
+def _lower_fence(segments: Sequence[Any]) -> None:
+    """Compute pending readers; stay in the schedule only between inputs. See [Note: fences]."""
     for segment in segments:
         V.graph.mark_buffer_mutated(segment.get_name())
-    return _fence(segments) if len(segments) > 1 else None
+    if len(segments) > 1:
+        _Fence.create(torch.ops.symmplan.fence_.default, segments)
 
 
 @contextlib.contextmanager
@@ -224,8 +255,11 @@ _TUNING_OFF = {
 }
 
 
-def _off() -> dict[str, Any]:
+def _off(*, ordered: bool) -> dict[str, Any]:
+    """What must not happen to a rewritten graph; ``ordered`` if nothing in it may move."""
     known = inductor_config.get_config_copy()
     settings: dict[str, Any] = {**_PASSES_OFF, **_TUNING_OFF}
+    if ordered:
+        settings |= {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
     settings["max_autotune_gemm"] = known.get("max_autotune") or known.get("max_autotune_gemm")
     return {name: value for name, value in settings.items() if name in known}

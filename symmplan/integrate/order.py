@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from symmplan.capture.fx import given_name, saved_name
+from symmplan.capture.graphs import called, written_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +32,8 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
     by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
     mine = {o.name for o in captured.problem.operations}
     keys = {b.name: _reached(emitter, b.name) for b in captured.problem.buffers}
-    crossing = _crossings(emitter, captured, keys)
+    ends = _ends(emitter, captured, keys)
+    crossing = _crossings(emitter, captured, keys, ends)
     written: dict[str, set[SegmentInput | str]] = {}
     for access in captured.problem.accesses:
         if access.write:
@@ -47,16 +49,18 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
         for key, nodes in emitter.nodes.items():
             if key in written.get(operation, ()) and key not in together:
                 emitter.fence(at, nodes)
+    for operation, nodes in _updates(emitter, captured, ends).items():
+        emitter.fence(by_name[operation], nodes)
     if captured.residence is not None:
         mine.update(o.name for o in captured.residence.operations)
-    ends = {
+    edges = {
         given_name(captured.prefix): emitter.begin,
         saved_name(captured.prefix): next(n for n in emitter.graph.nodes if n.op == "output"),
     }
     for before, group in barriers:
         if before not in mine:
             continue
-        at = ends.get(before) or emitter.first.get(before) or by_name[before]
+        at = edges.get(before) or emitter.first.get(before) or by_name[before]
         node = _of_group(emitter, captured, group)
         everything = [n for nodes in emitter.nodes.values() for n in nodes]
         everything += [k.node for k in captured.kept]
@@ -94,8 +98,9 @@ def _crossings(
     emitter: Emitter,
     captured: Captured,
     keys: Mapping[str, tuple[SegmentInput | str, ...]],
+    ends: Mapping[str, set[SegmentInput | str]],
 ) -> dict[str, set[SegmentInput | str]]:
-    """``{operation: inputs}``: what first touches bytes that another input had before."""
+    """``{operation: inputs}``: what first touches bytes that were in use through other inputs."""
     problem = captured.problem
     first: dict[str, str] = {}
     rank = {o.name: i for i, o in enumerate(problem.operations)}
@@ -108,10 +113,64 @@ def _crossings(
     for buffer, place in places:
         active = [(b, p) for b, p in active if p.segment == place.segment and p.end > place.offset]
         for other, _ in active:
-            if keys[other] == keys[buffer] and len(keys[buffer]) == 1:
-                continue
-            for name in (other, buffer):
-                if name not in emitter.given:  # whose first touch is where the graph begins
-                    found.setdefault(first[name], set()).update((*keys[other], *keys[buffer]))
+            old, new = sorted((other, buffer), key=lambda b: rank[first[b]])
+            together = {*keys[old], *keys[new], *ends.get(old, ())}
+            # What was given is first touched where the graph begins.
+            if len(together) > 1 and new not in emitter.given:
+                found.setdefault(first[new], set()).update(together)
         active.append((buffer, place))
+    # What writes a buffer itself once more, after asynchronous work on it has ended.
+    waits = _wait_names(captured)
+    ended = {(a.buffer, rank[a.operation]) for a in problem.accesses if a.operation in waits}
+    for buffer, end in ended:
+        later = (
+            rank[a.operation]
+            for a in problem.accesses
+            if a.buffer == buffer and a.write and rank[a.operation] > end
+        )
+        at = min(later, default=None)
+        if at is not None and not ends[buffer] <= {*keys[buffer]}:
+            name = problem.operations[at].name
+            found.setdefault(name, set()).update({*keys[buffer], *ends[buffer]})
+    return found
+
+
+def _ends(
+    emitter: Emitter, captured: Captured, keys: Mapping[str, tuple[SegmentInput | str, ...]]
+) -> dict[str, set[SegmentInput | str]]:
+    """``{buffer: lanes}``: what is waited for where asynchronous work on the buffer ends.
+
+    To Inductor, the wait for a collective touches what the collective writes. Nothing else says
+    that until then what it reads is in use, too.
+    """
+    waits = _wait_names(captured)
+    problems = [p for p in (captured.problem, captured.residence) if p is not None]
+    held: dict[str, list[str]] = {}
+    for access in (a for p in problems for a in p.accesses if a.operation in waits):
+        held.setdefault(access.operation, []).append(access.buffer)
+    found: dict[str, set[SegmentInput | str]] = {}
+    for buffers in held.values():
+        lanes = {key for b in buffers if b in emitter.lanes for key in keys[b]}
+        for buffer in buffers:
+            found.setdefault(buffer, set()).update(lanes)
+    return found
+
+
+def _wait_names(captured: Captured) -> set[str]:
+    return {captured.prefix + w.name for ends in captured.waits.values() for w in ends.values()}
+
+
+def _updates(
+    emitter: Emitter, captured: Captured, ends: Mapping[str, set[SegmentInput | str]]
+) -> dict[str, list[fx.Node]]:
+    """``{operation: inputs}``: what writes kept inputs that asynchronous work has read."""
+    found: dict[str, list[fx.Node]] = {}
+    for kept in captured.kept:
+        lanes = ends.get(captured.prefix + kept.node.name)
+        if captured.residence is None or not lanes:
+            continue
+        for user in kept.node.users:
+            if kept.node in written_nodes(called(user), user):
+                nodes = found.setdefault(captured.prefix + user.name, [])
+                nodes += [kept.node, *(n for k, n in emitter.inputs.items() if k in lanes)]
     return found

@@ -193,6 +193,7 @@ class Pool:
         rendezvous: How many (segment, group) pairs were rendezvoused.
         released: Whether `release` ran.
         copies: How many crossing tensors were copied, by reason.
+        bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
     timeout: float
@@ -200,6 +201,7 @@ class Pool:
     released: bool = field(init=False, default=False)
     places: Places = field(init=False, factory=Places)
     copies: Counter[str] = field(init=False, factory=Counter)
+    bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
     _zones: list[Zone] = field(init=False, factory=list)
 

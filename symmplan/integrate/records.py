@@ -76,6 +76,7 @@ class Record:
         kept: Plans of inputs that lie in symmetric memory from run to run.
         sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
         choices: What was measured.
+        outgrown: Of each size that had become too large for an earlier plan, what was logged.
         seconds: Symmplan's part of compiling it.
         crossing_bytes: Bytes that stay in their placements between forward and backward.
     """
@@ -84,6 +85,7 @@ class Record:
     kept: dict[str, Plan] = field(init=False, factory=dict)
     sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
     choices: list[Choice] = field(init=False, factory=list)
+    outgrown: list[str] = field(init=False, factory=list)
     seconds: float = field(init=False, default=0.0)
     crossing_bytes: int = field(init=False, default=0)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, evolve, field
 
+from symmplan import _compat as compat
 from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
+from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.choice import refused
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from symmplan.model import Barrier, Buffer, Plan, Problem
 
 __all__ = ["Unit"]
+
+_LOG = logging.getLogger("symmplan")
 
 
 @define(eq=False)
@@ -117,6 +122,7 @@ class Unit:
         if not self.declares(module):
             return None
         lowerings = self._prepare(module)
+        self._limit(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
         saved, given = self.cross(module, part)
@@ -209,6 +215,26 @@ class Unit:
         )
         self.pool.zone(self.zone)
         self.record.crossing_bytes += sum(buffers[n].nbytes for n in names)
+
+    def _limit(self, module: fx.GraphModule) -> None:
+        """Bound the sizes of declared tensors, so that they can be planned."""
+        declared = [n for n in module.graph.nodes if (o := called(n)) is not None and spec_for(o)]
+        wanted = [t for n in declared for t in (n, *n.all_input_nodes)]
+        for name, size in limit(module.graph, wanted).items():
+            self._note_outgrown(name, *size)
+
+    def _note_outgrown(self, name: str, now: int, largest: int) -> None:
+        """Say so where the graph is compiled again because a size was too large for the plan."""
+        key = (compat.compiled_frame(), name)
+        before = self.pool.bounds.get(key)
+        self.pool.bounds[key] = largest
+        if before is not None and now > before:
+            text = (
+                f"a size outgrew its plan: {name} is {now}, planned were up to {before}; the graph "
+                f"is compiled and planned again, on all ranks, for up to {largest}"
+            )
+            self.record.outgrown.append(text)
+            _LOG.warning(text)
 
     def _plan(self, captured: Captured, part: str) -> Plan:
         """Plan one part, together with the parts before it if they have not run yet."""

@@ -36,6 +36,15 @@ class Alarm:
             count = group.store.add(f"symmplan/alarms/{group.rank}", 1)
             self._key = f"symmplan/alarm/{count}"
 
+    @property
+    def group(self) -> Group:
+        """The group, with this alarm's connection to its store."""
+        return self._group
+
+    def key(self, what: str) -> str:
+        """A key in the group's store that is the same on all ranks, and this alarm's own."""
+        return f"{self._key}/{what}"
+
     def ring(self, error: BaseException) -> None:
         """Tell the others of ``error``, unless somebody was first. Never raises."""
         if not self._key:

@@ -35,10 +35,13 @@ from symmplan.memory.segment import locate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["ONE_SHOT_BYTES"]
+__all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES"]
 
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
+
+#: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher.
+IMPLEMENTATIONS: dict[str, Callable[..., None]] = {}
 
 _LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
 
@@ -401,6 +404,7 @@ def _misfit(expected: list[list[int]], sent: list[list[int]]) -> tuple[int, int]
 
 def _register(schema: str, implementation: Callable[..., None]) -> None:
     name = schema.partition("(")[0]
+    IMPLEMENTATIONS[f"symmplan::{name}"] = implementation
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     # No formula and no warning about it: whoever differentiates does so above these ops.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["plan"]
+__all__ = ["check_effort", "plan"]
 
 
 @frozen(eq=False)
@@ -63,13 +63,7 @@ def plan(
         CapacityError: The buffers do not fit into ``capacity``; ``buffers`` names some that
             cannot fit together.
     """
-    if effort not in ("fast", "optimal"):
-        raise PlanningError(
-            f"effort is {effort!r}",
-            expected='"fast" or "optimal"',
-            got=repr(effort),
-            fix='use effort="fast"',
-        )
+    check_effort(effort)
     if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
         raise PlanningError(
             f"capacity is {capacity!r}",
@@ -84,6 +78,21 @@ def plan(
     if capacity is not None and result.peak_bytes > capacity:
         _raise_capacity(result, capacity)
     return result
+
+
+def check_effort(effort: str) -> None:
+    """Whether there is such an effort.
+
+    Raises:
+        PlanningError: There is not.
+    """
+    if effort not in ("fast", "optimal"):
+        raise PlanningError(
+            f"effort is {effort!r}",
+            expected='"fast" or "optimal"',
+            got=repr(effort),
+            fix='use effort="fast"',
+        )
 
 
 def _families(

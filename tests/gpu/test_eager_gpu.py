@@ -131,7 +131,7 @@ def _infer(rank, world_size, memory, nbytes, graph):
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, 8 << 20])
 def test_tensor_parallel_inference(nbytes, graph):
-    with RankPool(2, init="nccl", timeout=240.0) as pool:
+    with RankPool(2, init="nccl", timeout=100.0) as pool:
         first, second = pool.run(_infer, "nccl", nbytes, graph)
     print(nbytes, graph, first)
     assert first["fingerprint"] == second["fingerprint"]
@@ -139,6 +139,11 @@ def test_tensor_parallel_inference(nbytes, graph):
     assert first["bound"] == 4
     assert first["rendezvous"] == 1
     assert any("Symk" in kernel for kernel in first["kernels"]), first["kernels"]
+
+
+def _raise(fault):
+    if fault == "raise":
+        raise ZeroDivisionError("a fault of the program")
 
 
 def _departs(rank, world_size, fault):
@@ -160,6 +165,7 @@ def _departs(rank, world_size, fault):
                 mine = fault if rank == 1 and turn == 2 else ""
                 for _ in range(2):
                     y = symmplan.out(torch.mul, x, 2)
+                    _raise(mine)
                     dist.all_reduce(y[:8] if mine == "shape" else y)
                     kept += [y] if mine == "keep" else []
                     total = float(y.sum())  # the host waits for the device
@@ -168,20 +174,28 @@ def _departs(rank, world_size, fault):
                 if mine == "extra":
                     dist.all_reduce(symmplan.out(torch.mul, x, 2))
                 session.step()
-    except SymmplanError as error:
-        error.fields["seconds"] = error.seconds = time.monotonic() - began
+    except (SymmplanError, ZeroDivisionError) as error:
+        error.seconds = time.monotonic() - began
+        if isinstance(error, SymmplanError):
+            error.fields["seconds"] = error.seconds
+        for tensor in kept:
+            assert bool((tensor == 4).all()), "a byte that was kept has changed"
         raise
 
 
 @needs_two
-@pytest.mark.parametrize("fault", ["shape", "extra", "keep"])
+@pytest.mark.parametrize("fault", ["shape", "extra", "keep", "raise"])
 def test_a_rank_that_departs_says_so(fault):
     """Rank 0's device waits for rank 1; neither NCCL's watchdog nor its timeout is waited for."""
-    with RankPool(2, init="nccl", timeout=120.0) as pool:
+    with RankPool(2, init="nccl", timeout=50.0) as pool:  # less than the process group's own
         first, second = pool.outcomes(_departs, fault)
     assert first.error is not None, first.describe()
     assert second.error is not None, second.describe()
+    assert second.error.fields["seconds"] < 30.0
     for error in (first.error, second.error):
+        if fault == "raise":
+            assert "a fault of the program" in error.text, error.traceback
+            continue
         assert "SymmplanError" in error.kinds, error.traceback
         assert "rank 1" in error.text
         assert error.fields["op"]

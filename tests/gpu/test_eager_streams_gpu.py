@@ -72,7 +72,7 @@ def _side_stream(rank, world_size, back, how):
 @pytest.mark.parametrize("how", ["stream", "event", "fresh"])
 @pytest.mark.parametrize("back", [False, True])
 def test_work_on_a_side_stream(back, how):
-    with RankPool(2, init="nccl", timeout=120.0) as pool:
+    with RankPool(2, init="nccl", timeout=60.0) as pool:
         first, second = pool.run(_side_stream, back, how)
     assert first == second
     shared, streams, _ = first
@@ -114,7 +114,7 @@ def _recorded(rank, world_size, mark):
 @needs_two
 @pytest.mark.parametrize("mark", [False, True])
 def test_a_reader_on_another_stream_keeps_the_bytes(mark):
-    with RankPool(2, init="nccl", timeout=120.0) as pool:
+    with RankPool(2, init="nccl", timeout=60.0) as pool:
         first, second = pool.run(_recorded, mark)
     assert first == second
     assert len(set(first[0])) == len(first[0])
@@ -148,7 +148,7 @@ def _asynchronous(rank, world_size, staged):
 @needs_two
 @pytest.mark.parametrize("staged", [False, True])
 def test_an_asynchronous_collective_holds_its_bytes(staged):
-    with RankPool(2, init="nccl", timeout=120.0) as pool:
+    with RankPool(2, init="nccl", timeout=60.0) as pool:
         first, second = pool.run(_asynchronous, staged)
     assert first == second
     places, served, count, left_out = first
@@ -194,7 +194,7 @@ def _symm_mem(rank, world_size, out):
 @needs_two
 @pytest.mark.parametrize("out", [False, True])
 def test_ops_of_torch_symmetric_memory(out):
-    with RankPool(2, init="nccl", timeout=120.0) as pool:
+    with RankPool(2, init="nccl", timeout=60.0) as pool:
         first, second = pool.run(_symm_mem, out)
     print(first)
     assert first[:3] == second[:3] == ((2, 0, 8) if out else (0, 2, 8))
@@ -244,5 +244,5 @@ def _captured(rank, world_size):
 
 @needs_two
 def test_a_cuda_graph_on_two_streams():
-    with RankPool(2, init="nccl", timeout=120.0) as pool:
+    with RankPool(2, init="nccl", timeout=60.0) as pool:
         assert pool.run(_captured) == [0, 0]

@@ -1,4 +1,4 @@
-"""The programs of `test_fsdp_setters.py` and `test_fsdp_handle.py` on real devices, through NCCL.
+"""The programs of `test_fsdp_{setters,handle,user,random}.py` on real devices, through NCCL.
 
     python -m pytest tests/gpu/test_fsdp_programs_gpu.py -m gpu
 
@@ -17,7 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import test_fsdp_handle as handles
+import test_fsdp_random as randoms
 import test_fsdp_setters as setters
+import test_fsdp_user as users
+from hypothesis import given, settings
 from ranks import RankPool
 
 pytestmark = [
@@ -107,3 +110,29 @@ def test_remove_while_an_error_is_handled_never_hides_it(two, where):
 
 def test_views_of_parameters_do_not_hinder_remove(two):
     handles.test_views_of_parameters_do_not_hinder_remove(two)
+
+
+@pytest.mark.parametrize("when", ["before sharding", "after", "planned"])
+@pytest.mark.parametrize("what", ["in place", "model"])
+def test_compiled_modules(two, what, when):
+    users.test_compiled_modules(two, what, when)
+
+
+@pytest.mark.parametrize("kind", ["forward", "no_grad", "smaller"])
+def test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind):
+    users.test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind, 2)
+
+
+@pytest.mark.parametrize(("name", "args"), users.MODELS)
+def test_kinds_of_models(two, name, args):
+    users.test_kinds_of_models(two, name, args)
+
+
+def test_parts_of_a_model_have_a_plan_each(two):
+    users.test_parts_of_a_model_have_a_plan_each(two)
+
+
+@settings(max_examples=30, derandomize=True)
+@given(arguments=randoms.acted())
+def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
+    randoms.check_acted(two, arguments)

@@ -1,0 +1,304 @@
+"""What Inductor may do around a plan: options that move collectives, its code cache, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
+_ATEN = "aten_distributed_optimizations."
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, group, size):
+        ctx.group, ctx.size = group, size
+        return F.wait_tensor(F.all_gather_into_tensor(part, size, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        started = F.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.size, ctx.group)
+        return F.wait_tensor(started), None, None
+
+
+def _loss(parts, x, group, size):
+    """Four layers whose weights are gathered from their parts."""
+    for part in parts:
+        x = torch.nn.functional.gelu(x @ _Gather.apply(part * 0.5, group, size))
+    return x.square().mean()
+
+
+def _inputs(rank, size):
+    torch.manual_seed(rank)
+    parts = [torch.randn(32 // size, 32).requires_grad_() for _ in range(4)]
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(9))
+    return parts, x
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=200.0) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def single():
+    """Memory of one process: collectives stay asynchronous there."""
+    with RankPool(1, timeout=200.0) as ranks:
+        yield ranks
+
+
+# -- options that move and merge collectives ------------------------------------------------------
+
+
+def _millisecond(*_node, **_size):
+    """What overlap scheduling takes an op to last; it would ask a GPU."""
+    return 1.0
+
+
+def _without_gpu():
+    """The same of the memory's speed."""
+    for name in ("torch.utils._runtime_estimation", "torch._inductor.utils"):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            for asked in ("get_gpu_dram_gbps", "get_device_tflops"):
+                if hasattr(module, asked):
+                    setattr(module, asked, lambda *_: 100.0)
+
+
+_OPTIONS = {
+    "nothing": {},
+    "greedy reordering": {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+    },
+    "iterative reordering": {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [
+            "reorder_communication_preserving_peak_memory",
+            "sink_waits_iterative",
+        ],
+    },
+    "bucketing": {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"},
+    "overlap scheduling": {
+        f"{_ATEN}enable_overlap_scheduling": True,
+        f"{_ATEN}collective_bucketing": True,
+        f"{_ATEN}insert_overlap_deps": True,
+        f"{_ATEN}custom_runtime_estimation": _millisecond,
+        f"{_ATEN}pre_bucketing_fsdp_collectives": False,
+    },
+}
+
+
+def _with_option(rank, size, option):
+    import torch.distributed as dist
+    from torch._inductor import config
+
+    import symmplan
+
+    known = config.get_config_copy()
+    wanted = {k: v for k, v in _OPTIONS[option].items() if k in known}
+    if _OPTIONS[option] and not wanted:
+        return None
+    _without_gpu()
+    torch._dynamo.reset()
+    group = dist.group.WORLD.group_name
+    parts, x = _inputs(rank, size)
+    expected = _loss(parts, x, group, size)
+    expected.backward()
+    gradients = [p.grad.clone() for p in parts]
+    ran = []
+    if "reorder_for_compute_comm_overlap_passes" in wanted:
+        wanted["reorder_for_compute_comm_overlap_passes"] = [
+            *wanted["reorder_for_compute_comm_overlap_passes"],
+            lambda nodes: ran.append(len(nodes)) or nodes,
+        ]
+    backend = symmplan.backend(timeout=60.0, debug=True)
+    try:
+        with config.patch(force_disable_caches=True, **wanted):
+            compiled = torch.compile(_loss, backend=backend, fullgraph=True)
+            for _ in range(2):
+                for part in parts:
+                    part.grad = None
+                loss = compiled(parts, x, group, size)
+                loss.backward()
+                torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+                for part, gradient in zip(parts, gradients, strict=True):
+                    torch.testing.assert_close(part.grad, gradient, rtol=1e-4, atol=1e-5)
+        return {
+            "stats": backend.stats,
+            "reordered": len(ran),
+            "reasons": sorted({u.reason for p in backend.plans for u in p.unplanned}),
+        }
+    finally:
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("ranks", ["single", "pair"])
+@pytest.mark.parametrize("option", [o for o in _OPTIONS if o != "nothing"])
+def test_options_of_inductor_leave_results_and_placements_alone(request, ranks, option):
+    pool = request.getfixturevalue(ranks)
+    first, *others = pool.run(_with_option, option)
+    if first is None:
+        pytest.skip("this torch has no such option")
+    assert all(other == first for other in others)
+    stats = first["stats"]
+    # Shared memory wants one side of a collective only.
+    assert [r for r in first["reasons"] if "may lie anywhere" not in r] == []
+    assert stats.segment_bytes == stats.lower_bound_bytes
+    assert (first["reordered"] > 0) == ("reordering" in option)
+    declared = stats.placed + stats.unplanned
+    if "reordering" in option:
+        assert declared == 16
+    else:  # the gathers have become one, or the reduce-scatters have
+        assert 4 <= declared < 16
+
+
+# -- code caches ----------------------------------------------------------------------------------
+
+
+def _program(x, w, group, size):
+    gathered = F.wait_tensor(F.all_gather_into_tensor(x.relu(), size, group))
+    part = F.wait_tensor(F.reduce_scatter_tensor(gathered @ w, "sum", size, group))
+    return part.sin() + F.wait_tensor(F.all_reduce(part * 2, "sum", group))
+
+
+def _padded(plan_problem):
+    """A planner that begins every segment with bytes of its own: other offsets, nothing else."""
+    from attrs import evolve
+
+    from symmplan.model import Access, Buffer
+
+    def plan(problem, **options):
+        first, last = problem.operations[0].name, problem.operations[-1].name
+        pad = Buffer("pad", 1 << 16, problem.buffers[0].group)
+        return plan_problem(
+            evolve(
+                problem,
+                buffers=(pad, *problem.buffers),
+                accesses=(
+                    *problem.accesses,
+                    *(Access(name, "pad", write=True) for name in (first, last)),
+                ),
+            ),
+            **options,
+        )
+
+    return plan
+
+
+#: Ways to compile one and the same program, each of which has code of its own.
+_WAYS = ("placed", "poisoned", "moved", "left out")
+
+
+def _cached(rank, size, directory):
+    """``{way: (hits, misses)}`` of Inductor's code cache, results being right."""
+    import os
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    import symmplan
+    from symmplan.integrate import choice, unit
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
+    group = dist.group.WORLD.group_name
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    w = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
+    expected = _program(x, w, group, size)
+    found = {}
+    planner, clearly = unit.plan_problem, choice._CLEARLY
+    for way in _WAYS:
+        torch._dynamo.reset()
+        counters.clear()
+        choice.forget()
+        choose = "measure" if way == "left out" else "placed"
+        choice._CLEARLY = 1e9  # nothing is clearly enough faster in symmetric memory
+        unit.plan_problem = _padded(planner) if way == "moved" else planner
+        backend = symmplan.backend(timeout=60.0, choose=choose, debug=way == "poisoned")
+        try:
+            with config.patch(fx_graph_cache=True, fx_graph_remote_cache=False):
+                compiled = torch.compile(_program, backend=backend, fullgraph=True)
+                for _ in range(2):
+                    got = compiled(x, w, group, size)
+                    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            count = counters["inductor"]
+            found[way] = (count["fxgraph_cache_hit"], count["fxgraph_cache_miss"])
+            assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+            assert (backend.stats.placed == 0) == (way == "left out")
+        finally:
+            unit.plan_problem, choice._CLEARLY = planner, clearly
+            dist.barrier()
+            backend.release()
+    return found
+
+
+def test_the_plan_is_part_of_what_the_code_cache_goes_by(tmp_path):
+    runs = []
+    for _ in range(2):  # two processes per rank, one after the other
+        with RankPool(2, timeout=200.0) as ranks:
+            first, second = ranks.run(_cached, str(tmp_path))
+        assert first == second
+        runs.append(first)
+    assert runs == [dict.fromkeys(_WAYS, (0, 1)), dict.fromkeys(_WAYS, (1, 0))]
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def _chain(_parts, x, group, size):
+    """Products, loops and collectives feed each other; nothing that is gathered leaves."""
+    hidden = (x @ x.t()).relu()
+    gathered = F.wait_tensor(F.all_gather_into_tensor(hidden, size, group))
+    square = (gathered @ gathered.t()).sin()
+    part = F.wait_tensor(F.reduce_scatter_tensor(square @ square, "sum", size, group))
+    total = F.wait_tensor(F.all_reduce(part.cos(), "sum", group))
+    return total.sum() + part.square().sum()
+
+
+def _kernels(rank, size, function):
+    """``{side: kernels that Inductor generated}``, and the tensors that symmplan copies."""
+    import torch.distributed as dist
+    from torch._inductor import config, metrics
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    parts, x = _inputs(rank, size)
+    backend = symmplan.backend(timeout=60.0)
+    found = {}
+    try:
+        with config.patch(force_disable_caches=True):
+            for side, given in (("plain", "inductor"), ("symmplan", backend)):
+                torch._dynamo.reset()
+                metrics.reset()
+                compiled = torch.compile(function, backend=given, fullgraph=True)
+                result = compiled(parts, x, group, size)
+                if result.requires_grad:
+                    result.backward()
+                found[side] = metrics.generated_kernel_count
+        return found, backend.staged(), backend.stats
+    finally:
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("ranks", ["single", "pair"])
+@pytest.mark.parametrize("function", [_chain, _loss])
+def test_no_copies_are_added_but_those_that_are_stated(request, ranks, function):
+    kernels, staged, stats = request.getfixturevalue(ranks).run(_kernels, function)[0]
+    # Each copy that cannot be fused is a kernel of its own.
+    assert kernels["symmplan"] - kernels["plain"] <= len(staged)
+    assert all(reason for *_, reason in staged)
+    assert stats.bound >= 3
+    if function is _chain:
+        assert not staged
