@@ -78,6 +78,7 @@ PROGRAMS = {
         _F.all_reduce_(make(torch.mul, x, 2.0), "sum", g)
     ),
     "all_reduce": lambda make, x, g: _reduced(make(torch.mul, x, 2.0)),
+    "all_reduce of parts": lambda make, x, g: _reduced(make(torch.cat, [x, 2 * x])),
     "asynchronous all_reduce": lambda make, x, g: _reduced(make(torch.mul, x, 2.0), async_op=True),
     "all_reduce of what is copied": lambda make, x, g: _reduced(x.sort().values),
     "all_gather_into_tensor": lambda make, x, g: _gathered(make(torch.mul, x, 2.0)),

@@ -162,6 +162,9 @@ def front_of(
     asynchronous = event.call.asynchronous
     uses, modes = compat.storage_use_count, compat.dispatch_modes
     finished, kind, count = compat.finished(), compat.group_options(method), 2 if listed else 3
+    acts = (*first, *ready, *copied, *after)
+    if name == "c10d::allreduce_" and not (acts or stages or by_row or asynchronous):
+        return _plain_reduce(group, kind, wants[0], reduction, claims, launch)
 
     def front(its: Any, args: Any) -> Any:
         if its is not group or len(args) != count or modes():
@@ -216,6 +219,41 @@ def front_of(
         finally:
             OWN.depth -= 1
         return work
+
+    return front
+
+
+def _plain_reduce(
+    group: Any,
+    kind: Any,
+    want: tuple[Any, Any, int],
+    reduction: Any,
+    claims: tuple[tuple[int, int], ...],
+    launch: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The same for the most frequent call, an all-reduce of what is placed."""
+    uses, modes = compat.storage_use_count, compat.dispatch_modes
+    shape, dtype, address = want
+
+    def front(its: Any, args: Any) -> Any:
+        if its is not group or len(args) != 2 or modes():
+            return MISS
+        tensors, options = args
+        if options.__class__ is not kind or options.asyncOp:
+            return MISS
+        if tensors.__class__ is not list or len(tensors) != 1:
+            return MISS
+        tensor = tensors[0]
+        if tensor.__class__ not in _PLAIN or tensor.shape != shape or tensor.dtype is not dtype:
+            return MISS
+        if address and tensor.data_ptr() != address:
+            return MISS
+        if not (options.reduceOp == reduction):  # noqa: SIM201 (it has only that)
+            return MISS
+        for storage, own in claims:
+            if uses(storage) > own:
+                return MISS
+        return launch(tensors, options)
 
     return front
 

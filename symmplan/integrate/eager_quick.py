@@ -21,6 +21,7 @@ import torch
 from attrs import define, field
 
 from symmplan import _compat as compat
+from symmplan.capture.eager import signature
 from symmplan.integrate.eager_direct import MISS, front_of, launcher
 from symmplan.integrate.eager_schedule import bound_values
 from symmplan.memory.ops import IMPLEMENTATIONS
@@ -505,20 +506,25 @@ def quick_memory(
     if any(isinstance(value, (tuple, dict)) for value in named.values()):  # there may be tensors
         return None, None
     place = None if lent is None else lent.tensor
+    tensors = [(i, *w) for i, w in enumerate(wanted) if _is_tensor(w)]
+    floats = [i for i, w in enumerate(wanted) if w is float]
+    others = [(i, w) for i, w in enumerate(wanted) if not _is_tensor(w) and w is not float]
 
     def call(make: Any, args: Any, kwargs: Any) -> Any:
         if make is not function or len(args) != len(wanted) or kwargs != named:
             return MISS
-        for want, have in zip(wanted, args, strict=True):
-            if isinstance(have, torch.Tensor):
-                if want.__class__ is not tuple:
-                    return MISS
-                if want[0] != have.shape or want[1] is not have.dtype:
-                    return MISS
-            elif have.__class__ is float:
-                if want is not float:
-                    return MISS
-            elif want.__class__ is not have.__class__ or want != have:
+        for i, shape, dtype in tensors:
+            have = args[i]
+            if not isinstance(have, torch.Tensor):
+                return MISS
+            if have.shape != shape or have.dtype is not dtype:
+                return MISS
+        for i in floats:
+            if args[i].__class__ is not float:
+                return MISS
+        for i, want in others:
+            value = signature(args[i]) if isinstance(args[i], (list, tuple)) else args[i]
+            if value.__class__ is not want.__class__ or value != want:
                 return MISS
         for storage, own in claims:
             if uses(storage) > own:
@@ -542,6 +548,11 @@ def quick_memory(
     parts = (event.call.kind, event.stream, id(function), repr(wanted), repr(named), claims)
     key = (*parts, tuple(map(id, (*first, *acts))))
     return (*key, id(place)), Quick(event.call.kind, event.stream, call)
+
+
+def _is_tensor(wanted: Any) -> bool:
+    """Whether a signature is a tensor's."""
+    return wanted.__class__ is tuple and len(wanted) == 2 and isinstance(wanted[1], torch.dtype)
 
 
 def _at(value: Any, index: tuple[int, ...]) -> Any:
