@@ -86,6 +86,7 @@ BETWEEN = [
     act("catch_up"),
     act("input_gradient"),
     act("twice"),
+    act("cross", INDEX, INDEX),
     act("clip"),
     act("autocast"),
     act("fail", WHERE, INDEX),
@@ -183,3 +184,36 @@ def test_modules_make_room_while_graphs_have_views_of_their_parameters(two, then
     for result in results:
         assert result["counts"]["other modules' parameters were needed at the same time"] > 0
         assert result["counts"]["replans"] == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "postponed", "refused"),
+    [
+        ((0, 2), False, False),  # block 2 has no graph yet, and leaves
+        ((0, 2), True, True),
+        ((2, 0), False, True),
+        ((0, 3), True, False),  # their bytes are apart
+    ],
+)
+def test_two_modules_with_graphs_in_use_at_once_are_refused_by_all_ranks(
+    two, others, postponed, refused
+):
+    train = [("train",), ("train",)]
+    between = [("cross", *others)]
+    if postponed:
+        between = [("postpone",), *between, ("catch_up",)]
+    results = check_acted(
+        two,
+        {
+            "model": ((16,) * 4, ("whole",) * 4, {"tied": False, "bf16": False}),
+            "acts": [*train, *between, *train],
+            "choose": "placed",
+            "flat": False,
+            "hold": (0, 0),
+        },
+    )
+    for result in results:
+        assert (result["refused"] is not None) == refused
+        if refused:
+            assert f"'blocks.{others[1]}' needs its parameters while" in result["refused"]
+            assert "fix: call handle.remove()" in result["refused"]
