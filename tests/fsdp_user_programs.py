@@ -109,7 +109,7 @@ def ignored(rank, world):
     """Some parameters are not FSDP2's."""
 
     def build():
-        model = Net()
+        model = Net().to(DEVICE[0])  # FSDP2 moves only what it manages
         mine = {model.inlet.weight, *model.blocks[1].down.parameters()}
         shard(model, ignored_params=mine)
         for p in mine:
@@ -257,7 +257,7 @@ def replicated(rank, world):
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     def build():
-        model = Net()
+        model = Net().to(DEVICE[0])
         replicate(model.blocks[0], mesh=mesh(world))
         for block in list(model.blocks)[1:]:
             fully_shard(block, mesh=mesh(world))
