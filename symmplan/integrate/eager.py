@@ -55,10 +55,14 @@ def eager(
         chosen: Any = torch.distributed.group.WORLD if group is None else group
         cuda = torch.cuda.is_available() and _compat.has_nccl_backend(chosen)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":  # the current one is another in other threads
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
     return Session(
         group,
         memory=memory,
-        device=torch.device(device),
+        device=device,
         effort=effort,
         timeout=timeout,
         debug=debug,

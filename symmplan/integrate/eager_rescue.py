@@ -122,6 +122,7 @@ def catch_up(
     key: str,
     made: int,
     missing: Sequence[Callable[[], None] | None],
+    device: torch.device,
     patience: float,
 ) -> bool:
     """Say how many calls this rank has made, and make those that others are waiting in.
@@ -131,6 +132,7 @@ def catch_up(
         key: Where in the group's store; the same on all ranks, and new.
         made: How many planned calls this rank has made, in all iterations.
         missing: From `missing_of`.
+        device: Where the tensors lie.
         patience: Seconds that the others have to say so.
 
     Returns:
@@ -140,7 +142,7 @@ def catch_up(
     """
     if group.size == 1:
         return True
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # what is captured does not run
     with contextlib.suppress(Exception):  # there is another error to tell of
         group.store.set(f"{key}/{group.rank}", str(made))
@@ -161,5 +163,5 @@ def catch_up(
                 assert act is not None
                 act()
         # Whoever aborts a communicator in which kernels still run may crash its peers.
-        return not torch.cuda.is_initialized() or ends_within(_REST, torch.cuda.synchronize)
+        return device.type != "cuda" or ends_within(_REST, torch.cuda.synchronize, device)
     return False

@@ -285,7 +285,8 @@ class Session:
         frozen, line = self._frozen, self.line
         if frozen is None or frozen.missing is None:
             return
-        catch_up(group, key, line.before + line.at, frozen.missing, patience)
+        made = line.before + line.at
+        catch_up(group, key, made, frozen.missing, self._settings.device, patience)
 
     # Memory.
 
