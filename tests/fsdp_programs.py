@@ -428,7 +428,7 @@ def in_flat_buffers(rank, world, name, *args):
 
 @contextlib.contextmanager
 def holding(keep):
-    """``keep`` is given every buffer that symmplan handed out, once its collective was issued.
+    """``keep`` is given every buffer that symmplan handed out, once its collective is done.
 
     Args:
         keep: Called with the runtime and the buffer.
@@ -438,6 +438,10 @@ def holding(keep):
     def kept(call, name):
         def keeping(self, **kwargs):
             result = call(self, **kwargs)
+            if result is not None:
+                result.wait()
+            if kwargs[name].is_cuda:
+                torch.cuda.synchronize()
             keep(self._runtime, kwargs[name])
             return result
 
