@@ -70,11 +70,11 @@ def test_ranks_choose_alike_and_results_stay(pair, clearly, inner):
     if inner == "eager":  # Inductor reorders
         assert [c.overlapped for c in choices] == [True, False, False, False]
     assert choices[3].copied_out
-    assert {c.placed for c in choices} == {clearly == 0.0}
-    if clearly:
+    assert {c.placed for c in choices} == {clearly > 0.0}
+    if not clearly:
         assert stats.placed == 0
-        assert all("torch's own way was faster" in reason for reason in reasons)
-        assert any(reason.endswith("copied out") for reason in reasons)
+        assert all("symmetric memory was not clearly faster" in reason for reason in reasons)
+        assert any("copied out, against" in reason for reason in reasons)
     else:
         assert stats.placed >= 5
 

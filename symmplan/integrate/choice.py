@@ -4,7 +4,8 @@ Symmetric memory is not always faster: without NVLink multicast a symmetric redu
 than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
 cost more than the collective saves. So before a graph is planned each of its collectives is timed
 both ways at its size, with its copies, and beside matrix products if the graph has some between
-its start and its wait. What loses clearly stays out of the plan, with the two times as the reason.
+its start and its wait. What does not gain clearly stays out of the plan, with the two times as the
+reason.
 A case is measured once in a process. See [Note: what is timed] in `symmplan.integrate.measuring`.
 """
 
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "forget", "refused"]
 
-#: Symmetric memory stays unless torch's own way takes at most this part of its time.
+#: Symmetric memory is chosen where it takes at most this part of the time of torch's own way: it
+#: ties the order of the program down, and what is planned for nothing costs its bytes.
 _CLEARLY = ALIKE
 #: Larger collectives are measured at this size: there the ratio no longer depends on it, and NCCL's
 #: scratch is never freed.
@@ -113,8 +115,8 @@ class Choice:
         copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
         under = f", copied {' and '.join(copies)}" if copies else ""
         return (
-            f"torch's own way was faster: {self.plain_seconds * 1e6:.0f} us against "
-            f"{self.placed_seconds * 1e6:.0f} us in symmetric memory{under}"
+            f"symmetric memory was not clearly faster: {self.placed_seconds * 1e6:.0f} us{under}, "
+            f"against {self.plain_seconds * 1e6:.0f} us in torch's own way"
         )
 
 
@@ -243,7 +245,7 @@ def _measure(
             overlapped=case.overlapped,
             plain_seconds=plain,
             placed_seconds=placed,
-            placed=plain > placed * _CLEARLY,
+            placed=placed <= plain * _CLEARLY,
         )
 
 

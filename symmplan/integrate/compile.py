@@ -266,7 +266,7 @@ def backend(
         timeout: Seconds that ranks wait for each other before they raise.
         choose: ``"placed"`` to put every declared tensor into symmetric memory; ``"measure"`` to
             time each kind and size of collective both ways when it is first compiled, and leave
-            out of the plan what is clearly faster in torch's own way; ``"auto"`` to measure on
+            out of the plan what is not clearly faster in symmetric memory; ``"auto"`` to measure on
             devices only (shared memory between processes is always faster).
         bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
             into symmetric memory for good when a graph first passes them to a declared op, so that

@@ -150,9 +150,10 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         assert len(gathers) == len(reductions) == 1
         assert count(found, "ncclDevKernel_AllGather") == 1 + 2 * LAYERS * (gathers == {"default"})
         assert bool(count(found, "ncclSym", "AllGather")) is (gathers == {"symmetric"})
-        rings = 1 + LAYERS * (reductions == {"default"})
-        assert count(found, "ncclDevKernel_ReduceScatter") == rings
-        assert bool(count(found, "ncclSym", "ReduceScatter")) is (reductions == {"symmetric"})
+        kernels = 1 + LAYERS * (reductions != {"copy engine"})
+        assert count(found, "nccl", "ReduceScatter") == kernels
+        # In symmetric memory, too, NCCL takes a ring where it expects that to be faster.
+        assert reductions == {"symmetric"} or count(found, "ncclSym", "ReduceScatter") == 0
         engines = 2 * LAYERS * (gathers == {"copy engine"})
         engines += LAYERS * (reductions == {"copy engine"})
         assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
