@@ -84,8 +84,9 @@ class Faults:
         self._quiet = threading.Event()
         self._raised_there = False
         self.failed = False
+        self._listener = threading.Thread(target=self._listen, name="symmplan alarm", daemon=True)
         if self._group.size > 1:
-            threading.Thread(target=self._listen, name="symmplan alarm", daemon=True).start()
+            self._listener.start()
 
     def usable(self) -> None:
         """Raise if the session failed.
@@ -196,8 +197,13 @@ class Faults:
             ends_within(_ABORT, compat.abort_group, self._group.process_group)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more.
+
+        A thread that comes back from the store while the interpreter ends aborts the process.
+        """
         self._notice()
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join(_GRACE)
 
     # The thread. See [Note: who waits elsewhere].
 
