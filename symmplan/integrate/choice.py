@@ -20,12 +20,12 @@ from attrs import frozen
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import is_getitem, is_wait, overload_of
 from symmplan.errors import AgreementError
-from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.lowering import Lowering, Lowerings, overload_named
 from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
+from symmplan.memory.tell import leaders, tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.registry import bind_arguments, resolve_group_name

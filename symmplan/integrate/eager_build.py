@@ -16,8 +16,8 @@ from attrs import define, field
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager_schedule import Bound, Event, Lent, Stage
-from symmplan.integrate.fsdp_bytes import lend
 from symmplan.integrate.lowering import overload_named
+from symmplan.memory.lend import lend
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:

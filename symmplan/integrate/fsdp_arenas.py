@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.memory import agree, realize
+from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,9 +20,9 @@ from attrs import field, frozen
 
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import Way
-from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.integrate.fsdp_ops import exchanges, gathers, scatters
 from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
+from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

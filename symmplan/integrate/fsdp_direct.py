@@ -40,9 +40,9 @@ import torch
 
 from symmplan import _compat
 from symmplan.errors import RunError
-from symmplan.integrate.fsdp_agree import everywhere
 from symmplan.integrate.fsdp_bytes import Tenant
 from symmplan.integrate.fsdp_layout import Gathered, Layout, layout_of
+from symmplan.memory.tell import everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable

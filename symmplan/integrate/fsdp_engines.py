@@ -23,7 +23,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from symmplan import _compat as compat
-from symmplan.integrate.fsdp_agree import tell
+from symmplan.memory.tell import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat
-from symmplan.integrate.fsdp_bytes import lend
+from symmplan.memory.lend import lend
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
 

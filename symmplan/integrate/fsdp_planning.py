@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from symmplan.capture.fsdp import Way, problem_of
-from symmplan.integrate.fsdp_agree import merged, telling
 from symmplan.integrate.fsdp_choice import Bench, Choices
+from symmplan.integrate.fsdp_drops import merged
 from symmplan.integrate.fsdp_home import Home
 from symmplan.integrate.fsdp_offsets import plan_with_homes
 from symmplan.integrate.fsdp_schedule import Schedule
+from symmplan.memory.tell import telling
 from symmplan.model import DEFAULT_ALIGN
 
 if TYPE_CHECKING:

@@ -18,16 +18,17 @@ import torch
 from symmplan import _compat
 from symmplan.capture.fsdp import Key, Recording
 from symmplan.errors import CaptureError, RunError
-from symmplan.integrate.fsdp_bytes import Tenant, lend
 from symmplan.integrate.fsdp_memory import Memory
 from symmplan.integrate.fsdp_planning import Planning
 from symmplan.integrate.fsdp_slots import Counts, Options, Slot, Where
+from symmplan.memory.lend import lend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch.distributed as dist
 
+    from symmplan.integrate.fsdp_bytes import Tenant
     from symmplan.integrate.fsdp_schedule import Schedule, Spot
     from symmplan.model import Placement
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from symmplan.errors import AgreementError, PeerTimeoutError
-from symmplan.integrate.fsdp_agree import leaders, tell
 from symmplan.memory.own import own_work
+from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

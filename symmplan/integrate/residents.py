@@ -15,9 +15,9 @@ from attrs import define, evolve, field, frozen
 
 from symmplan._compat_autograd import static_inputs
 from symmplan.errors import ReleasedError
-from symmplan.integrate.fsdp_agree import tell
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.tell import tell
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.integrate.fsdp_bytes import lend
+from symmplan.memory.lend import lend
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
