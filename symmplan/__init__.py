@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from symmplan import errors as errors
     from symmplan import fsdp as fsdp
     from symmplan.api import plan as plan
-    from symmplan.integrate.compile import backend as backend
-    from symmplan.integrate.eager import eager as eager
-    from symmplan.integrate.eager import empty as empty
-    from symmplan.integrate.eager import out as out
+    from symmplan.integrate.compile.backend import backend as backend
+    from symmplan.integrate.eager.context import eager as eager
+    from symmplan.integrate.eager.context import empty as empty
+    from symmplan.integrate.eager.context import out as out
     from symmplan.memory import handle as handle
     from symmplan.model import Plan as Plan
     from symmplan.model import Problem as Problem
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 _HOME = {
     "Plan": "symmplan.model",
     "Problem": "symmplan.model",
-    "backend": "symmplan.integrate.compile",
-    "eager": "symmplan.integrate.eager",
-    "empty": "symmplan.integrate.eager",
+    "backend": "symmplan.integrate.compile.backend",
+    "eager": "symmplan.integrate.eager.context",
+    "empty": "symmplan.integrate.eager.context",
     "errors": "symmplan.errors",
     "fsdp": "symmplan.fsdp",
     "handle": "symmplan.memory",
-    "out": "symmplan.integrate.eager",
+    "out": "symmplan.integrate.eager.context",
     "plan": "symmplan.api",
     "register_symm_mem_args": "symmplan.registry",
     "requirements": "symmplan.registry",

@@ -350,7 +350,7 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> N
             all_gather_into_tensor(output, part, group=group)
 
 
-#: What `symmplan.integrate.fsdp_direct` uses of a parameter group and of its parameters.
+#: What `symmplan.integrate.fsdp.direct` uses of a parameter group and of its parameters.
 _SEAM_OF_GROUP = (
     "_all_gather_process_group",
     "_all_gather_result",

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from symmplan.integrate.fsdp import Handle, Stats, apply
-from symmplan.integrate.fsdp_choice import Choice
+from symmplan.integrate.fsdp.apply import Handle, Stats, apply
+from symmplan.integrate.fsdp.choice import Choice
 
 __all__ = ["Choice", "Handle", "Stats", "apply"]

@@ -433,7 +433,7 @@ def holding(keep):
     Args:
         keep: Called with the runtime and the buffer.
     """
-    from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
+    from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 
     def kept(call, name):
         def keeping(self, **kwargs):
@@ -586,7 +586,7 @@ def by_all_to_all(rank, world, prefetch):
 @contextlib.contextmanager
 def forced_kind(kind, rank):
     """A measurement in which torch's own way wins for one kind of collective, and no other."""
-    from symmplan.integrate.fsdp_choice import Choices
+    from symmplan.integrate.fsdp.choice import Choices
 
     original = Choices._time
 

@@ -27,7 +27,7 @@ def forced(rank, world, way, name, *args):
 
 def summed(rank, world, dtype, reduction):
     """An all-to-all and a local sum against the sum in 64 bits: the largest error, in roundings."""
-    from symmplan.integrate.fsdp_ops import exchanges
+    from symmplan.integrate.fsdp.ops import exchanges
 
     generator = torch.Generator().manual_seed(rank)
     source = torch.randn(world * 1000, generator=generator).to(dtype)
@@ -48,7 +48,8 @@ def summed(rank, world, dtype, reduction):
 def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train):
     """One rank alone fails while the plan is made. How long this one waits, and its error."""
     import symmplan
-    from symmplan.integrate import fsdp_choice, fsdp_planning
+    from symmplan.integrate.fsdp import choice as fsdp_choice
+    from symmplan.integrate.fsdp import planning as fsdp_planning
 
     def fails(*args, **kwargs):
         raise ArithmeticError(f"no luck in {where}")
@@ -84,7 +85,7 @@ def measured_again(rank, world):
         return [(c.kind, c.nbytes) for c in handle.choices], [bool(torch.equal(*k)) for k in kept]
 
     def program(model, trace, rank):
-        from symmplan.integrate.fsdp_comms import PlannedAllGather
+        from symmplan.integrate.fsdp.comms import PlannedAllGather
 
         original = PlannedAllGather.__call__
 

@@ -240,7 +240,7 @@ def test_ranks_that_compile_other_programs_all_get_an_error(pool):
 def test_the_backend_is_installed_under_its_name():
     from torch._dynamo.backends.registry import lookup_backend
 
-    from symmplan.integrate.compile import symmplan as installed
+    from symmplan.integrate.compile.backend import symmplan as installed
 
     assert lookup_backend("symmplan") is installed
 

@@ -26,7 +26,7 @@ def _compare(rank, size, clearly, inner):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate import choice
+    from symmplan.integrate.compile import choice
 
     torch._dynamo.reset()
     choice.forget()
@@ -83,7 +83,7 @@ def _other(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate import choice
+    from symmplan.integrate.compile import choice
 
     torch._dynamo.reset()
     choice.forget()
@@ -116,7 +116,7 @@ def _other_later(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate import choice
+    from symmplan.integrate.compile import choice
 
     choice.forget()
     group = dist.group.WORLD.group_name

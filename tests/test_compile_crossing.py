@@ -106,7 +106,7 @@ def test_forward_twice_then_backward_twice(pool, order, inner):
 
 def _fixed(rank, world_size):
     """As if Inductor made CUDA graphs of them."""
-    from symmplan.integrate.unit import Unit
+    from symmplan.integrate.compile.unit import Unit
 
     rewrite = functools.partialmethod(Unit.rewrite, fixed=True)
     with mock.patch.object(Unit, "rewrite", rewrite):

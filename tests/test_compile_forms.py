@@ -169,7 +169,7 @@ def _died_early(rank, size, inner, debug):
     from attrs import evolve
 
     import symmplan
-    from symmplan.integrate import unit
+    from symmplan.integrate.compile import unit
 
     group = dist.group.WORLD.group_name
     capture = unit.capture_fx

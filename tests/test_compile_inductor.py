@@ -208,7 +208,7 @@ def _cached(rank, size, directory):
     from torch._inductor import config
 
     import symmplan
-    from symmplan.integrate import choice, unit
+    from symmplan.integrate.compile import choice, unit
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
     group = dist.group.WORLD.group_name

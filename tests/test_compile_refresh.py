@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from symmplan.capture.values import Values, example_values
-from symmplan.integrate.refresh import note, refresh_changed, refresh_values
+from symmplan.integrate.compile.refresh import note, refresh_changed, refresh_values
 
 A = torch.ops.aten
 _KINDS = ("sin", "t", "slice", "add", "split", "clone", "relu_", "view")

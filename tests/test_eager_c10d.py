@@ -29,7 +29,7 @@ def _setup(rank, world_size):
     import custom_ops
     import torch.distributed as dist
 
-    from symmplan.integrate.lowering import _C10D, Lowerings
+    from symmplan.integrate.compile.lowering import _C10D, Lowerings
 
     custom_ops.load()
     Lowerings.table = property(lambda _: _C10D)

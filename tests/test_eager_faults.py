@@ -257,7 +257,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
 
     import symmplan
     from symmplan.errors import SymmplanError
-    from symmplan.integrate import lowering
+    from symmplan.integrate.compile import lowering
 
     table = lowering.Lowerings.table
     lowering.Lowerings.table = property(lambda _: lowering._C10D)  # as on devices

@@ -90,7 +90,7 @@ def _same(rank, world_size, program, c10d):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate import lowering
+    from symmplan.integrate.compile import lowering
     from symmplan.memory import locate
 
     kept = lowering.Lowerings.table

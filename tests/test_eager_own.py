@@ -28,7 +28,7 @@ def _with_own_collectives(rank, world_size, when):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate.fsdp_ops import exchanges
+    from symmplan.integrate.fsdp.ops import exchanges
     from symmplan.memory.groups import resolve_groups
     from symmplan.memory.torch_symm import CollectiveRendezvous
 

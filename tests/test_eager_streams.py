@@ -65,7 +65,7 @@ class Streams:
 
 
 def _session(streams, **more):
-    from symmplan.integrate import eager_session
+    from symmplan.integrate.eager import session as eager_session
 
     eager_session.streams_of = lambda _: streams
     import symmplan
@@ -85,7 +85,7 @@ def _reduced(x, factor):
 
 def _two_streams(rank, world_size, there, back, sync, fresh):
     """A reduction on a side stream between two on the main one."""
-    from symmplan.integrate import eager_build
+    from symmplan.integrate.eager import build as eager_build
 
     streams, overwriting = Streams(), []
     act = eager_build._Poison.__call__

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symmplan.capture.fsdp import Call, Key, Planned, Recording, Way, problem_of
-from symmplan.integrate.fsdp_bytes import Bytes, Tenant
-from symmplan.integrate.fsdp_schedule import Schedule
+from symmplan.integrate.fsdp.bytes import Bytes, Tenant
+from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.lend import lend
 from symmplan.planner import plan as plan_problem
 

@@ -205,7 +205,7 @@ def problem_of(
         way_of: How a collective runs.
         direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
             one address for all of a module's, in use until the parameters are released. See
-            [Note: released late] in `symmplan.integrate.fsdp_direct`.
+            [Note: released late] in `symmplan.integrate.fsdp.direct`.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.
@@ -286,7 +286,7 @@ def _released_late(recording: Recording, direct: set[int]) -> list[tuple[str, in
     """The events, in which buffers of ``direct`` drop when their bytes are free to be reused.
 
     That is when the next gather was started, unless one was started before the release or the next
-    is the same module's. See [Note: released late] in `symmplan.integrate.fsdp_direct`.
+    is the same module's. See [Note: released late] in `symmplan.integrate.fsdp.direct`.
     """
     events: list[tuple[str, int]] = []
     late: list[int] = []

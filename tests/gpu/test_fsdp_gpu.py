@@ -93,9 +93,9 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     import fsdp_programs as programs
     from fsdp_models import both
 
-    from symmplan.integrate import fsdp_bytes
-    from symmplan.integrate.fsdp_comms import PlannedAllGather, PlannedReduceScatter
-    from symmplan.integrate.fsdp_home import Home
+    from symmplan.integrate.fsdp import bytes as fsdp_bytes
+    from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
+    from symmplan.integrate.fsdp.home import Home
 
     cycles = 2_000_000
     undo = []

@@ -128,7 +128,7 @@ def communicators(rank, world):
     from fsdp_models import Trace
 
     import symmplan
-    from symmplan.integrate import fsdp_engines
+    from symmplan.integrate.fsdp import engines as fsdp_engines
 
     seen = []
     for _ in range(2):
@@ -161,7 +161,7 @@ def fail_alone(rank, world, where):
 
 def tenants(rank, world, waits):
     """Somebody reads late on one stream; the next user of the bytes writes on another."""
-    from symmplan.integrate.fsdp_bytes import Bytes, Tenant
+    from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 
     def fill():
         users, bytes_ = Bytes(), torch.zeros(1 << 20, device="cuda")

@@ -1,0 +1,1 @@
+"""Hand over to compiled graphs: a backend of `torch.compile`."""

@@ -1,0 +1,346 @@
+"""`torch.compile(model, backend="symmplan")`: compiled graphs in planned symmetric memory.
+
+For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Each is
+captured, planned and rewritten when it is compiled, both in one set of segments. Nothing is
+allocated before the program first runs: then the ranks agree on the plan and rendezvous once.
+All graphs of a backend take turns in the same segments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from symmplan.errors import BackendError
+from symmplan.integrate.compile import ops
+from symmplan.integrate.compile.crossing import reasons
+from symmplan.integrate.compile.pool import Pool
+from symmplan.integrate.compile.records import Record, Settings
+from symmplan.integrate.compile.unit import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import fx
+
+    from symmplan.integrate.compile.choice import Choice
+    from symmplan.model import Plan
+
+__all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
+
+#: Seconds that ranks wait for each other before they raise.
+DEFAULT_TIMEOUT = 300.0
+
+
+@frozen
+class Stats:
+    """What a compile backend has done so far, summed over its graphs.
+
+    Attributes:
+        graphs: Graphs that Dynamo handed over.
+        planned: How many of them have declared tensors.
+        replans: How many were compiled because a size had outgrown its plan.
+        rendezvous: Rendezvous made: segments times groups.
+        placed: Declared tensors that live in symmetric memory; ``staged + bound``.
+        staged: Those of them that are copied in or out.
+        bound: Those of them that are produced or used where they lie.
+        kept: Inputs that lie in symmetric memory from run to run (``bind=True``), right now.
+        copies: How often such an input was not in its placement and had to be copied there.
+        unplanned: Declared tensors that were left out.
+        crossing_bytes: Bytes that stay in their placements from a forward to its backward.
+        evacuated: How often such a tensor was copied all the same; see `CompileBackend.evacuated`.
+        barriers: Barriers inserted.
+        segment_bytes: Bytes of symmetric memory; graphs take turns in them.
+        lower_bound_bytes: Proven minimum of those bytes.
+        unshared_bytes: Bytes that one buffer per tensor would take.
+    """
+
+    graphs: int = 0
+    planned: int = 0
+    replans: int = 0
+    rendezvous: int = 0
+    placed: int = 0
+    staged: int = 0
+    bound: int = 0
+    kept: int = 0
+    copies: int = 0
+    unplanned: int = 0
+    crossing_bytes: int = 0
+    evacuated: int = 0
+    barriers: int = 0
+    segment_bytes: int = 0
+    lower_bound_bytes: int = 0
+    unshared_bytes: int = 0
+
+
+class CompileBackend:
+    """A Dynamo backend that puts declared tensors into planned symmetric memory.
+
+    Made by `backend`; see there.
+
+    Attributes:
+        settings: How it was asked to work.
+    """
+
+    def __init__(
+        self,
+        inner: Literal["inductor", "eager"] = "inductor",
+        memory: str = "auto",
+        effort: Literal["fast", "optimal"] = "fast",
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        choose: Literal["auto", "measure", "placed"] = "auto",
+        bind: bool = False,
+        debug: bool = False,
+    ) -> None:
+        _refuse("inner compiler", inner, ("inductor", "eager"))
+        _refuse("memory backend", memory, _memory_names())
+        _refuse("way to choose", choose, ("auto", "measure", "placed"))
+        self.settings = Settings(inner, memory, effort, timeout, choose, debug, bind)
+        self.__name__ = "symmplan"
+        self._graphs = 0
+        self._records: list[Record] = []
+        self._pool = Pool(timeout)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans made so far: of graphs with declared tensors, then of kept inputs."""
+        return (*self._turns, *(p for record in self._records for p in record.kept.values()))
+
+    @property
+    def _turns(self) -> tuple[Plan, ...]:
+        plans = (plan for record in self._records for plan in record.plans.values())
+        return tuple({id(plan): plan for plan in plans}.values())
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent so far on capturing, planning, verifying and rewriting."""
+        return sum(record.seconds for record in self._records)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured of the graphs' collectives."""
+        return tuple(dict.fromkeys(c for record in self._records for c in record.choices))
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far."""
+        how = [how for record in self._records for *_, how, _ in record.sites]
+        plans = self._turns
+        kept = [p for record in self._records for p in record.kept.values()]
+        both = (*plans, *kept)
+        # Plans of one structure take turns in one set of segments.
+        turns: dict[Any, list[Plan]] = {}
+        for plan in plans:
+            turns.setdefault(tuple((s.groups, s.signal_pad) for s in plan.segments), []).append(
+                plan
+            )
+        return Stats(
+            graphs=self._graphs,
+            planned=len(plans),
+            replans=sum(bool(record.outgrown) for record in self._records),
+            rendezvous=self._pool.rendezvous,
+            placed=sum(h is not None for h in how),
+            staged=how.count("stage"),
+            bound=how.count("bind"),
+            kept=self._pool.places.count,
+            copies=self._pool.places.copies,
+            unplanned=sum(len(p.unplanned) for p in plans),
+            crossing_bytes=sum(record.crossing_bytes for record in self._records),
+            evacuated=sum(self._pool.copies.values()),
+            barriers=sum(len(p.barriers) for p in both),
+            segment_bytes=sum(p.peak_bytes for p in kept)
+            + sum(
+                max(s.nbytes for s in same)
+                for of in turns.values()
+                for same in zip(*(p.segments for p in of), strict=True)
+            ),
+            lower_bound_bytes=sum(p.lower_bound_bytes for p in kept)
+            + sum(max(p.lower_bound_bytes for p in of) for of in turns.values()),
+            unshared_bytes=sum(p.unshared_bytes for p in kept)
+            + sum(b.nbytes for p in plans for b in p.problem.buffers if not b.persistent),
+        )
+
+    def staged(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Every staged tensor: ``(operation, op, argument or result, reason)``.
+
+        Also every kept input that was not in its placement when it was last used.
+        """
+        return (
+            *(
+                (name, op, where, reason)
+                for record in self._records
+                for name, op, where, how, reason in record.sites
+                if how == "stage"
+            ),
+            *self._pool.places.away,
+        )
+
+    def evacuated(self) -> tuple[tuple[int, str], ...]:
+        """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
+        return reasons(self._pool.copies)
+
+    def release(self) -> None:
+        """Give all segments back. The compiled graphs cannot run any more.
+
+        Inputs that lie in symmetric memory move back to ordinary memory. One that shares its
+        storage with other tensors stays, and with it its segment, until they are gone.
+
+        Collective: no; but a rank that releases leaves the others' next collective to time out.
+        """
+        self._pool.release()
+        self._pool = Pool(self.settings.timeout)
+
+    def __call__(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: dict[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph that Dynamo traced.
+
+        Args:
+            module: The graph.
+            example_inputs: Its inputs, fake or real.
+            options: From ``torch.compile(options=...)``; there are none.
+            mode: From ``torch.compile(mode=...)``: one of Inductor's.
+
+        Raises:
+            BackendError: There are options, or a mode that Inductor does not know.
+        """
+        if options:
+            raise BackendError(
+                f"torch.compile(options={options!r}) does not reach symmplan",
+                expected="no options",
+                got=", ".join(sorted(options)),
+                fix="pass backend=symmplan.backend(inner=..., memory=..., timeout=...)",
+            )
+        self._graphs += 1
+        ops.load()
+        unit = self._unit(module)
+        if self.settings.inner == "eager":
+            from symmplan.integrate.compile.op_by_op import compile_eager
+
+            _refuse_mode(mode, ("default",))
+            return compile_eager(module, example_inputs, unit)
+        from symmplan.integrate.compile.inductor import compile_inductor, modes
+
+        _refuse_mode(mode, tuple(modes()))
+        return compile_inductor(module, example_inputs, unit, modes()[mode or "default"])
+
+    def _unit(self, module: fx.GraphModule) -> Unit | None:
+        device = _device_of(module)
+        if device is None:
+            return None
+        unit = Unit(self.settings, device, self._pool)
+        self._records.append(unit.record)
+        return unit
+
+
+def backend(
+    inner: Literal["inductor", "eager"] = "inductor",
+    memory: str = "auto",
+    effort: Literal["fast", "optimal"] = "fast",
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    choose: Literal["auto", "measure", "placed"] = "auto",
+    bind: bool = False,
+    debug: bool = False,
+) -> CompileBackend:
+    """A Dynamo backend that puts declared tensors into planned symmetric memory.
+
+    Dynamic sizes are planned for the bound that ``torch._dynamo.mark_dynamic(x, dim, max=...)``
+    declares, others for the next power of two. A larger size is compiled and planned again: all
+    ranks agree on the new plan and replace their segments, a warning of the logger ``symmplan``
+    says so, and ``stats.replans`` counts it. A rank that outgrows its plan alone ends in an error
+    on all ranks.
+
+    Args:
+        inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.
+        memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
+        effort: ``"fast"``, or ``"optimal"`` for a complete search.
+        timeout: Seconds that ranks wait for each other before they raise.
+        choose: ``"placed"`` to put every declared tensor into symmetric memory; ``"measure"`` to
+            time each kind and size of collective both ways when it is first compiled, and leave
+            out of the plan what is not clearly faster in symmetric memory; ``"auto"`` to measure on
+            devices only (shared memory between processes is always faster).
+        bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
+            into symmetric memory for good when a graph first passes them to a declared op, so that
+            they need not be copied there on each run. The tensor objects stay the same (with
+            gradients, hooks and optimizer state) and may be updated in place; a barrier at the
+            graph's end makes peers finish reading where their op does not. All graphs of the
+            backend share one placement for one tensor. Its bytes move from ordinary to symmetric
+            memory and count in ``stats.segment_bytes``; `CompileBackend.release` moves them back.
+            A tensor that cannot move (it shares its storage, or torch does not own its memory), or
+            that was replaced and cannot take its place again, is copied in on each run, counted
+            in ``stats.copies`` and named by `CompileBackend.staged`. Not by default, because
+            whoever remembers the address of such a tensor (a CUDA graph captured by hand, another
+            process) would be left with the old memory; and not for parameters whose storage is
+            resized, as FSDP2 does.
+        debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
+            wrong lifetime shows in the results. Slow.
+
+    Returns:
+        A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
+
+    Raises:
+        BackendError: A name is unknown.
+
+    Collective: no; the first run of a compiled graph is, over every group in it, and so is
+    compiling it where collectives are measured.
+
+    Notes:
+        What fails while a graph is compiled arrives inside ``torch._dynamo.exc``'s
+        ``BackendCompilerFailed``, as with every backend: its text has symmplan's, its
+        ``inner_exception`` is symmplan's error. What fails in a run arrives as it is.
+    """
+    return CompileBackend(inner, memory, effort, timeout, choose=choose, bind=bind, debug=debug)
+
+
+def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
+    if mode is not None and mode not in known:
+        raise BackendError(
+            f"unknown mode {mode!r}",
+            expected=" or ".join(map(repr, known)),
+            got=repr(mode),
+            fix="leave torch.compile's mode out",
+        )
+
+
+def _refuse(what: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise BackendError(
+            f"unknown {what} {given!r}",
+            expected=", ".join(map(repr, known)),
+            got=repr(given),
+            fix=f"use {known[0]!r}",
+        )
+
+
+def _memory_names() -> tuple[str, ...]:
+    from symmplan.memory import BACKENDS
+
+    return tuple(BACKENDS)
+
+
+def _device_of(module: fx.GraphModule) -> torch.device | None:
+    """The device of the graph's tensors: the first that is not the CPU, else the CPU."""
+    from symmplan.capture.values import tensor_leaves
+
+    cpu = None
+    for node in module.graph.nodes:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        for _, fake in tensor_leaves(value):
+            if fake.device.type != "cpu":
+                device: torch.device = fake.device
+                return device
+            cpu = fake.device
+    return cpu
+
+
+#: The backend behind the name ``"symmplan"`` in ``torch.compile``.
+symmplan = CompileBackend()

@@ -1,0 +1,398 @@
+"""Symmetric memory or torch's own way, for each collective of a graph: measured, the same on all.
+
+Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
+than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
+cost more than the collective saves. So before a graph is planned each of its collectives is timed
+both ways at its size, with its copies, and beside matrix products if the graph has some between
+its start and its wait. What does not gain clearly stays out of the plan, with the two times as the
+reason.
+A case is measured once in a process. See [Note: what is timed] in `symmplan.integrate.measuring`.
+"""
+
+from __future__ import annotations
+
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+from symmplan.capture.bounds import bound as bound_of
+from symmplan.capture.graphs import is_getitem, is_wait, overload_of
+from symmplan.errors import AgreementError
+from symmplan.integrate.compile.lowering import Lowering, Lowerings, overload_named
+from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
+from symmplan.memory import realize
+from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import own_work
+from symmplan.memory.tell import leaders, tell
+from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.planner import plan as plan_problem
+from symmplan.registry import bind_arguments, resolve_group_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import fx
+
+    from symmplan.capture import Captured
+    from symmplan.integrate.measuring import Act
+
+__all__ = ["Choice", "forget", "refused"]
+
+#: Symmetric memory is chosen where it takes at most this part of the time of torch's own way: it
+#: ties the order of the program down, and what is planned for nothing costs its bytes.
+_CLEARLY = ALIKE
+#: Larger collectives are measured at this size: there the ratio no longer depends on it, and NCCL's
+#: scratch is never freed.
+_LARGEST = 64 << 20
+_ALIGN = 256
+_PRODUCTS = frozenset({
+    "aten::addmm",
+    "aten::bmm",
+    "aten::convolution",
+    "aten::mm",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention",
+})  # fmt: skip
+
+
+@frozen
+class _Case:
+    """What is measured once: two collectives with the same case take the same time."""
+
+    op: str
+    memory: str
+    group: str
+    dtype: str
+    numels: tuple[int, ...]
+    others: tuple[tuple[str, Any], ...]
+    copied_in: bool
+    copied_out: bool
+    overlapped: bool
+
+    @property
+    def key(self) -> list[Any]:
+        """What must be the same on all ranks; the names of groups may differ."""
+        return [
+            *(self.op, self.memory, self.dtype, list(self.numels)),
+            *(self.copied_in, self.copied_out, self.overlapped),
+        ]
+
+
+@frozen
+class Choice:
+    """What was measured of one kind and size of collective in a compiled graph.
+
+    Attributes:
+        op: The collective.
+        group: Name of the process group.
+        dtype: Element type.
+        nbytes: Bytes of its inputs on one rank.
+        copied_in: Whether its inputs must be copied into placements.
+        copied_out: Whether its results must be copied out of them.
+        overlapped: Whether it was measured under matrix products.
+        plain_seconds: Time of torch's own way, of the slowest rank.
+        placed_seconds: Time in symmetric memory with those copies, of the slowest rank.
+        placed: Whether symmetric memory was chosen.
+    """
+
+    op: str
+    group: str
+    dtype: str
+    nbytes: int
+    copied_in: bool
+    copied_out: bool
+    overlapped: bool
+    plain_seconds: float
+    placed_seconds: float
+    placed: bool
+
+    @property
+    def reason(self) -> str:
+        """Why it stays out of the plan, if it does."""
+        copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
+        under = f", copied {' and '.join(copies)}" if copies else ""
+        return (
+            f"symmetric memory was not clearly faster: {self.placed_seconds * 1e6:.0f} us{under}, "
+            f"against {self.plain_seconds * 1e6:.0f} us in torch's own way"
+        )
+
+
+_FOUND: dict[_Case, Choice] = {}
+
+
+def forget() -> None:
+    """Measure everything anew from now on. Must be called on all ranks, or on none."""
+    _FOUND.clear()
+
+
+def refused(
+    captured: Captured, lowerings: Lowerings, device: torch.device, timeout: float
+) -> tuple[dict[fx.Node, str], list[Choice]]:
+    """Which collectives are to stay as they are, and what was measured.
+
+    Args:
+        captured: The graph's decisions if everything is placed.
+        lowerings: How each op is run on the memory backend.
+        device: Where its tensors lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Returns:
+        ``{node: reason}`` and every choice, in graph order.
+
+    Raises:
+        AgreementError: The ranks compile other collectives; raised on all of them.
+
+    Collective: yes, over the groups of the graph, unless all was measured before.
+    """
+    cases: dict[fx.Node, _Case] = {}
+    for node in dict.fromkeys(site.node for site in captured.sites):
+        row = lowerings.row(captured.specs[node])
+        case = None if row is None else _case(captured, node, row, lowerings.memory)
+        if case is not None:
+            cases[node] = case
+    new = [c for c in dict.fromkeys(cases.values()) if c not in _FOUND]
+    # Where nothing is new nobody is waited for: ranks that compile other collectives than their
+    # peers have something new, or another plan.
+    if new:
+        # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
+        # need its interpreter lock to end.
+        with futures.ThreadPoolExecutor(1) as thread:
+            names = [c.group for c in cases.values()]
+            thread.submit(_measure, new, names, lowerings, device, timeout).result()
+    choices = {node: _FOUND[case] for node, case in cases.items()}
+    reasons = {node: c.reason for node, c in choices.items() if not c.placed}
+    return reasons, list(dict.fromkeys(choices.values()))
+
+
+def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str) -> _Case | None:
+    sites = captured.at(node)
+    if not any(s.buffer is not None for s in sites) or row.out == "out":
+        return None
+    spec = captured.specs[node]
+    overload = overload_of(node.target)
+    assert overload is not None
+    bound = bind_arguments(overload, node.args, node.kwargs)
+    name = "inputs" if row.each else "input"
+    given = bound.pop(name)
+    fakes = [n.meta["val"] for n in (given if row.each else [given])]
+    group = resolve_group_name(spec, overload, node.args, node.kwargs)
+    bound.pop(spec.group)
+    return _Case(
+        op=spec.op,
+        memory=memory,
+        group=group,
+        dtype=str(fakes[0].dtype).removeprefix("torch."),
+        numels=tuple(bound_of(f.numel()) or 0 for f in fakes),
+        others=tuple(sorted((k, _plain(v)) for k, v in bound.items())),
+        copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
+        copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
+        overlapped=_overlapped(node),
+    )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _overlapped(node: fx.Node) -> bool:
+    """Whether matrix products are issued between the op and the first of its waits."""
+    readers = [*node.users, *(r for n in node.users if is_getitem(n) for r in n.users)]
+    waits = {r for r in readers if is_wait(r)}
+    at = node.next
+    while at not in waits and at.op != "output":
+        overload = overload_of(at.target) if at.op == "call_function" else None
+        if overload is not None and overload._schema.name in _PRODUCTS:
+            return bool(waits)
+        at = at.next
+    return False
+
+
+@own_work
+def _measure(
+    cases: Sequence[_Case],
+    names: Sequence[str],
+    lowerings: Lowerings,
+    device: torch.device,
+    timeout: float,
+) -> None:
+    """Time the cases, and let the slowest rank count."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    groups = {n: g.process_group for n, g in resolve_groups(names).items()}
+    if any(group is None for group in groups.values()):
+        return
+    leader = leaders(groups)
+    mine: dict[str, list[_Case]] = {name: [] for name in dict.fromkeys(leader.values())}
+    for case in cases:
+        mine[leader[case.group]].append(case)
+    # Before anybody starts a collective that others do not join.
+    keys = {name: [c.key for c in of] for name, of in mine.items()}
+    for name, said in tell("cases", keys, groups, timeout).items():
+        _same(keys[name], said, name, groups[name])
+    times = _times(cases, groups, lowerings, device, timeout)
+    for case, seconds in slowest(times, lambda case: case.group, groups, timeout).items():
+        plain, placed = seconds["plain"], seconds["placed"]
+        _FOUND[case] = Choice(
+            op=case.op,
+            group=case.group,
+            dtype=case.dtype,
+            nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
+            copied_in=case.copied_in,
+            copied_out=case.copied_out,
+            overlapped=case.overlapped,
+            plain_seconds=plain,
+            placed_seconds=placed,
+            placed=placed <= plain * _CLEARLY,
+        )
+
+
+def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:
+    for rank, theirs in enumerate(said):
+        if theirs != keys:
+            here, there = (
+                next((k for k, o in zip(a, b, strict=False) if k != o), f"{len(a)} collectives")
+                for a, b in ((keys, theirs or []), (theirs or [], keys))
+            )
+            raise AgreementError(
+                f"ranks {group.rank()} and {rank} compile different collectives",
+                expected=f"{here} (rank {group.rank()})",
+                got=f"{there} (rank {rank})",
+                fix="run the same program with the same shapes on every rank of the group",
+                group=name,
+                rank=group.rank(),
+                ranks=(group.rank(), rank),
+            )
+
+
+def _times(
+    cases: Sequence[_Case],
+    groups: Mapping[str, Any],
+    lowerings: Lowerings,
+    device: torch.device,
+    timeout: float,
+) -> dict[_Case, dict[str, float]]:
+    """Seconds of torch's own way and of symmetric memory, on this rank."""
+    used = list(dict.fromkeys(c.group for c in cases))
+    half = max(_scratch_bytes(c, groups[c.group].size()) for c in cases)
+    buffers = [Buffer(f"{s} {i}", half, g) for i, g in enumerate(used) for s in ("in", "out")]
+    problem = Problem(
+        buffers=tuple(buffers),
+        operations=(Operation("all"),),
+        accesses=tuple(Access("all", b.name, write=True) for b in buffers),
+    )
+    plan = plan_problem(problem)
+    with realize(plan, memory=lowerings.memory, device=device, timeout=timeout) as arena:
+        clock = clock_of(device, timeout)
+        found = {}
+        for case in cases:
+            i, group = used.index(case.group), groups[case.group]
+            places = (arena.tensor(f"in {i}"), arena.tensor(f"out {i}"))
+            acts = _Acts(case, group.size(), places, device).acts(lowerings)
+            nbytes = _scratch_bytes(case, group.size())
+            found[case] = seconds_of(clock, acts, group, nbytes, beside=case.overlapped)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return found
+
+
+def _scaled(case: _Case, size: int) -> list[int]:
+    """Elements of each input, made smaller where the whole is too large."""
+    itemsize = getattr(torch, case.dtype).itemsize
+    whole = sum(case.numels) * itemsize * (size if "all_gather" in case.op else 1)
+    factor = min(1.0, _LARGEST / max(whole, 1))
+    unit = size * _ALIGN
+    if factor == 1.0:
+        return list(case.numels)
+    return [max(unit, int(n * factor) // unit * unit) for n in case.numels]
+
+
+def _scratch_bytes(case: _Case, size: int) -> int:
+    itemsize = getattr(torch, case.dtype).itemsize
+    factor = size if "all_gather" in case.op else 1
+    return sum(-(-n * itemsize * factor // _ALIGN) * _ALIGN for n in _scaled(case, size))
+
+
+class _Acts:
+    """Runs one case both ways."""
+
+    def __init__(
+        self,
+        case: _Case,
+        size: int,
+        places: tuple[torch.Tensor, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._case = case
+        dtype = getattr(torch, case.dtype)
+        numels = _scaled(case, size)
+        self._inputs = [torch.ones(n, dtype=dtype, device=device) for n in numels]
+        self._placed = _cut(places[0], numels, dtype)
+        grown = {"all_gather": size, "reduce_scatter": 1 / size}
+        factor = next((f for k, f in grown.items() if k in case.op), 1)
+        self._outs = _cut(places[1], [int(n * factor) for n in numels], dtype)
+        for tensor in self._placed:
+            tensor.fill_(1)
+
+    def acts(self, lowerings: Lowerings) -> dict[str, Act]:
+        """What runs it."""
+        row = lowerings.table[self._case.op]
+        return {"plain": self._plain(row), "placed": self._in_placements(row)}
+
+    def _plain(self, row: Lowering) -> Act:
+        target = overload_named(self._case.op)
+        values = self._values()
+        values["inputs" if row.each else "input"] = self._inputs if row.each else self._inputs[0]
+        args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
+
+        def act(beside: Callable[[], None]) -> None:
+            results = target(*args)
+            beside()
+            for result in results if row.each else [results]:
+                _wait(result)
+
+        return act
+
+    def _in_placements(self, row: Lowering) -> Act:
+        target = overload_named(row.target)
+        has_out = any(a.name == "out" for a in target._schema.arguments)
+        values = self._values()
+        copied_in = self._case.copied_in or row.inplace
+        outs = self._placed if row.out == "input" else self._outs
+
+        def act(beside: Callable[[], None]) -> None:
+            for source, placed, out in zip(self._inputs, self._placed, outs, strict=True):
+                given = out if row.inplace else placed
+                if copied_in:
+                    given.copy_(source)
+                now = {**values, "input": given}
+                args = [now[a.name] for a in target._schema.arguments if not a.kwarg_only]
+                target(*args, **({"out": out} if has_out else {}))
+            beside()
+            for out in outs:
+                _wait(out)
+                if self._case.copied_out:
+                    out.clone()
+
+        return act
+
+    def _values(self) -> dict[str, Any]:
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in self._case.others}
+        return {**values, "group_name": self._case.group}
+
+
+def _cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Aligned pieces of a placement, one behind the other."""
+    pieces = []
+    begin = 0
+    for numel in numels:
+        end = begin + numel * dtype.itemsize
+        pieces.append(flat[begin:end].view(dtype))
+        begin = -(-end // _ALIGN) * _ALIGN
+    return pieces
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    torch.ops._c10d_functional.wait_tensor(tensor)

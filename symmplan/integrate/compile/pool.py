@@ -1,0 +1,286 @@
+"""The segments of a compile backend: its graphs take turns in them.
+
+[Note: turns]
+    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward:
+    other results are copied out, and work that the graph does not wait for is not planned. So all
+    graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
+    recompilations) can use the same bytes, one after the other, and the segments need be no larger
+    than for the one that needs most.
+
+    A graph that is planned between a forward and its backward keeps away from what was saved, so
+    that between graph breaks everything stays where it is. Where graphs meet in another order than
+    they were planned in, what was saved is evacuated (see [Note: crossing tensors]). Whether a
+    backward is due is told from the order of runs, which is the same on all ranks, and not from
+    what is still alive, which need not be.
+
+    A graph that needs more than there is makes all ranks, which have agreed on its plan, allocate
+    larger segments and give the old ones back, before it first runs. Segments are inputs of the
+    compiled code, so all graphs use the new ones from their next run on.
+
+    A plan's barriers cover its own repetition. Where another graph had the bytes before, and one of
+    the two has accesses that do not meet all ranks before and after, a barrier lies between them;
+    where it ran on another stream, this one waits for that. Once something crosses, such a barrier
+    lies before each run: what is copied on entry must be so before peers touch the bytes. Where a
+    graph may copy back on entry what it needs in place, another lies before that: peers may still
+    read what was there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, evolve, field
+
+from symmplan.errors import ReleasedError, RunError
+from symmplan.integrate.compile.crossing import Lane, Zone, overlap
+from symmplan.integrate.compile.places import Places
+from symmplan.memory import realize
+from symmplan.memory.agreement import agree
+from symmplan.memory.groups import resolve_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from symmplan.integrate.compile.records import Rewritten
+    from symmplan.memory.arena import Arena
+    from symmplan.model import Placement, Plan
+
+__all__ = ["Pool", "Shared", "structure_of"]
+
+
+def structure_of(plan: Plan) -> Any:
+    """What plans that share segments have in common."""
+    return tuple((s.name, s.groups, s.signal_pad) for s in plan.segments)
+
+
+@define(eq=False)
+class Shared:
+    """Segments that plans of one structure take turns in.
+
+    Attributes:
+        arena: The segments; replaced when they must grow.
+        device: Where they lie.
+        groups: The process groups that they met.
+        copies: How many crossing tensors were copied, by reason.
+        lanes: The bytes of each crossing buffer that a graph has had so far.
+    """
+
+    arena: Arena
+    device: torch.device
+    groups: list[Any]
+    copies: Counter[str]
+    lanes: dict[Placement, Lane] = field(init=False, factory=dict)
+    _overlaps: dict[Rewritten, tuple[int, list[Lane]]] = field(init=False, factory=dict)
+    _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
+    _turn: Any = field(init=False, factory=threading.Lock)
+    _last: Plan | None = field(init=False, default=None)
+    _stream: Any = field(init=False, default=None)
+
+    def enter(
+        self, plan: Plan, prepare: Callable[[], None] = lambda: None, *, writes: bool = False
+    ) -> None:
+        """Begin a run of a graph that follows ``plan``. See [Note: turns].
+
+        Args:
+            plan: The plan.
+            prepare: What this rank has to do before peers touch the bytes.
+            writes: Whether that may write them.
+
+        Raises:
+            RunError: A graph that uses the same segments is running: inside it, or in another
+                thread.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise RunError(
+                "a compiled graph started while another one was using the same segments",
+                expected="graphs of one backend that run one after the other",
+                got="one inside the other, or two threads",
+                fix="compile one of them with a symmplan.backend() of its own",
+            )
+        try:
+            self._follow()
+            if writes and self._is_unmet(plan):
+                self._barrier()
+            prepare()
+            self._meet(plan)
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def leave(self) -> None:
+        """End it."""
+        self._turn.release()
+
+    def _follow(self) -> None:
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _meet(self, plan: Plan) -> None:
+        last = self._last
+        changed = last is not None and last is not plan
+        if (changed and last is not None and self._is_unmet(last)) or (
+            (changed or self.lanes) and self._is_unmet(plan)
+        ):
+            self._barrier()
+        self._last = plan
+
+    def _barrier(self) -> None:
+        for segment in self.arena.segments.values():
+            for group in segment.spec.groups:
+                segment.meeting(group).barrier()
+
+    def _is_unmet(self, plan: Plan) -> bool:
+        if id(plan) not in self._unmet:
+            self._unmet[id(plan)] = (plan, _unmet(plan))
+        return self._unmet[id(plan)][1]
+
+    def lane(self, place: Placement) -> Lane:
+        """The bytes of a crossing buffer."""
+        lane = self.lanes.get(place)
+        if lane is None:
+            segment = self.arena.segments[place.segment].tensor
+            lane = self.lanes[place] = Lane.of(place, segment)
+        return lane
+
+    def evacuate(self, part: Rewritten, here: Collection[Placement]) -> None:
+        """Copy what was saved out of the bytes that a graph is about to write.
+
+        Args:
+            part: The graph.
+            here: Where it finds what was saved for this run of it.
+        """
+        count, lanes = self._overlaps.get(part, (0, []))
+        if count != len(self.lanes):
+            lanes = [
+                lane
+                for place, lane in self.lanes.items()
+                if any(overlap(place, written) for written in part.writes)
+            ]
+            self._overlaps[part] = (len(self.lanes), lanes)
+        for lane in lanes:
+            if lane.place not in here and lane.held:
+                lane.evacuate()
+                self.copies["again" if lane.owner is part.owner else "other"] += 1
+
+    def move(self, arena: Arena) -> None:
+        """Use other segments, as large or larger; what was saved moves with them."""
+        old, self.lanes = self.lanes, {}
+        self.arena = arena
+        self._overlaps.clear()
+        for place, lane in old.items():
+            lane.move_to(self.lane(place))
+
+    def clear(self) -> None:
+        """Copy everything out that was saved."""
+        for lane in self.lanes.values():
+            if lane.held:  # what cannot move keeps the memory that it lies in
+                lane.move(lane.tensor.clone())
+                self.copies["released"] += 1
+
+
+@define(eq=False)
+class Pool:
+    """All segments of one backend.
+
+    Attributes:
+        timeout: Seconds that ranks wait for each other.
+        rendezvous: How many (segment, group) pairs were rendezvoused.
+        released: Whether `release` ran.
+        copies: How many crossing tensors were copied, by reason.
+        bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
+    """
+
+    timeout: float
+    rendezvous: int = field(init=False, default=0)
+    released: bool = field(init=False, default=False)
+    places: Places = field(init=False, factory=Places)
+    copies: Counter[str] = field(init=False, factory=Counter)
+    bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
+    _shared: dict[Any, Shared] = field(init=False, factory=dict)
+    _zones: list[Zone] = field(init=False, factory=list)
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """What is allocated."""
+        return tuple(shared.arena for shared in self._shared.values())
+
+    def take(self, plan: Plan, memory: str, device: torch.device) -> Shared:
+        """Agree on a plan, and find or make segments for it.
+
+        Collective: yes, over the plan's groups.
+        """
+        if self.released:
+            raise ReleasedError(
+                "a compiled graph ran after its backend was released",
+                fix="compile the model again, with a new symmplan.backend()",
+            )
+        key = (memory, device, structure_of(plan))
+        groups = [g.process_group for g in resolve_groups(_groups_of(plan)).values()]
+        shared = self._shared.get(key)
+        if shared is not None and shared.groups != groups:
+            shared.clear()
+            shared.arena.release()  # of a process group that is gone; another has its name
+            shared = None
+        if shared is None:
+            arena = realize(plan, memory=memory, device=device, timeout=self.timeout)
+            shared = self._shared[key] = Shared(arena, device, groups, self.copies)
+            self.rendezvous += arena.rendezvous
+            return shared
+        have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
+        larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
+        wanted = evolve(plan, segments=tuple(larger))
+        if all(s.nbytes == have[s.name] for s in larger):
+            agree(wanted, timeout=self.timeout)
+            return shared
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # before all ranks meet: then nobody uses the old ones
+        arena = realize(wanted, memory=memory, device=device, timeout=self.timeout)
+        old = shared.arena
+        shared.move(arena)
+        self.rendezvous += arena.rendezvous
+        if device.type == "cuda" and shared.lanes:
+            torch.cuda.synchronize(device)  # what was saved has been copied
+        old.release()
+        return shared
+
+    def zone(self, zone: Zone) -> None:
+        """Remember where the forward of a graph leaves what its backward reads."""
+        self._zones.append(zone)
+
+    def kept(self, structure: Any, but: Zone | None) -> list[tuple[Placement, str]]:
+        """``(placement, group)`` of what was saved by forwards whose backwards are due.
+
+        Args:
+            structure: Of the plan that is being made.
+            but: The graph's own zone, if it has one already.
+        """
+        due = (z for z in self._zones if z is not but and z.ahead and z.structure == structure)
+        return list(dict.fromkeys(place for zone in due for place in zone.places))
+
+    def release(self) -> None:
+        """Give all segments back. Idempotent.
+
+        Collective: no.
+        """
+        self.released = True
+        self.places.release()
+        for shared in self._shared.values():
+            shared.clear()
+            shared.arena.release()
+
+
+def _groups_of(plan: Plan) -> list[str]:
+    return [group for spec in plan.segments for group in spec.groups]
+
+
+def _unmet(plan: Plan) -> bool:
+    """Whether an operation touches peers' bytes without meeting all ranks before and after."""
+    operations = {o.name: o for o in plan.problem.operations}
+    found = (operations[a.operation] for a in plan.problem.accesses if a.remote)
+    return any(not (o.handshake and o.release) for o in found)

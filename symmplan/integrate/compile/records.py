@@ -1,0 +1,103 @@
+"""What is known of a compiled graph: how it was asked for, its parts, what was decided."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import define, field, frozen
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmplan.capture import Captured
+    from symmplan.integrate.compile.choice import Choice
+    from symmplan.integrate.compile.crossing import Given
+    from symmplan.integrate.compile.emit import SegmentInput
+    from symmplan.integrate.compile.unit import Unit
+    from symmplan.model import Placement, Plan
+
+__all__ = ["Record", "Rewritten", "Settings"]
+
+
+@frozen
+class Settings:
+    """How a compile backend was asked to work.
+
+    Attributes:
+        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
+        memory: Name of the memory backend.
+        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
+        timeout: Seconds that ranks wait for each other before they raise.
+        choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
+        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+        bind: Keep static inputs of declared ops in symmetric memory.
+    """
+
+    inner: str
+    memory: str
+    effort: Literal["fast", "optimal"]
+    timeout: float
+    choose: Literal["auto", "measure", "placed"]
+    debug: bool
+    bind: bool
+
+    def chooses(self, device: torch.device) -> bool:
+        """Whether collectives are measured before they are planned."""
+        return self.choose == "measure" or (self.choose == "auto" and device.type != "cpu")
+
+
+@frozen(eq=False)
+class Rewritten:
+    """A part that follows a plan.
+
+    Attributes:
+        part: ``"forward"``, ``"backward"`` or ``"inference"``.
+        inputs: What it takes of the segments after its own inputs, in order.
+        saved: ``{output: where it stays}`` of what its backward reads in its placement.
+        given: Its inputs that its forward left in placements.
+        writes: The bytes that it writes.
+        owner: Of which graph it is a part.
+    """
+
+    part: str
+    inputs: tuple[SegmentInput, ...]
+    saved: dict[int, Placement]
+    given: tuple[Given, ...]
+    writes: tuple[Placement, ...]
+    owner: Unit
+
+
+@define(eq=False)
+class Record:
+    """What is remembered of a graph, also when its code is gone.
+
+    Attributes:
+        plans: The plan of each part.
+        kept: Plans of inputs that lie in symmetric memory from run to run.
+        sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
+        choices: What was measured.
+        outgrown: Of each size that had become too large for an earlier plan, what was logged.
+        seconds: Symmplan's part of compiling it.
+        crossing_bytes: Bytes that stay in their placements between forward and backward.
+    """
+
+    plans: dict[str, Plan] = field(init=False, factory=dict)
+    kept: dict[str, Plan] = field(init=False, factory=dict)
+    sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
+    choices: list[Choice] = field(init=False, factory=list)
+    outgrown: list[str] = field(init=False, factory=list)
+    seconds: float = field(init=False, default=0.0)
+    crossing_bytes: int = field(init=False, default=0)
+
+    def add(self, captured: Captured) -> None:
+        """Remember the declared tensors of a part."""
+        self.sites += [
+            (
+                f"{captured.prefix}{s.node.name}",
+                captured.specs[s.node].op,
+                s.where,
+                s.how,
+                s.reason,
+            )
+            for s in captured.sites
+        ]

@@ -1,0 +1,125 @@
+"""`symmplan.eager`: declared ops of an ordinary eager program in planned symmetric memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from symmplan import _compat
+from symmplan.errors import CaptureError
+from symmplan.integrate.eager.session import ACTIVE, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["eager", "empty", "out"]
+
+
+def eager(
+    group: Any = None,
+    memory: str = "auto",
+    *,
+    device: torch.device | str | None = None,
+    effort: Literal["fast", "optimal"] = "fast",
+    timeout: float = 300.0,
+    debug: bool = False,
+) -> Session:
+    """A session in which declared ops run in planned symmetric memory.
+
+    The first iteration is recorded, `Session.step` ends it: the ranks agree on a plan and
+    rendezvous once. Later iterations make the same calls and are served from the plan.
+
+    Args:
+        group: Torch's process group of all ranks that run the program; the default one if None.
+        memory: Name of a memory backend.
+        device: Where declared tensors lie; the current CUDA device if the group has NCCL, else the
+            CPU.
+        effort: How hard the planner tries.
+        timeout: Seconds that ranks wait for each other before they raise.
+        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+
+    Raises:
+        BackendError: The memory backend does not serve this device or group.
+
+    Collective: no; entering, `Session.step` and leaving are.
+    """
+    if not _compat.has_process_groups():
+        raise CaptureError(
+            "symmplan.eager needs torch.distributed",
+            expected="an initialised process group",
+            got="none",
+            fix="call torch.distributed.init_process_group first",
+        )
+    if device is None:
+        chosen: Any = torch.distributed.group.WORLD if group is None else group
+        cuda = torch.cuda.is_available() and _compat.has_nccl_backend(chosen)
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":  # the current one is another in other threads
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
+    return Session(
+        group,
+        memory=memory,
+        device=device,
+        effort=effort,
+        timeout=timeout,
+        debug=debug,
+    )
+
+
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Like `torch.empty`, but the memory may be used by a declared op where it lies.
+
+    Inside a session it is the placement of the declared tensor that it becomes. Elsewhere, and in
+    the iteration that is recorded, it is ordinary memory.
+
+    Args:
+        size: Shape in elements.
+        dtype: Element type.
+        device: Where it lies.
+
+    Raises:
+        RunError: The session expected another call here.
+
+    Collective: no.
+    """
+    if torch.compiler.is_compiling() or not ACTIVE:
+        return torch.empty(*size, dtype=dtype, device=device)  # type: ignore[arg-type]
+    return ACTIVE[0].memory("empty", torch.empty, size, {"dtype": dtype, "device": device})
+
+
+def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``fn(*args, **kwargs)``, written straight into the placement of the argument it becomes.
+
+    Args:
+        fn: A function of torch that takes ``out=``, such as `torch.mm`. Where autograd follows
+            the call, it is just made: no ``out=`` can be differentiated.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Returns:
+        What ``fn`` returns. Inside a session its memory is a placement; elsewhere this is just the
+        call of ``fn``.
+
+    Raises:
+        RunError: The session expected another call here.
+
+    Collective: no.
+    """
+    if torch.compiler.is_compiling() or not ACTIVE or _differentiates(args, kwargs):
+        return fn(*args, **kwargs)
+    return ACTIVE[0].memory("out", fn, args, kwargs)
+
+
+def _differentiates(args: Any, kwargs: Any) -> bool:
+    """Whether autograd would follow the call, which no ``out=`` can do."""
+    given = (*args, *kwargs.values())
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in given
+    )

@@ -1,0 +1,269 @@
+"""One rank of an eager session fails: an error on every rank, and nobody left waiting.
+
+[Note: one rank departs]
+    Who finds that the program departs from the schedule rings the alarm of the group, breaks the
+    arena, and raises. Peers inside a collective of that arena notice that it is broken, read the
+    alarm and raise the same error, which names rank, op and buffer.
+
+[Note: who waits elsewhere]
+    A peer may wait where nothing of symmplan's can look around: for its device, on which a kernel
+    waits for the rank that departed, or in a collective that is not declared. So each rank has a
+    thread that listens for the alarm. When it rings, the rank's next declared call raises; if none
+    comes for a while, the thread aborts the group's communicators, which ends the wait, and lets
+    the waiting thread raise the peer's error as soon as it is back in Python, before it can use
+    what the aborted collective left behind. Before that, all ranks see to it that no planned
+    collective waits for one of them; see `symmplan.integrate.eager.rescue`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from symmplan import _compat as compat
+from symmplan.errors import RunError, SymmplanError
+from symmplan.memory.alarm import Alarm
+from symmplan.memory.exchange import Exchange
+from symmplan.memory.own import own_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from symmplan.integrate.eager.schedule import Event
+    from symmplan.memory.groups import Group
+
+__all__ = ["REDO", "Faults", "ends_within", "public"]
+
+#: Seconds within which the error of a rank that gave up is there to be read.
+_PATIENCE = 2.0
+#: Seconds that a rank has to come upon a peer's failure by itself.
+_GRACE = 3.0
+_POLL = 0.25
+#: Seconds that peers have to hear of a failure and to say how far they are.
+_MEETING = _PATIENCE + _GRACE + 5.0
+#: Seconds that an abort may take. On a device that never comes to rest it does not end.
+_ABORT = 15.0
+
+REDO = "make the same calls in every iteration, or call session.replan() on all ranks"
+
+
+class Faults:
+    """What a session does about failures, its own and its peers'.
+
+    Args:
+        groups: ``{name: group}`` of the session's ranks.
+        timeout: Seconds that ranks wait for each other.
+        on_failure: Called once with the first error: nothing may be served any more.
+        rescue: Called once after that, with the group, a key in its store and seconds: peers may
+            wait for planned calls that this rank did not make.
+
+    Attributes:
+        failed: Whether this rank knows of a failure.
+
+    Collective: yes, in that every rank must make its own in the same order. Nobody waits.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        timeout: float,
+        on_failure: Callable[[BaseException], None],
+        rescue: Callable[[Group, str, float], None],
+    ) -> None:
+        self._groups = groups
+        (self._group,) = groups.values()
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._rescue = rescue
+        self._rescuing = threading.Lock()
+        self._rescued = False
+        self._alarm = Alarm(self._group)
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._quiet = threading.Event()
+        self._raised_there = False
+        self.failed = False
+        self._listener = threading.Thread(target=self._listen, name="symmplan alarm", daemon=True)
+        if self._group.size > 1:
+            self._listener.start()
+
+    def usable(self) -> None:
+        """Raise if the session failed.
+
+        Raises:
+            SymmplanError: What the first rank failed with.
+        """
+        if not self.failed:
+            return
+        self._notice()
+        self.rescue()
+        raise self._alarm.heard() or RunError(
+            "an eager session was used after it failed",
+            fix="call session.replan() on every rank, or leave the session",
+            group=self._group.name,
+            rank=self._group.rank,
+        )
+
+    def depart(
+        self,
+        what: str,
+        *,
+        expected: object,
+        got: object,
+        event: Event | None,
+        op: str = "",
+        buffer: str = "",
+        fix: str = REDO,
+    ) -> NoReturn:
+        """Raise, on every rank. See [Note: one rank departs].
+
+        Args:
+            what: What this rank does that was not planned.
+            expected: What was.
+            got: What it does instead.
+            event: The planned call; None if there is none any more.
+            op: Name of the op; that of ``event`` if empty.
+            buffer: Name of a buffer; one of ``event`` if empty.
+            fix: What to do.
+        """
+        error = RunError(
+            f"rank {self._group.rank}: {what}",
+            expected=expected,
+            got=got,
+            fix=fix,
+            group=self._group.name,
+            rank=self._group.rank,
+            failed_rank=self._group.rank,
+            op=op or (event.name if event is not None else ""),
+            buffer=buffer or _name_of_buffer(event),
+        )
+        self.fail(error)
+        self.rescue()
+        raise error
+
+    def fail(self, error: BaseException) -> None:
+        """This rank failed, or learnt that another did. Only the first error counts."""
+        self._notice()
+        if not self.failed:
+            self.failed = True
+            self._alarm.ring(error)
+            self._on_failure(error)
+
+    def rescue(self, group: Group | None = None) -> None:
+        """See that no peer waits for a planned collective of this rank. Whoever is first does it.
+
+        Args:
+            group: The session's, with another connection to its store.
+
+        Collective: yes, over the ranks of a session that failed. Nobody waits for long.
+        """
+        with self._rescuing:
+            if not self._rescued:
+                self._rescued = True
+                self._rescue(group or self._group, self._alarm.key("at"), _MEETING)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run something of ours; if it fails, say why on every rank."""
+        try:
+            with own_work:
+                yield
+        except BaseException as error:
+            self.found(error)
+            raise
+
+    def found(self, error: BaseException) -> None:
+        """``error`` came up here. Returns if it is this rank's own.
+
+        Raises:
+            SymmplanError: What a peer failed with, if that is why.
+        """
+        told = self._alarm.heard(_PATIENCE) if isinstance(error, SymmplanError) else None
+        self.fail(error)
+        self.rescue()
+        if told is not None:
+            raise told from None
+
+    def leave_by(self, error: BaseException) -> None:
+        """The program left by ``error``. Peers may wait anywhere, or for this rank to record."""
+        Exchange(self._groups, self._timeout).fail(error)
+        self.fail(error)
+        self.rescue()
+
+    def abort(self) -> None:
+        """End what waits for a peer that will never come."""
+        if self._group.size > 1:
+            ends_within(_ABORT, compat.abort_group, self._group.process_group)
+
+    def close(self) -> None:
+        """Listen no more.
+
+        A thread that comes back from the store while the interpreter ends aborts the process.
+        """
+        self._notice()
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join(_GRACE)
+
+    # The thread. See [Note: who waits elsewhere].
+
+    def _notice(self) -> None:
+        """The program's thread knows by now: it needs no other to tell it."""
+        with self._lock:
+            self._quiet.set()
+            if self._raised_there:
+                self._raised_there = False
+                compat.raise_in_thread(self._thread, None)
+
+    def _listen(self) -> None:
+        alarm = self._alarm.listener()
+        while not self._quiet.wait(_POLL):
+            told = alarm.heard()
+            if told is None:
+                continue
+            self.failed = True
+            self._on_failure(told)
+            if self._quiet.wait(_GRACE):
+                return
+            with self._lock:
+                if self._quiet.is_set():
+                    return
+                self._raised_there = True
+                compat.raise_in_thread(self._thread, told)
+            self.rescue(alarm.group)
+            if not self._quiet.wait(_GRACE):
+                self.abort()
+            return
+
+
+def ends_within(seconds: float, act: Callable[..., object], *args: Any) -> bool:
+    """Call ``act(*args)`` and wait for its end, but not for ever.
+
+    Returns:
+        Whether it ended. It goes on if not.
+    """
+    thread = threading.Thread(target=act, args=args, name="symmplan ends_within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _name_of_buffer(event: Event | None) -> str:
+    """A buffer that an event touches, for messages."""
+    if event is None:
+        return ""
+    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds] + event.writes
+    return names[0] if names else ""
+
+
+def public(given: Any) -> Any:
+    """Arguments for messages: no objects, no addresses."""
+    import torch
+
+    if isinstance(given, (tuple, list)):
+        if len(given) == 2 and isinstance(given[1], torch.dtype):
+            return f"{str(given[1]).removeprefix('torch.')}{list(given[0])}"
+        return tuple(public(v) for v in given)
+    if isinstance(given, dict):
+        return {k: public(v) for k, v in given.items()}
+    return getattr(given, "__name__", given)

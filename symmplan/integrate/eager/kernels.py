@@ -1,0 +1,116 @@
+"""The kernels through which a frozen session sees declared ops, and no others.
+
+[Note: nobody else pays]
+    The first iteration runs under a dispatch mode, which sees every op. After that there is none:
+    declared ops, and only those, get a kernel at the dispatch key BackendSelect. That key is in
+    every call's key set, below autograd and above all backends; an op without a kernel for it falls
+    through at no cost. The kernel looks what the schedule expects, and hands calls that are not the
+    program's (a declared op that runs inside another, work of symmplan's own) to the keys behind
+    it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan import _compat
+from symmplan.capture.c10d import NAMES
+from symmplan.integrate.compile.lowering import overload_named
+from symmplan.integrate.eager.direct import MISS, install_fronts
+from symmplan.memory.own import OWN
+from symmplan.registry import all_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from symmplan.integrate.eager.session import Session
+
+__all__ = ["install"]
+
+#: Where `wait_tensor` is, which ends what results that leave the iteration wait for.
+_PENDING = "_c10d_functional"
+
+#: Their ops run others of the catalogue below autograd, which the session sees.
+_FRONTS = ("_c10d_functional_autograd", "_dtensor")
+
+
+def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
+    """Kernels for all declared ops. See [Note: nobody else pays].
+
+    Args:
+        session: Frozen.
+        ops: What its program calls.
+
+    Returns:
+        What removes them.
+    """
+    names = [spec.op for spec in all_specs()]
+    names += [f"{name}.default" for name in NAMES]
+    libraries: dict[str, torch.library.Library] = {}
+    after = _compat.keyset_after_select()
+    for name in dict.fromkeys(names):
+        namespace = name.partition("::")[0]
+        if namespace in _FRONTS:
+            continue
+        try:
+            op = overload_named(name)
+        except AttributeError:
+            continue
+        library = libraries.get(namespace)
+        if library is None:
+            library = libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        library.impl(
+            op._name.partition("::")[2],
+            _kernel(session, op, after),
+            "BackendSelect",
+            with_keyset=True,
+        )
+    if session.leaving:
+        library = libraries.setdefault(_PENDING, torch.library.Library(_PENDING, "IMPL"))
+        library.impl("wait_tensor", _wait_kernel(session, after), "BackendSelect", with_keyset=True)
+    remove_fronts = install_fronts(session.line, session.faults, ops)
+
+    def remove() -> None:
+        remove_fronts()
+        for library in libraries.values():
+            library._destroy()
+
+    return remove
+
+
+def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:
+    redispatch = _compat.redispatch_of(torch.ops._c10d_functional.wait_tensor.default)
+
+    def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+        result = redispatch(keys & after, tensor)
+        event = session.leaving.get(tensor.untyped_storage()._cdata)
+        if event is not None and not OWN.depth:
+            session.waited(event, tensor)
+        return result
+
+    return kernel
+
+
+def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
+    redispatch, line, fits = _compat.redispatch_of(op), session.line, session.line.lanes.fits
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if OWN.depth:
+            return redispatch(keys & after, *args, **kwargs)
+        quicks, at = line.quicks, line.at
+        if at < len(quicks):
+            quick = quicks[at]
+            if quick is not None and quick.op is op and not kwargs and fits(quick.role):
+                try:
+                    result = quick.call(keys, args)
+                except BaseException as error:
+                    session.faults.found(error)
+                    raise
+                if result is not MISS:
+                    line.at = at + 1
+                    return result
+        return session.serve(op, keys & after, args, kwargs)
+
+    return kernel

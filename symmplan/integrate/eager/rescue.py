@@ -1,0 +1,167 @@
+"""Let peers come out of collectives that this rank will never make.
+
+[Note: who waits on a device]
+    A rank may have started planned collectives that the one that departs never comes to. Its device
+    waits for them, and NCCL cannot always be told to stop (its symmetric kernels listen to an abort
+    only from 2.29.7 on). So nobody is left waiting: every rank says how many planned calls it has
+    made, and those that made fewer make the collectives that the others have started, on the same
+    placements and with whatever lies there. The bytes of their own placements are put back. Whoever
+    waited has been told before, and raises before it can use a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.integrate.eager.direct import starter
+from symmplan.integrate.eager.faults import ends_within
+from symmplan.memory.own import own_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from symmplan.integrate.eager.schedule import Event
+    from symmplan.memory.groups import Group
+
+__all__ = ["catch_up", "missing_of"]
+
+_POLL = 0.02
+#: Seconds that the device has to end what was made up for.
+_REST = 5.0
+
+
+def missing_of(
+    events: Sequence[Event], device: torch.device
+) -> list[Callable[[], None] | None] | None:
+    """For each planned call, what peers need of it; None for those that cannot be made up for.
+
+    Args:
+        events: The planned calls.
+        device: Where their tensors lie.
+
+    Returns:
+        None if no call is a collective of the process group.
+    """
+    found: list[Callable[[], None] | None] = [_missing(event, device) for event in events]
+    there = any(
+        e.call.kind == "op" and act is not None for e, act in zip(events, found, strict=True)
+    )
+    return found if there else None
+
+
+def _nothing() -> None:
+    """Memory: peers have no part in it."""
+
+
+def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
+    if event.call.kind != "op":
+        return _nothing
+    row = event.row
+    if row is None or row.target[:5] != "_c10d":
+        return None
+    values = dict(zip(event.names, event.call.args, strict=False))
+    values.update(event.call.kwargs)
+    start = starter(
+        row.target,
+        event.group or values.get("group_name"),
+        device,
+        reduction=values.get("reduce_op"),
+        root=values.get("src"),
+    )
+    if start is None:
+        return None
+    places = {(s.head, s.index): s.view for s in event.stages}
+    places.update({(b.head, b.index): b.view for b in event.binds})
+    pairs = []
+    for path in [(i,) for i in range(len(values["inputs"]))] if row.each else [()]:
+        head = "inputs" if row.each else "input"
+        source = places.get((head, path), _at(values[head], path))
+        out: Any
+        if row.out == "return":
+            like = event.shapes[path]
+            out = event.results.get(path, (like.shape, like.dtype))
+        else:
+            out = places.get((row.out, path), _at(values[row.out], path))
+        pairs.append((out, out if row.inplace or row.out == head else source))
+
+    def make() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        for out, source in pairs:
+            there = _real(out, device)
+            kept = there.clone()
+            work = start(there, there if source is out else _real(source, device))
+            if work is not None:
+                work.wait()
+            there.copy_(kept)
+
+    return make
+
+
+def _at(value: Any, path: tuple[int, ...]) -> Any:
+    for i in path:
+        value = value[i]
+    return value
+
+
+def _real(tensor: Any, device: torch.device) -> torch.Tensor:
+    """A placement, or ordinary memory where there is none: peers use such, too."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    shape, dtype = tensor
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@own_work
+def catch_up(
+    group: Group,
+    key: str,
+    made: int,
+    missing: Sequence[Callable[[], None] | None],
+    device: torch.device,
+    patience: float,
+) -> bool:
+    """Say how many calls this rank has made, and make those that others are waiting in.
+
+    Args:
+        group: The ranks.
+        key: Where in the group's store; the same on all ranks, and new.
+        made: How many planned calls this rank has made, in all iterations.
+        missing: From `missing_of`.
+        device: Where the tensors lie.
+        patience: Seconds that the others have to say so.
+
+    Returns:
+        Whether all ranks have made the same calls now. Never raises.
+
+    Collective: yes; who waits too long goes on.
+    """
+    if group.size == 1:
+        return True
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # what is captured does not run
+    with contextlib.suppress(Exception):  # there is another error to tell of
+        group.store.set(f"{key}/{group.rank}", str(made))
+        keys = [f"{key}/{rank}" for rank in range(group.size)]
+        deadline = time.monotonic() + patience
+        while not group.store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL)
+        last = max(made, *(int(bytes(group.store.get(k))) for k in keys))
+        acts = [missing[i % len(missing)] for i in range(made, last)]
+        if any(act is None for act in acts):
+            return False
+        if not acts:
+            return True
+        with torch.inference_mode():
+            for act in acts:
+                assert act is not None
+                act()
+        # Whoever aborts a communicator in which kernels still run may crash its peers.
+        return device.type != "cuda" or ends_within(_REST, torch.cuda.synchronize, device)
+    return False

@@ -1,0 +1,407 @@
+"""An eager program: its first iteration recorded, planned, the following ones served."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import evolve
+
+from symmplan import _compat as compat
+from symmplan.capture.c10d import functional_form
+from symmplan.errors import ReleasedError, RunError, SymmplanError
+from symmplan.integrate.compile.lowering import Lowerings
+from symmplan.integrate.eager.faults import REDO, Faults, ends_within, public
+from symmplan.integrate.eager.kernels import install
+from symmplan.integrate.eager.lanes import Lanes, streams_of
+from symmplan.integrate.eager.quick import MISS, Line, quick_call, quick_memory
+from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
+from symmplan.integrate.eager.rescue import catch_up
+from symmplan.integrate.eager.serve import serve, take_away
+from symmplan.integrate.eager.stats import Copy, Stats
+from symmplan.memory import resolve_backend
+from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import OWN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Self
+
+    from symmplan.integrate.eager.schedule import Event
+    from symmplan.memory.groups import Group
+    from symmplan.model import Plan
+
+__all__ = ["ACTIVE", "Session"]
+
+
+ACTIVE: list[Session] = []
+
+#: Seconds that a device has to come to rest after a failure.
+_REST = 10.0
+
+
+class Session:
+    """An eager program whose declared ops run in planned placements. Made by `eager`."""
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        memory: str,
+        device: torch.device,
+        effort: Literal["fast", "optimal"],
+        timeout: float,
+        debug: bool,
+    ) -> None:
+        name = compat.world_name() if group is None else compat.group_name(group)
+        groups = resolve_groups([name])
+        lowerings = Lowerings(resolve_backend(memory, device, groups).name)
+        streams = streams_of(device)
+        self._settings = Settings(groups, lowerings, device, streams, effort, timeout, debug)
+        self._state: Literal["new", "recording", "frozen", "released"] = "new"
+        self._recording: Recording | None = None
+        self._frozen: Frozen | None = None
+        self._uninstall: Callable[[], None] | None = None
+        self._live: list[Event] = []  # the calls that are served: none once anybody failed
+        self.line = Line(Lanes(None))
+        #: ``{storage: call}`` of pending results that are copied out when they are waited for.
+        self.leaving: dict[int, Event] = {}
+        self._counts: dict[str, Any] = {"rendezvous": 0, "iterations": 0, "served": 0, "copies": 0}
+        self.faults = Faults(groups, timeout, self._stop_serving, self._rescue)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.faults.failed else self._state
+        return f"<symmplan.eager session: {state}, {len(self._events)} calls planned>"
+
+    @property
+    def plan(self) -> Plan | None:
+        """The frozen plan; None while an iteration is being recorded."""
+        return None if self._frozen is None else self._frozen.plan
+
+    @property
+    def stats(self) -> Stats:
+        """See `Stats`."""
+        if self._frozen is None:
+            return Stats(**self._counts)
+        counts = self._counted(self._events[: self.line.at])
+        sites, plan = self._frozen.captured.sites, self._frozen.plan
+        held = not self._frozen.arena.released
+        return Stats(
+            placed=sum(s.how is not None for s in sites),
+            staged=sum(s.how == "stage" for s in sites),
+            bound=sum(s.how == "bind" for s in sites),
+            segment_bytes=self._frozen.arena.segment_bytes if held else 0,
+            lower_bound_bytes=plan.lower_bound_bytes,
+            copied=self._frozen.copies,
+            **counts,
+        )
+
+    def _counted(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The counts so far, with those of ``events`` of this iteration."""
+        more = {
+            "served": sum(e.placed for e in events),
+            "copies": sum(e.copies for e in events if e.placed),
+        }
+        return {k: n + more.get(k, 0) for k, n in self._counts.items()}
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """Every declared tensor that is copied, why, and the line that would avoid it."""
+        return () if self._frozen is None else self._frozen.copies
+
+    @property
+    def _events(self) -> list[Event]:
+        return [] if self._frozen is None else self._frozen.events
+
+    # Recording.
+
+    def __enter__(self) -> Self:
+        if ACTIVE:
+            raise RunError(
+                "two eager sessions at a time",
+                expected="at most one in a process",
+                got="one inside another",
+                fix="leave the first session before the next is entered",
+            )
+        self._usable()
+        ACTIVE.append(self)
+        self._record()
+        return self
+
+    def _record(self) -> None:
+        self._state = "recording"
+        self._recording = Recording(self._settings)
+
+    def step(self) -> None:
+        """End an iteration. The first one is planned here, and its memory rendezvoused.
+
+        On a device, the streams on which declared calls ran wait for each other.
+
+        Raises:
+            AgreementError: Ranks recorded different programs; raised on every rank.
+            RunError: The iteration made fewer calls than planned.
+            ReleasedError: The session was left.
+
+        Collective: yes, but in a frozen session nobody waits unless the plan has a barrier there.
+        """
+        self._usable()
+        if self._recording is not None:
+            self._freeze(self._recording)
+            self._counts["iterations"] += 1
+            return
+        assert self._frozen is not None
+        if self.line.at != len(self._events):
+            event = self._events[self.line.at]
+            self.faults.depart(
+                f"the iteration ended before call {self.line.at}, {event.name}",
+                expected=f"{len(self._events)} declared calls",
+                got=self.line.at,
+                event=event,
+            )
+        self.line.lanes.join()
+        self._run(self._frozen.tail)
+        self.line.lanes.part()
+        self._counts = self._counted(self._events)
+        self._counts["iterations"] += 1
+        self.line.turn()
+
+    def _freeze(self, recording: Recording) -> None:
+        self._recording = None
+        frozen = recording.freeze()
+        self._counts["rendezvous"] += frozen.arena.rendezvous
+        self._frozen, self._live = frozen, frozen.events
+        self.line = Line(frozen.lanes, [None] * len(frozen.events))
+        self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
+        self._state = "frozen"
+        self._uninstall = install(self, [event.call.op for event in frozen.events])
+
+    def replan(self) -> None:
+        """Forget the plan; the next iteration is recorded and planned afresh.
+
+        Also the way on after an error that every rank has seen, as long as no rank was waiting on
+        its device: that ends with the group's communicators.
+
+        Collective: yes.
+        """
+        if self._state == "released":
+            self._usable()
+        self._let_go()
+        self._frozen = None
+        meet(self._settings, "session.replan()")
+        of = self._settings
+        self.faults = Faults(of.groups, of.timeout, self._stop_serving, self._rescue)
+        self._record()
+
+    # Serving.
+
+    def serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
+        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours.
+
+        The long way, which finds out what is wrong; see `symmplan.integrate.eager.quick`.
+        """
+        self._usable()
+        at = self.line.at
+        form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
+        event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
+        self._run(event.before)
+        self._check_claims(event)
+        with self.faults.guarded():
+            result = serve(event, behind, args, kwargs, form)
+        self.line.at = at + 1
+        self.line.learn(at, *quick_call(event, args, kwargs, form))
+        return result
+
+    def waited(self, event: Event, tensor: torch.Tensor) -> None:
+        """A result of ``event`` that leaves the iteration was waited for: it may be copied out."""
+        with self.faults.guarded():
+            take_away(event, tensor)
+
+    def _run(self, acts: Sequence[Callable[[], None]]) -> None:
+        if acts:
+            with self.faults.guarded():
+                for act in acts:
+                    act()
+
+    def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
+        name = f"symmplan.{kind}" if op is None else op.name()
+        if self.line.at >= len(self._live):
+            self.faults.depart(
+                f"{name} was called after the last call of the recorded iteration",
+                expected="session.step()",
+                got=name,
+                event=None,
+                op=name,
+            )
+        event = self._live[self.line.at]
+        if op is not event.call.op or kind != event.call.kind:
+            self.faults.depart(
+                f"call {self.line.at} is another op than planned",
+                expected=f"{event.name} ({event.call.line})",
+                got=name,
+                event=event,
+                op=name,
+            )
+        difference = event.differs(args, kwargs)
+        if difference is not None:
+            self.faults.depart(
+                f"call {self.line.at}, {name}, has other arguments than planned",
+                expected=public(difference[0]),
+                got=public(difference[1]),
+                event=event,
+            )
+        if not self.line.lanes.fits(event.stream):
+            self.faults.depart(
+                f"call {self.line.at}, {name}, runs on another stream than planned",
+                expected=f"the stream that was {event.stream!r} when it was recorded",
+                got="one that is another in this iteration",
+                event=event,
+            )
+        return event
+
+    def _check_claims(self, event: Event) -> None:
+        overdue = event.overdue()
+        if overdue is None:
+            return
+        buffer, other = overdue
+        self.faults.depart(
+            f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still held",
+            expected="no tensor on it any more, as in the recorded iteration",
+            got="one that is kept longer",
+            event=event,
+            buffer=other,
+            fix=f"drop the tensor or keep a clone of it; or {REDO}",
+        )
+
+    def _stop_serving(self, error: BaseException) -> None:
+        """The first failure, here or elsewhere: nothing is in its placement any more."""
+        self._live, self.line.quicks = [], []
+        if self._frozen is not None:
+            for segment in self._frozen.arena.segments.values():
+                segment.health.break_(error)
+
+    def _rescue(self, group: Group, key: str, patience: float) -> None:
+        """Nobody shall wait for a planned collective that this rank did not come to."""
+        frozen, line = self._frozen, self.line
+        if frozen is None or frozen.missing is None:
+            return
+        made = line.before + line.at
+        catch_up(group, key, made, frozen.missing, self._settings.device, patience)
+
+    # Memory.
+
+    def memory(
+        self,
+        kind: Literal["empty", "out"],
+        make: Callable[..., torch.Tensor],
+        args: Any,
+        kwargs: Any,
+    ) -> torch.Tensor:
+        """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
+        line = self.line
+        quicks, at = line.quicks, line.at
+        if at < len(quicks) and not OWN.depth:
+            quick = quicks[at]
+            if quick is not None and quick.op == kind and line.lanes.fits(quick.role):
+                tensor: torch.Tensor = quick.call(make, args, kwargs)
+                if tensor is not MISS:
+                    line.at = at + 1
+                    return tensor
+        if OWN.depth or self._state not in ("recording", "frozen"):
+            return make(*args, **kwargs)
+        if self._recording is not None:
+            return self._recording.memory(kind, make, args, kwargs)
+        return self._memory(kind, make, args, kwargs)
+
+    def _memory(
+        self, kind: str, make: Callable[..., torch.Tensor], args: Any, kwargs: Any
+    ) -> torch.Tensor:
+        """The long way."""
+        self._usable()
+        at = self.line.at
+        event = self._expect(None, (make, *args), kwargs, kind)
+        self._run(event.before)
+        self._check_claims(event)
+        lent = next(iter(event.lent.values()), None)
+        if lent is None:
+            tensor = make(*args, **kwargs)
+        else:
+            if kind == "out":
+                make(*args, **kwargs, out=lent.tensor)
+            tensor = lent.give()
+        self._run([*event.ready, *event.after])
+        self.line.at = at + 1
+        self.line.learn(at, *quick_memory(event, self._run))
+        return tensor
+
+    # The end.
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._state == "released":
+            return
+        try:
+            if error is None:
+                self._usable()
+                meet(self._settings, "leave the session")
+            else:
+                self._give_up(error)
+        except SymmplanError as failure:
+            if error is None:
+                self._give_up(failure)
+                raise
+        finally:
+            self.release()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Peers may wait anywhere: in an op, on their device, or for this rank to record one."""
+        self.faults.leave_by(error)
+        self.faults.abort()
+
+    def _let_go(self) -> None:
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+        self.faults.close()
+        if self._uninstall is not None:
+            self._uninstall()
+            self._uninstall = None
+        self._counts = self._counted(self._events[: self.line.at])
+        self._live, self.line = [], Line(Lanes(None))
+        self.leaving = {}
+        if self._frozen is not None and self._rests():
+            self._frozen.arena.release()
+
+    def _rests(self) -> bool:
+        """Whether the device has nothing to do; after a failure it may wait for a peer for ever."""
+        device = self._settings.device
+        if device.type != "cuda":
+            return True
+        if not self.faults.failed:
+            torch.cuda.synchronize(device)
+            return True
+        return ends_within(_REST, torch.cuda.synchronize, device)
+
+    def release(self) -> None:
+        """Give everything back; done when the context is left. Idempotent.
+
+        Tensors that the program still holds keep their memory, which is ordinary from now on:
+        symmplan's ops refuse it.
+
+        Collective: no.
+        """
+        self._let_go()
+        if self._frozen is not None:  # what it says stays, what it held goes
+            self._frozen = evolve(self._frozen, events=[], tail=[], missing=None)
+        self._state = "released"
+        if self in ACTIVE:
+            ACTIVE.remove(self)
+
+    def _usable(self) -> None:
+        if self._state == "released":
+            raise ReleasedError(
+                "an eager session was used after it was left",
+                fix="use it inside its with-block, or make a new one",
+                group=self._settings.group.name,
+                rank=self._settings.group.rank,
+            )
+        self.faults.usable()

@@ -1,0 +1,252 @@
+"""`symmplan.fsdp.apply`: FSDP2's collectives in planned symmetric memory."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from symmplan import _compat as compat
+from symmplan.errors import BackendError, CaptureError
+from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
+from symmplan.integrate.fsdp.direct import Direct
+from symmplan.integrate.fsdp.layout import NO_SEAM
+from symmplan.integrate.fsdp.runtime import Runtime
+from symmplan.integrate.fsdp.slots import Options
+from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+from symmplan.planner import check_effort
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from symmplan.integrate.fsdp.choice import Choice
+    from symmplan.model import Plan
+
+__all__ = ["Handle", "Stats", "apply"]
+
+
+@frozen
+class Stats:
+    """What was done so far. Collectives are counted, not bytes, unless it says otherwise.
+
+    Attributes:
+        modules: Parameter groups of FSDP modules that were found; most modules have one.
+        recorded: Collectives that ran before the plan was frozen, in ordinary memory.
+        rendezvous: Rendezvous made for the plan: segments times groups, and times the
+            communicators for copy engines.
+        placed: Collectives that ran in their placement; ``staged + bound``.
+        staged: Those of them that were copied there and back, because this rank still used the
+            placement's bytes for something else.
+        bound: Those of them whose buffer FSDP2 filled or read where it lies.
+        plain: Collectives that ran in ordinary memory after the plan was frozen.
+        departures: Times that the program left the order of the plan.
+        replans: Times that the program was planned again, because it did something new.
+        reasons: Why collectives were staged or plain, and how often, most frequent first.
+        flat: Modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
+        segment_bytes: Bytes of symmetric memory. More than the plan needs where measurement left
+            something out after the segment was made, or the segment was another model's.
+        lower_bound_bytes: Proven minimum of those bytes.
+        unshared_bytes: Bytes that one buffer per collective would take.
+    """
+
+    modules: int = 0
+    recorded: int = 0
+    rendezvous: int = 0
+    placed: int = 0
+    staged: int = 0
+    bound: int = 0
+    plain: int = 0
+    departures: int = 0
+    replans: int = 0
+    reasons: tuple[tuple[str, int], ...] = ()
+    flat: tuple[tuple[str, str], ...] = ()
+    segment_bytes: int = 0
+    lower_bound_bytes: int = 0
+    unshared_bytes: int = 0
+
+
+class Handle:
+    """What `apply` did to a model, and how to undo it. Made by `apply`."""
+
+    def __init__(self, runtime: Runtime, plain: list[tuple[Any, Any, Any, Any]]) -> None:
+        self._runtime = runtime
+        # Of each parameter group: its module, itself, and what it used before.
+        self._plain = plain
+        self._count = len(plain)
+
+    def __repr__(self) -> str:
+        state = "recording" if self.plan is None else "planned"
+        return f"<symmplan.fsdp.Handle: {self._count} modules, {state}>"
+
+    @property
+    def plan(self) -> Plan | None:
+        """The frozen plan; None until the first step has been recorded."""
+        return self._runtime.planning.plan
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured to choose between symmetric memory and torch's own way."""
+        choices = self._runtime.planning.choices
+        return () if choices is None else choices.all
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far."""
+        counts = self._runtime.counts
+        arena, plan = self._runtime.memory.arena, self.plan
+        reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
+        return Stats(
+            modules=self._count,
+            recorded=counts.recorded,
+            rendezvous=self._runtime.memory.rendezvous,
+            placed=counts.bound + counts.staged,
+            staged=counts.staged,
+            bound=counts.bound,
+            plain=counts.plain,
+            departures=counts.departures,
+            replans=counts.replans,
+            reasons=tuple(reasons),
+            flat=tuple(self._runtime.planning.flat.items()),
+            segment_bytes=0 if arena is None else arena.segment_bytes,
+            lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
+            unshared_bytes=0 if plan is None else plan.unshared_bytes,
+        )
+
+    def freeze(self) -> None:
+        """Plan what was recorded so far, instead of at the end of the first step.
+
+        Raises:
+            CaptureError: No FSDP collective has run yet.
+            AgreementError: Ranks recorded different programs; raised on all of them.
+
+        Collective: yes, over all groups of the model.
+        """
+        self._runtime.freeze()
+
+    def remove(self) -> None:
+        """Give FSDP2 its own collectives back, and release the segments. Idempotent.
+
+        Call it between steps, on all ranks. On devices the segments are kept for the next `apply`
+        in this process: torch 2.11 frees them without telling NCCL.
+
+        Raises:
+            RunError: A backward pass is running, or one is still to come that would read
+                parameters in the segments. Nothing has changed then, and the step can be
+                finished. Not raised while an exception is being handled, because that ended the
+                step; its backward pass would raise.
+
+        Collective: no; but a rank that removes leaves the others' next collective to time out.
+        """
+        if self._plain and sys.exc_info()[0] is None:
+            self._runtime.check_removable()
+        for module, group, gather, scatter in self._plain:
+            compat.set_fsdp_comms(module, group, gather, scatter)
+        self._plain.clear()
+        self._runtime.release()
+
+
+def apply(
+    model: nn.Module,
+    memory: str = "auto",
+    *,
+    choose: Literal["measure", "placed", "copy engine"] = "measure",
+    effort: Literal["fast", "optimal"] = "fast",
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Handle:
+    """Put the all-gathers and reduce-scatters of FSDP2 into planned symmetric memory.
+
+    Call it after ``fully_shard``. The first step (until the first forward pass after a backward
+    pass that reduced gradients) runs as always and is recorded; then all ranks agree on a plan and
+    register its memory once, and every later step follows it. Sharded gradients are not in it.
+
+    Args:
+        model: A module with modules inside to which ``fully_shard`` was applied.
+        memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
+        choose: ``"measure"`` runs each collective in the fastest way, by a short measurement on
+            the real sizes when the plan is frozen; see `Choice`. Without measurement,
+            ``"placed"`` runs all of them in symmetric memory over the model's own groups, and
+            ``"copy engine"`` without kernels where the backend has copy engines,
+            reduce-scatters as an all-to-all and a local sum.
+        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
+        timeout: Seconds that ranks wait for each other before they raise.
+
+    Raises:
+        CaptureError: The model has no FSDP2 module, or one with custom collectives already; or
+            ``choose`` is none of these.
+        BackendError: There is no such memory backend.
+        PlanningError: There is no such effort.
+
+    Collective: no; the end of the first recorded step is.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    _check(memory, choose, effort)
+    found: list[tuple[str, Any, Any, Any, Any]] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for i, group in enumerate(compat.fsdp_param_groups(module)):
+            if id(group) in seen:  # the module shares it with one before
+                continue
+            seen.add(id(group))
+            comms = compat.fsdp_comms(group)
+            for comm in comms:
+                _check_plain(comm, name)
+            site = name or "model"
+            found.append((site if i == 0 else f"{site}#{i}", module, group, *comms))
+    if not found:
+        raise CaptureError(
+            f"{type(model).__name__} has no FSDP2 module with parameters",
+            expected="a module to which torch.distributed.fsdp.fully_shard was applied",
+            got="none",
+            fix="call fully_shard(model, ...) first",
+        )
+    runtime = Runtime(Options(memory, effort, choose, timeout), len(found))
+    for site, module, group, gather, scatter in found:
+        if compat.fsdp_can_be_replaced(group):
+            runtime.planning.directs.append(Direct(runtime, site, group))
+        else:
+            runtime.planning.flat[site] = NO_SEAM
+        planned = (
+            PlannedAllGather(runtime, site, gather),
+            PlannedReduceScatter(runtime, site, scatter),
+        )
+        compat.set_fsdp_comms(module, group, *planned)
+    return Handle(runtime, [(module, *of) for _, module, *of in found])
+
+
+def _check(memory: str, choose: str, effort: str) -> None:
+    if memory not in BACKENDS:
+        raise BackendError(
+            f"unknown memory backend {memory!r}",
+            expected=", ".join(BACKENDS),
+            got=repr(memory),
+            fix="use memory='auto'",
+            memory=memory,
+        )
+    if choose not in ("measure", "placed", "copy engine"):
+        raise CaptureError(
+            f"choose is {choose!r}",
+            expected="'measure', 'placed' or 'copy engine'",
+            got=repr(choose),
+            fix="use choose='measure'",
+        )
+    check_effort(effort)
+
+
+def _check_plain(comm: Any, name: str) -> None:
+    kind = type(comm)
+    if kind.__module__.startswith("torch.") and not kind.__name__.startswith("SymmMem"):
+        return
+    ours = isinstance(comm, PlannedAllGather | PlannedReduceScatter)
+    raise CaptureError(
+        f"FSDP module {name or 'model'!r} has custom collectives already: {kind.__name__}",
+        expected="FSDP2's own",
+        got=f"{kind.__module__}.{kind.__qualname__}",
+        fix="call handle.remove() of the first symmplan.fsdp.apply"
+        if ours
+        else "do not combine symmplan.fsdp with other custom or symmetric-memory collectives",
+        module=name,
+    )

@@ -1,0 +1,246 @@
+"""The way that each collective runs: measured once, the same on all ranks.
+
+Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
+than the ordinary one, and small all-gathers gain nothing. And what a collective costs is not its
+own time: its kernels take multiprocessors from the program's, copy engines do not. So at freeze
+each kind, size and group of collective is timed in every way there is, on real bytes; on a device
+beside matrix products. See [Note: what is timed] in `symmplan.integrate.measuring`.
+
+Ways that are about as fast are told apart by what else they cost: multiprocessors, then symmetric
+bytes on a device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+
+from symmplan import _compat as compat
+from symmplan.capture.fsdp import Way
+from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
+from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
+from symmplan.memory.tell import leaders, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from symmplan.capture.fsdp import Call
+    from symmplan.integrate.fsdp.engines import Engines
+    from symmplan.integrate.measuring import Act, Clock
+
+__all__ = ["Choice", "Choices"]
+
+#: The first of these that takes at most 1 / `ALIKE` of the fastest's time is chosen.
+_WAYS = {"cuda": ("copy engine", "default", "symmetric"), "cpu": ("symmetric", "default")}
+#: Smaller collectives than this, in bytes, gain nothing on devices.
+_SMALL = 1 << 20
+
+
+@frozen
+class Choice:
+    """What was measured of one kind and size of collective.
+
+    Attributes:
+        kind: ``"all_gather"`` or ``"reduce_scatter"``.
+        nbytes: Size in bytes of the all-gather's output or the reduce-scatter's input.
+        dtype: Element type.
+        group: Name of the process group.
+        ranks: How many ranks it has.
+        seconds: ``{way: time of the slowest rank}``; beside matrix products on devices.
+        way: The way that was chosen: ``"default"``, ``"symmetric"`` or ``"copy engine"``.
+    """
+
+    kind: str
+    nbytes: int
+    dtype: str
+    group: str
+    ranks: int
+    seconds: Mapping[str, float] = field(hash=False)
+    way: str
+
+    @property
+    def placed(self) -> bool:
+        """Whether it runs in symmetric memory."""
+        return self.way != "default"
+
+    @property
+    def reason(self) -> str:
+        """Why it stays in ordinary memory, empty if it does not."""
+        if self.placed:
+            return ""
+        best = min((t, way) for way, t in self.seconds.items() if way != "default")
+        return (
+            f"torch's own way was faster: {self.seconds['default'] * 1e6:.0f} us against "
+            f"{best[0] * 1e6:.0f} us in symmetric memory"
+        )
+
+
+_Case = tuple[str, int, str, str]
+
+
+@frozen(eq=False)
+class Bench:
+    """What a kind and size of collective can be timed in.
+
+    Attributes:
+        call: The collective.
+        placed: The bytes of its placement.
+        received: Those of its all-to-all's output; None if there is none.
+    """
+
+    call: Call
+    placed: torch.Tensor
+    received: torch.Tensor | None = None
+
+
+class Choices:
+    """What was measured so far.
+
+    Args:
+        device: Where buffers lie.
+        timeout: Seconds that ranks wait for each other.
+        choose: As for `symmplan.fsdp.apply`.
+    """
+
+    def __init__(self, device: torch.device, timeout: float, choose: str) -> None:
+        self._device = device
+        self._timeout = timeout
+        self._choose = choose
+        self._found: dict[_Case, Choice] = {}
+
+    @property
+    def all(self) -> tuple[Choice, ...]:
+        """Every choice, in the order of the program."""
+        return tuple(self._found.values())
+
+    def way(self, call: Call) -> Way:
+        """How ``call`` runs."""
+        choice = self._found.get(_case(call))
+        if choice is not None:
+            return Way(choice.way, choice.reason)  # type: ignore[arg-type]
+        if self._choose == "copy engine":
+            return Way("copy engine")
+        if self._choose == "placed" or self._device.type == "cpu":
+            return Way("symmetric")
+        if not self.worth(call):
+            return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
+        # The one that needs most bytes: a segment cannot grow later, and on devices not shrink.
+        return Way("copy engine" if compat.has_copy_engine_policy() else "symmetric")
+
+    def worth(self, call: Call) -> bool:
+        """Whether ``call`` is large enough to be measured."""
+        return self._device.type == "cpu" or call.nbytes >= _SMALL
+
+    def measured(self, call: Call) -> bool:
+        """Whether such a collective was measured."""
+        return _case(call) in self._found
+
+    def measure(
+        self,
+        memory: str,
+        benches: Sequence[Bench],
+        groups: Mapping[str, Any],
+        engines: Mapping[str, Engines],
+    ) -> None:
+        """Time every kind and size of collective, each once.
+
+        Args:
+            memory: Name of the memory backend.
+            benches: The collectives, in the order of the program, and bytes that nobody uses once
+                all ranks have come here.
+            groups: ``{name: process group}``.
+            engines: ``{name: communicators}`` of the groups that have them.
+
+        Raises:
+            AgreementError: Ranks measured different collectives.
+            PeerTimeoutError: A rank did not come, or its part of a collective did not.
+
+        Collective: yes, over those groups.
+        """
+        cases: dict[_Case, Bench] = {}
+        for bench in benches:
+            cases.setdefault(_case(bench.call), bench)
+        # What may fail on one rank alone comes before anything that waits on devices.
+        plain = torch.zeros(
+            max(b.call.nbytes for b in cases.values()), dtype=torch.uint8, device=self._device
+        )
+        acts = {
+            case: self._acts(bench, plain, groups[case[3]], memory, engines.get(case[3]))
+            for case, bench in cases.items()
+        }
+        # No rank may write into its peers before all have saved what they hold.
+        everyone = dict.fromkeys(leaders(groups).values(), 0)
+        tell("measuring", everyone, groups, self._timeout)
+        clock = clock_of(self._device, self._timeout)
+        times = {}
+        for case, bench in cases.items():
+            bench.placed.zero_()
+            times[case] = self._time(case, acts[case], groups[case[3]], clock)
+        ways = _WAYS.get(self._device.type, _WAYS["cuda"])
+        for case, seconds in slowest(times, lambda case: case[3], groups, self._timeout).items():
+            kind, nbytes, dtype, group = case
+            enough = min(seconds.values()) / ALIKE
+            way = next(w for w in ways if seconds.get(w, float("inf")) <= enough)
+            self._found[case] = Choice(
+                kind, nbytes, dtype, group, groups[group].size(), seconds, way
+            )
+
+    def _time(
+        self, case: _Case, acts: Mapping[str, Act], group: Any, clock: Clock
+    ) -> dict[str, float]:
+        """Seconds of each way."""
+        beside = self._device.type == "cuda"
+        return seconds_of(clock, acts, group, case[1], beside=beside)
+
+    def _acts(
+        self, bench: Bench, scratch: torch.Tensor, group: Any, memory: str, engines: Engines | None
+    ) -> dict[str, Act]:
+        """What runs the collective in each way; nothing is written before it is called."""
+        placed = bench.placed
+        plain = scratch[: bench.call.nbytes].view(placed.dtype)
+        count = placed.numel() // group.size()
+        mine = slice(group.rank() * count, (group.rank() + 1) * count)
+        gather, scatter = compat.fsdp_comms(None)
+        ways: list[tuple[str, str, torch.Tensor, Any]] = [
+            ("default", "", plain, group),
+            ("symmetric", memory, placed, group),
+        ]
+        acts: dict[str, Callable[[], Any] | None] = {}
+        if bench.call.key.kind == "all_gather":
+            if engines is not None:
+                ways.append(("copy engine", memory, placed, engines.gather))
+            for way, backend, tensor, over in ways:
+                acts[way] = gathers(backend, gather, tensor, tensor[mine], over, async_op=False)
+        else:
+            output = plain.new_zeros(count)
+            op = _op(placed)
+            for way, backend, tensor, over in ways:
+                acts[way] = scatters(backend, scatter, output, tensor, over, op, async_op=False)
+            if engines is not None and bench.received is not None:
+                acts["copy engine"] = exchanges(
+                    output, placed, bench.received, engines.exchange, op
+                )
+        return {way: _then(act) for way, act in acts.items() if act is not None}
+
+
+def _then(act: Callable[[], Any]) -> Act:
+    """A collective that is waited for at once, on its stream."""
+
+    def run(beside: Callable[[], None]) -> None:
+        act()
+        beside()
+
+    return run
+
+
+def _op(source: torch.Tensor) -> Any:
+    """What FSDP2 uses for that type where it may choose; NCCL's kernels depend on it."""
+    average = source.is_cuda and source.dtype in (torch.float32, torch.bfloat16)
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+def _case(call: Call) -> _Case:
+    return call.key.kind, call.nbytes, call.key.dtype, call.group

@@ -1,0 +1,174 @@
+"""What FSDP2 is given: one all-gather and one reduce-scatter object for each of its modules.
+
+FSDP2 asks such an object for a buffer (`allocate`), fills it, and calls the object. A
+reduce-scatter's object is asked twice, for its input and for its output. FSDP2's own objects, which
+were there before, make ordinary memory and run the collectives of the process group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from symmplan import _compat
+from symmplan.capture.fsdp import Key
+from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.integrate.fsdp.runtime import Runtime
+    from symmplan.integrate.fsdp.slots import Slot
+
+__all__ = ["PlannedAllGather", "PlannedReduceScatter"]
+
+_GatherBase, _ScatterBase = _compat.fsdp_comm_bases()
+
+
+class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
+    """An FSDP module's all-gather, whose output lies where the plan says.
+
+    Args:
+        runtime: Of the model.
+        site: Name of the module in the model.
+        plain: What FSDP2 used before.
+    """
+
+    def __init__(self, runtime: Runtime, site: str, plain: Any) -> None:
+        self._runtime = runtime
+        self._site = site
+        self._plain = plain
+        self._slot: Slot | None = None
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The output of the next all-gather, of ``size`` elements."""
+        numel = math.prod(int(extent) for extent in size)
+        key = Key(self._site, "all_gather", numel, str(dtype), _compat.in_backward())
+        tensor, self._slot = self._runtime.open(
+            key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
+        )
+        return tensor.view(tuple(size))
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather every rank's ``input_tensor`` into ``output_tensor``.
+
+        Collective: yes.
+        """
+        slot, self._slot = self._slot, None
+        return self._runtime.run(
+            slot,
+            output_tensor,
+            group,
+            lambda where: gathers(
+                self._runtime.memory.name,
+                self._plain,
+                where.target,
+                _part(input_tensor, output_tensor, where.base),
+                where.group,
+                async_op=async_op,
+                site=self._site,
+            ),
+            lambda base: self._plain(
+                output_tensor=base,
+                input_tensor=_part(input_tensor, output_tensor, base),
+                group=group,
+                async_op=async_op,
+            ),
+            result=True,
+        )
+
+
+class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
+    """An FSDP module's reduce-scatter, whose input lies where the plan says.
+
+    Its output becomes the sharded gradient, which lives until ``zero_grad``: ordinary memory.
+
+    Args:
+        runtime: Of the model.
+        site: Name of the module in the model.
+        plain: What FSDP2 used before.
+    """
+
+    def __init__(self, runtime: Runtime, site: str, plain: Any) -> None:
+        self._runtime = runtime
+        self._site = site
+        self._plain = plain
+        self._slot: Slot | None = None
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The input of the next reduce-scatter, then its output, of ``size`` elements."""
+        slot = self._slot
+        # An input that is gone before the output was asked for belongs to a step that failed.
+        if slot is not None and slot.served == 1 and slot.held:
+            slot.served = 2
+            output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
+            return output
+        numel = math.prod(int(extent) for extent in size)
+        key = Key(self._site, "reduce_scatter", numel, str(dtype), _compat.in_backward())
+        tensor, self._slot = self._runtime.open(
+            key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
+        )
+        return tensor.view(tuple(size))
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce every rank's ``input_tensor``; this rank's part goes to ``output_tensor``.
+
+        Collective: yes.
+        """
+        slot, self._slot = self._slot, None
+        return self._runtime.run(
+            slot,
+            input_tensor,
+            group,
+            lambda where: (
+                scatters(
+                    self._runtime.memory.name,
+                    self._plain,
+                    output_tensor,
+                    where.target,
+                    where.group,
+                    op,
+                    async_op=async_op,
+                    site=self._site,
+                )
+                if where.received is None
+                else exchanges(output_tensor, where.target, where.received, where.group, op)
+            ),
+            lambda base: self._plain(
+                output_tensor=output_tensor,
+                input_tensor=base,
+                group=group,
+                op=op,
+                async_op=async_op,
+            ),
+            result=False,
+        )
+
+
+def _part(part: torch.Tensor, whole: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """``part`` of ``whole``, as a part of ``base``, which has the same bytes; else itself."""
+    begin = part.data_ptr() - whole.data_ptr()
+    if not 0 <= begin < whole.numel() * whole.element_size():
+        return part
+    begin //= part.element_size()
+    return base.view(-1)[begin : begin + part.numel()].view(part.shape)

@@ -1,0 +1,323 @@
+"""Unsharded parameters that live in their placements: nothing is copied in or out.
+
+FSDP2 casts shards into a flat tensor, copies that into the all-gather's input, gathers rank after
+rank, and copies the result out into parameters. Here a parameter's whole placement is its storage:
+shards are cast straight into this rank's parts of it, and one coalesced gather fills the rest.
+
+[Note: the seam]
+    FSDP2's public hooks hand out flat buffers, so methods of its parameter groups are replaced,
+    as attributes of the objects: ``unshard``, ``wait_for_unshard`` and ``_to_sharded`` of a group,
+    ``free_unsharded_param`` of its parameters. Where any of what they use is missing, or a group
+    does what they do not (see `layout_of`), FSDP2's own methods stay and gathers are flat.
+
+[Note: one address]
+    Autograd saves views of an unsharded parameter in forward and reads them in backward, after it
+    was resharded and gathered again. So all gathers of a group lie at one offset, whatever the
+    order in which the program uses it, and a later plan does not move it.
+
+[Note: released late]
+    FSDP2 reshards a module before it unshards the next. If the next one took the bytes over, its
+    gather would wait until the module's kernels ended. So in the plan a gather's bytes are in use
+    until the next gather was started, unless that had been started ahead of time.
+
+[Note: a gather ahead of its time]
+    A gather that a program did not do ahead of time while it was recorded may find its bytes in
+    use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters. If it
+    is needed now, prefetches give way that nobody has used. Else the module leaves, or, where a
+    graph has views of its parameters, those leave that are in its bytes: their gathers are flat
+    from now on, which the next plan knows. Of these, one whose parameters a graph has views of,
+    too, but which is not in use before its backward pass, is resharded until then and leaves later.
+    All that depends on what is alive on a rank, so the ranks ask each other. Only where two modules
+    with graphs are in use at once the program cannot go on, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan import _compat
+from symmplan.errors import RunError
+from symmplan.integrate.fsdp.bytes import Tenant
+from symmplan.integrate.fsdp.layout import Gathered, Layout, layout_of
+from symmplan.memory.tell import everywhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmplan.capture.fsdp import Key
+    from symmplan.integrate.fsdp.home import Home
+    from symmplan.integrate.fsdp.runtime import Runtime
+
+__all__ = ["Direct"]
+
+
+class Direct:
+    """An FSDP2 parameter group whose parameters may live in a placement.
+
+    Args:
+        runtime: Of the model.
+        site: Name of the module in the model.
+        group: FSDP2's parameter group.
+    """
+
+    def __init__(self, runtime: Runtime, site: str, group: Any) -> None:
+        self.site = site
+        self._runtime = runtime
+        self._group = group
+        self._layout: Layout | None = None
+        self._home: Home | None = None
+        self._tenant: Tenant | None = None
+        self._looked = False
+        self._put_off = False
+        self._to_leave = False
+        self._unshard: Callable[..., None] = group.unshard
+        self._wait: Callable[[], None] = group.wait_for_unshard
+        self._reshard: Callable[[], None] = group._to_sharded
+        group.unshard = self.unshard
+        group.wait_for_unshard = self.wait_for_unshard
+        group._to_sharded = self.to_sharded
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the parameters would lie in a placement; None if they cannot."""
+        return self._layout
+
+    def settle(self, home: Home | None) -> None:
+        """From now on the parameters live there; None: where FSDP2 puts them."""
+        self._home = home
+
+    @property
+    def settled(self) -> bool:
+        """Whether the parameters live in a placement."""
+        return self._home is not None
+
+    # What FSDP2 calls.
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Start to gather, if that was not done yet.
+
+        Collective: yes.
+        """
+        group = self._group
+        if (
+            group._all_gather_result is not None
+            or group.is_unsharded
+            or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
+        ):
+            return
+        if not self._looked:
+            self._look()
+        if self._to_leave and not _compat.in_backward() and all(self._everywhere(self.can_leave)):
+            self.leave()
+        if self._layout is None:
+            self._unshard(async_op)
+            return
+        key = self._key()
+        self._runtime.arrive(key, group.device)
+        if self._home is None:
+            self._unshard(async_op)
+            return
+        self._put_off = not self._room(self._home, needed=False)
+        if not self._put_off:
+            self._start(key, self._home, async_op=async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Wait until the parameters are there, and let the module have them."""
+        group, home = self._group, self._home
+        result = group._all_gather_result
+        if home is None or (result is not None and not isinstance(result, Gathered)):
+            self._wait()
+            return
+        if result is None:
+            if group.is_unsharded or not self._put_off:
+                return
+            self._late(home)
+            result = group._all_gather_result
+            if not isinstance(result, Gathered):
+                self._wait()
+                return
+        _compat.fsdp_release_gather(group)
+        if result.all_gather_event is not None:
+            torch.cuda.current_stream().wait_event(result.all_gather_event)
+        home.move_in(group.fsdp_params)
+        group._to_unsharded()
+        group._all_gather_result = None
+
+    def to_sharded(self) -> None:
+        """The module is done with the parameters."""
+        group = self._group
+        was = group.is_sharded
+        self._reshard()
+        if was:
+            return
+        self._let_go()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph that was not used yet has views of the parameters."""
+        return self._home is not None and self._home.viewed and _compat.fsdp_in_step(self._group)
+
+    def remove(self) -> None:
+        """Give FSDP2 its own methods back, and its parameters storages of their own.
+
+        Collective: no.
+        """
+        group = self._group
+        self._forget()
+        self._move_out()
+        for name in ("unshard", "wait_for_unshard", "_to_sharded"):
+            group.__dict__.pop(name, None)
+
+    # How it is done.
+
+    def _look(self) -> None:
+        self._looked = True
+        found = layout_of(self._group)
+        if isinstance(found, Layout):
+            self._layout = found
+            self._runtime.planning.layouts[self.site] = found
+        else:
+            self._runtime.planning.flat[self.site] = found
+
+    def _key(self) -> Key:
+        assert self._layout is not None
+        return self._layout.key(self.site, backward=_compat.in_backward())
+
+    def _late(self, home: Home) -> None:
+        """Gather now what was put off."""
+        self._put_off = False
+        if not self._room(home, needed=True):
+            self._clear(home)
+        if self._home is None:
+            self._unshard(False)
+        else:
+            self._start(self._key(), home, async_op=False)
+
+    def _clear(self, home: Home) -> None:
+        """Those leave the bytes that can on all ranks: this module, or who is there.
+
+        Collective: yes, over the group.
+        """
+        holders = [t.owner for t in home.users.holders(home.begin, home.end)]
+        others = [o for o in holders if o is None or not o.gives_way(needed=True)]
+        owned = [o for o in others if o is not None]
+        can = self._everywhere(self.can_leave, *(o.can_leave for o in owned))
+        idle = self._everywhere(*(o.is_idle for o in owned))
+        if can[0]:
+            self.leave()
+        elif len(owned) == len(others) and all(a or b for a, b in zip(can[1:], idle, strict=True)):
+            for other, leaves in zip(owned, can[1:], strict=True):
+                if leaves:
+                    other.leave()
+                else:
+                    other.reshard()
+            self._room(home, needed=True)
+        else:
+            raise RunError(
+                f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
+                f"[{home.begin}, {home.end}), and graphs still refer to both",
+                expected="modules that were unsharded one after the other when the first step was "
+                "recorded to be so until their backward passes are done",
+                got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
+                fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
+                "changes",
+                module=self.site,
+            )
+
+    def _room(self, home: Home, *, needed: bool) -> bool:
+        """Whether the bytes are free. If ``needed``, gathers ahead of their time give way."""
+        holders = home.users.holders(home.begin, home.end)
+        if not all(t.owner is not None and t.owner.gives_way(needed=needed) for t in holders):
+            return False
+        for tenant in holders:
+            tenant.owner.give_way()
+        return True
+
+    def gives_way(self, *, needed: bool) -> bool:
+        """Whether nobody has used what was gathered, nor will before it can be gathered again."""
+        pending = self._group._all_gather_result is not None
+        # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
+        return self._group.is_sharded and (needed or not pending)
+
+    def give_way(self) -> None:
+        """Let go of what was gathered; it is gathered again when it is needed."""
+        self._put_off = self._forget()
+        self._let_go()
+
+    def can_leave(self) -> bool:
+        """Whether the parameters can move to memory of their own."""
+        return self._home is not None and not self._home.viewed
+
+    def is_idle(self) -> bool:
+        """Whether FSDP2 gathers the parameters again before they are used again."""
+        state: str = self._group._training_state.name
+        return state in ("IDLE", "POST_BACKWARD")
+
+    def reshard(self) -> None:
+        """Give the bytes away until the backward pass; and for good when no graph hinders it."""
+        self._group._to_sharded()
+        self._to_leave = True
+
+    def _everywhere(self, *conditions: Callable[[], bool]) -> list[bool]:
+        """Whether they hold on all ranks. Collective: yes, over the group."""
+        group, timeout = self._group._all_gather_process_group, self._runtime.options.timeout
+        return everywhere("room", [condition() for condition in conditions], group, timeout)
+
+    def leave(self) -> None:
+        """FSDP2's own gathers from now on; what is unsharded stays so."""
+        self._to_leave = False
+        self._move_out()
+        self._let_go()
+        self._layout = None
+        self._runtime.left(self.site)
+
+    def _move_out(self) -> None:
+        if self._home is not None:
+            self._home.move_out(self._group.fsdp_params, filled=self._group.is_unsharded)
+        self._home = None
+
+    def _forget(self) -> bool:
+        """Forget a gather that nobody waited for. Whether there was one."""
+        result = self._group._all_gather_result
+        if not isinstance(result, Gathered):
+            return False
+        self._group._all_gather_result = None
+        return True
+
+    def _let_go(self) -> None:
+        """The module does not use its bytes any more."""
+        self._runtime.released(self.site)
+        if self._tenant is not None:
+            self._tenant.drop()
+            self._tenant = None
+
+    def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
+        group = self._group
+        shards = [p._sharded_param_data for p in group.fsdp_params]
+        cuda = home.is_cuda
+        with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
+            if not cuda:
+                self._tenant = Tenant(owner=weakref.proxy(self))
+                home.users.take(home.begin, home.end, self._tenant)
+                home.fill(shards)
+                home.gather()
+                group._all_gather_result = Gathered()
+            else:
+                copies, gathers = group.comm_ctx.get_all_gather_streams(
+                    async_op, group._training_state
+                )
+                # Dropped when the module is done, which its own kernels are on this stream.
+                self._tenant = Tenant(torch.cuda.current_stream(), owner=weakref.proxy(self))
+                with torch.cuda.stream(copies):
+                    home.users.take(home.begin, home.end, self._tenant)
+                    home.fill(shards)
+                gathers.wait_stream(copies)
+                with torch.cuda.stream(gathers):
+                    home.gather()
+                    event = gathers.record_event()
+                group._all_gather_result = Gathered(event)
+                self._tenant.after(event)
+        self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))

@@ -1,0 +1,254 @@
+"""The memory of an FSDP2 model's plan: its segments, who uses which bytes, and over which groups.
+
+[Note: bytes in use]
+    The schedule says where a collective's buffer lies, on all ranks alike. If on this rank somebody
+    still holds a buffer there (a hook kept a tensor, the program changed its order), FSDP2 gets
+    ordinary memory instead, and the collective is *staged*: the held bytes are saved, it runs in
+    the placement as the peers expect, its result is copied, the bytes are put back. It is slow,
+    counted, and no other rank needs to know. All work that FSDP2 and this thread have queued on
+    the held bytes is done before, so it is right unless another thread reads them meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.errors import BackendError, CaptureError
+from symmplan.integrate.fsdp.arenas import fits, give_back, obtain, synchronize
+from symmplan.integrate.fsdp.bytes import Bytes, Tenant
+from symmplan.integrate.fsdp.engines import Engines, engines_of
+from symmplan.memory import agree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from symmplan.capture.fsdp import Call, Way
+    from symmplan.integrate.fsdp.slots import Options
+    from symmplan.memory import Arena
+    from symmplan.model import Placement, Plan
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """What a model's plan lies in.
+
+    Args:
+        options: How `apply` was asked to work.
+
+    Attributes:
+        groups: ``{name: process group}`` in the order of first use.
+        engines: ``{name of a group: communicators for copy engines}``.
+        rendezvous: How many rendezvous were made.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.groups: dict[str, Any] = {}
+        self.engines: dict[str, Engines] = {}
+        self.rendezvous = 0
+        self._options = options
+        self._device: torch.device | None = None
+        # The newest first; older ones may hold parameters.
+        self._arenas: list[Arena] = []
+        self._users: dict[str, Bytes] = {}
+        self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
+        # Not a method of this object, which must be able to end.
+        weakref.finalize(self, give_back, self._arenas).atexit = False
+
+    @property
+    def arena(self) -> Arena | None:
+        """The segments; None before the first plan."""
+        return self._arenas[0] if self._arenas else None
+
+    @property
+    def name(self) -> str:
+        """Name of the memory backend, once there are segments."""
+        return self._arenas[0].memory
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies, once a collective was seen."""
+        assert self._device is not None
+        return self._device
+
+    def expect(self, device: torch.device) -> None:
+        """A buffer must lie on ``device``.
+
+        Raises:
+            CaptureError: Others lie elsewhere.
+        """
+        if self._device is None:
+            self._device = device
+        elif self._device != device:
+            raise CaptureError(
+                "FSDP modules of one model lie on different devices",
+                expected=self._device,
+                got=device,
+                fix="call symmplan.fsdp.apply for the modules of each device",
+            )
+
+    # Bytes.
+
+    def at(self, place: Placement, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The bytes at ``place``; made once, as slicing is slow on the host."""
+        made = self._views.get((place, dtype))
+        if made is None:
+            segment = self._arenas[0].segments[place.segment]
+            with torch.inference_mode(mode=False):  # it outlives the program's mode
+                made = segment.tensor[place.offset : place.end].view(dtype)
+            self._views[place, dtype] = made
+        return made
+
+    def users(self, place: Placement) -> Bytes:
+        """Who uses the bytes of its segment."""
+        return self._users[place.segment]
+
+    def take(self, place: Placement) -> Tenant | None:
+        """Take the bytes at ``place`` for a buffer; None if somebody still uses them."""
+        users = self._users[place.segment]
+        if users.held(place.offset, place.end):
+            return None
+        tenant = Tenant(torch.cuda.current_stream(self._device) if self._is_cuda else None)
+        users.take(place.offset, place.end, tenant)
+        return tenant
+
+    def alone(self, place: Placement, act: Callable[[], Any]) -> Any:
+        """Run ``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
+        tenant = self.take(place)
+        if tenant is None:
+            with self._kept(self.at(place)):
+                return act()
+        work = act()
+        tenant.ran(work, done=True)
+        tenant.drop()
+        return work
+
+    def stage(
+        self, place: Placement, buffer: torch.Tensor, act: Callable[[], Any], *, result: bool
+    ) -> None:
+        """Run ``act`` at ``place`` for a buffer elsewhere. See [Note: bytes in use].
+
+        Args:
+            place: Where it runs.
+            buffer: Its input, or its output if ``result``.
+            act: Runs it.
+            result: Whether ``buffer`` is the output.
+        """
+        target = self.at(place, buffer.dtype)
+        with self._kept(target):
+            if not result:
+                target.copy_(buffer)
+            work = act()
+            if work is not None:
+                work.wait()
+            if result:
+                buffer.copy_(target)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Everything that is in use has its value again at the end."""
+        with contextlib.ExitStack() as stack:
+            for name, users in self._users.items():
+                for begin, end in users.live():
+                    whole = self._arenas[0].segments[name].tensor
+                    stack.enter_context(self._kept(whole[begin:end]))
+            yield
+
+    @contextlib.contextmanager
+    def _kept(self, target: torch.Tensor) -> Iterator[None]:
+        synchronize(self.device)
+        saved = target.clone()
+        synchronize(self.device)
+        try:
+            yield
+        finally:
+            target.copy_(saved)
+            synchronize(self.device)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"
+
+    # Groups.
+
+    def over(self, call: Call, way: Way) -> Any:
+        """The process group over which a collective runs."""
+        engines = self.engines.get(call.group) if way.name == "copy engine" else None
+        if engines is None:
+            return self.groups[call.group]
+        return engines.gather if call.key.kind == "all_gather" else engines.exchange
+
+    # Segments.
+
+    def hold(self, plan: Plan, *, settled: bool, may_reuse: bool) -> None:
+        """Make room for ``plan``: in what there is if it fits, else in other segments.
+
+        Args:
+            plan: What must fit.
+            settled: Whether parameters live in the segments that there are.
+            may_reuse: Whether the segments that there are may serve.
+
+        Raises:
+            BackendError: It was asked for copy engines, and there are none.
+            AgreementError, PeerTimeoutError: As `symmplan.memory.realize`.
+
+        Collective: yes, over all groups.
+        """
+        if may_reuse and self.arena is not None and fits(plan, self.arena):
+            agree(plan, self.groups, self._options.timeout)
+            return
+        # Peers may reach into the old segments until their work is done, too.
+        synchronize(self.device)
+        arena, made = obtain(
+            plan,
+            self.groups,
+            memory=self._options.memory,
+            device=self.device,
+            timeout=self._options.timeout,
+        )
+        if not settled:
+            give_back(self._arenas)
+        self._arenas.insert(0, arena)
+        met = 0 if made else arena.rendezvous
+        self.engines = {}
+        if self._options.choose != "placed":
+            self.engines = engines_of(self.groups, arena.memory, self._options.timeout)
+        more = {name: engines.groups for name, engines in self.engines.items()}
+        self._check_engines(arena.memory)
+        arena.join(
+            {
+                spec.name: {n: g for group in spec.groups for n, g in more.get(group, {}).items()}
+                for spec in plan.segments
+            }
+        )
+        self.rendezvous += arena.rendezvous - met
+        self._users = {name: Bytes() for name in arena.segments}
+        self._views.clear()
+
+    def _check_engines(self, memory: str) -> None:
+        """What was asked for must be what runs. Shared memory has no kernels to avoid."""
+        without = [name for name in self.groups if name not in self.engines]
+        if self._options.choose == "copy engine" and memory != "shm" and without:
+            raise BackendError(
+                f"choose='copy engine': memory={memory!r} has no copy engines for group "
+                f"{without[0]!r}",
+                expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "
+                "many process groups",
+                fix="use choose='measure'",
+                group=without[0],
+                memory=memory,
+            )
+
+    def release(self) -> None:
+        """Give the segments back.
+
+        Collective: no.
+        """
+        self._views.clear()
+        if self._device is not None:
+            synchronize(self._device)
+        give_back(self._arenas)

@@ -1,0 +1,154 @@
+"""From what FSDP2 did in a step to a plan that has its memory, agreed by all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from symmplan.capture.fsdp import Way, problem_of
+from symmplan.integrate.fsdp.choice import Bench, Choices
+from symmplan.integrate.fsdp.drops import merged
+from symmplan.integrate.fsdp.home import Home
+from symmplan.integrate.fsdp.offsets import plan_with_homes
+from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.memory.tell import telling
+from symmplan.model import DEFAULT_ALIGN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.capture.fsdp import Call, Planned, Recording
+    from symmplan.integrate.fsdp.direct import Direct
+    from symmplan.integrate.fsdp.layout import Layout
+    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.slots import Options
+    from symmplan.model import Plan
+
+__all__ = ["Planning"]
+
+
+class Planning:
+    """Makes the plans of one model.
+
+    Args:
+        options: How `apply` was asked to work.
+        memory: What the plans lie in.
+
+    Attributes:
+        plan: The last plan, None before the first.
+        choices: What was measured, None before the first plan.
+        directs: The parameter groups whose parameters may live in placements.
+        layouts: ``{site: layout}`` of those whose parameters can.
+        flat: ``{site: why}`` of those whose parameters cannot.
+    """
+
+    def __init__(self, options: Options, memory: Memory) -> None:
+        self.plan: Plan | None = None
+        self.choices: Choices | None = None
+        self.directs: list[Direct] = []
+        self.layouts: dict[str, Layout] = {}
+        self.flat: dict[str, str] = {}
+        self._options = options
+        self._memory = memory
+        self._kept: list[Recording] = []
+
+    def make(self, recording: Recording) -> Schedule:
+        """Plan what was recorded, besides what was planned before.
+
+        Raises:
+            AgreementError: Ranks recorded different programs; raised on all of them.
+
+        Collective: yes, over all groups of the model.
+        """
+        with (
+            telling(self._memory.groups, self._options.timeout),
+            # What is made here outlives the program's mode.
+            torch.inference_mode(mode=False),
+        ):
+            return self._make([*self._kept, recording])
+
+    def _make(self, recordings: Sequence[Recording]) -> Schedule:
+        options, memory = self._options, self._memory
+        if self.choices is None:
+            self.choices = Choices(memory.device, options.timeout, options.choose)
+        recordings = merged(recordings, memory.groups, options.timeout)
+        plan, stretches = self._planned(recordings, self.choices, again=False)
+        if options.choose == "measure":
+            new = [p.call for s in stretches for p in s if not self.choices.measured(p.call)]
+            if new and self._measure(new, self.choices):
+                plan, stretches = self._planned(recordings, self.choices, again=True)
+        self.plan = plan
+        self._kept = list(recordings)
+        self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
+        return Schedule(plan, stretches)
+
+    def _planned(
+        self, recordings: Sequence[Recording], choices: Choices, *, again: bool
+    ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
+        """Plan what was not left out, and give the plan its memory."""
+        groups = self._memory.groups
+        ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
+        settled = {direct.site for direct in self.directs if direct.settled}
+        direct = {site: x.nbytes for site, x in self.layouts.items() if site not in settled}
+
+        def way_of(call: Call) -> Way:
+            if call.key.kind == "all_gather" and call.key.site in settled:
+                return Way("default", "its parameters stay where an earlier plan put them")
+            return choices.way(call)
+
+        problem, stretches = problem_of(recordings, ranks, way_of, direct)
+        homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+        plan = plan_with_homes(problem, homes, self._options.effort)
+        plan.verify()
+        self._memory.hold(plan, settled=bool(settled), may_reuse=again or not settled)
+        return plan, stretches
+
+    def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
+        """Let parameters live where the plan puts them."""
+        memory = self._memory
+        homes: dict[str, Home] = {}
+        for p in gathers:
+            site = p.call.key.site
+            if site not in homes:
+                assert p.buffer is not None
+                place = plan.placements[p.buffer]
+                homes[site] = Home(
+                    site,
+                    self.layouts[site],
+                    memory.at(place),
+                    memory.users(place),
+                    place.offset,
+                    memory.over(p.call, p.way),
+                    memory.name,
+                )
+        for direct in self.directs:
+            if not direct.settled:
+                direct.settle(homes.get(direct.site))
+
+    def _measure(self, calls: Sequence[Call], choices: Choices) -> bool:
+        """Measure in the bytes of the segments. Whether there was anything to measure."""
+        benches = [b for call in calls if (b := self._bench(call, choices)) is not None]
+        if not benches:
+            return False
+        memory = self._memory
+        with memory.kept():
+            choices.measure(memory.name, benches, memory.groups, memory.engines)
+        return True
+
+    def _bench(self, call: Call, choices: Choices) -> Bench | None:
+        """Bytes to measure a collective in, which need not be those of its placement."""
+        arena = self._memory.arena
+        assert arena is not None
+        if not choices.worth(call):
+            return None
+        dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
+        room = next((s for s in arena.segments.values() if call.group in s.spec.groups), None)
+        size = -(-call.nbytes // DEFAULT_ALIGN) * DEFAULT_ALIGN
+        if room is None or room.nbytes < call.nbytes:
+            return None
+        received = None
+        if call.key.kind == "reduce_scatter" and size + call.nbytes <= room.nbytes:
+            received = room.tensor[size : size + call.nbytes].view(dtype)
+        return Bench(call, room.tensor[: call.nbytes].view(dtype), received)

@@ -1,0 +1,340 @@
+"""Serves FSDP2's collectives: records the first step, freezes a plan, follows it.
+
+[Note: when the plan is frozen]
+    FSDP2 says nothing of steps, and all ranks must freeze at the same moment. So that moment is
+    read from the sequence of collectives: the first one outside a backward pass that follows a
+    backward pass in which gradients were reduced. A program that reduces no gradients is frozen
+    after `PATIENCE` collectives for each FSDP module, when one outside a backward pass comes again.
+    Such moments divide later steps, too: at one of them, a program that has used collectives that
+    the plan does not know is planned again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan import _compat
+from symmplan.capture.fsdp import Key, Recording
+from symmplan.errors import CaptureError, RunError
+from symmplan.integrate.fsdp.memory import Memory
+from symmplan.integrate.fsdp.planning import Planning
+from symmplan.integrate.fsdp.slots import Counts, Options, Slot, Where
+from symmplan.memory.lend import lend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    from symmplan.integrate.fsdp.bytes import Tenant
+    from symmplan.integrate.fsdp.schedule import Schedule, Spot
+    from symmplan.model import Placement
+
+__all__ = ["PATIENCE", "REPLANS", "Runtime"]
+
+#: After how many collectives per module a program that reduces no gradients is planned.
+PATIENCE = 8
+#: How often a program that keeps doing something new is planned again.
+REPLANS = 8
+#: More collectives than this without an end of the step are no longer recorded.
+_LONGEST = 1 << 17
+
+_NOT_PLANNED = "the plan does not know this collective"
+_LEFT = "other modules' parameters were needed at the same time"
+_NOT_OURS = "its buffer came from elsewhere"
+_OTHER_GROUP = "it ran over another group than planned"
+_OTHER_OP = "the memory backend has no such reduction"
+_IN_USE = "its bytes were still in use"
+
+
+class Runtime:
+    """All FSDP modules of one model, in one plan.
+
+    Args:
+        options: How `apply` was asked to work.
+        modules: How many FSDP modules there are.
+
+    Attributes:
+        options: The same.
+        memory: What the plan lies in.
+        planning: Makes the plan.
+        counts: See `Counts`.
+    """
+
+    def __init__(self, options: Options, modules: int) -> None:
+        self.options = options
+        self.memory = Memory(options)
+        self.planning = Planning(options, self.memory)
+        self.counts = Counts()
+        self._modules = modules
+        self._log: Recording | None = Recording()
+        self._schedule: Schedule | None = None
+        # The recording of each module's last all-gather, and its index there.
+        self._last: dict[str, tuple[Recording, int]] = {}
+        self._arrived: Key | None = None
+        # What decides when to freeze. See [Note: when the plan is frozen].
+        self._seen: set[Key] = set()
+        self._reduced = False
+        self._was_backward = False
+        self._strange = False
+
+    # Handing out buffers.
+
+    def open(
+        self, key: Key, dtype: torch.dtype, device: torch.device, plain: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Slot]:
+        """The buffer for the program's next collective.
+
+        Args:
+            key: The collective.
+            dtype: Its element type.
+            device: Where the buffer must lie.
+            plain: Makes the buffer in ordinary memory.
+
+        Collective: at the end of the first step yes, else no.
+        """
+        if self._arrived != key:
+            self.arrive(key, device)
+        self._arrived = None
+        spot = self._follow(key)
+        tenant: Tenant | None = None
+        if spot is not None and spot.place is not None and not spot.direct:
+            tenant = self.memory.take(spot.place)
+            if tenant is not None:
+                base = self.memory.at(spot.place, dtype)
+        if tenant is None:
+            base = plain()
+        slot = Slot(key, base, spot=spot, tenant=tenant)
+        if self._log is not None:
+            slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
+            if len(self._log.collectives) > _LONGEST:
+                self._log = None
+        return lend(base, slot.drop), slot
+
+    def arrive(self, key: Key, device: torch.device) -> None:
+        """The program comes to a collective, for which it may ask `open` for a buffer next.
+
+        Collective: at the end of the first step yes, else no.
+        """
+        self.memory.expect(device)
+        if self._turns(key):
+            self._turn()
+        self._arrived = key
+
+    def gathered(self, key: Key, group: str) -> None:
+        """A module's parameters were gathered where they live."""
+        self._arrived = None
+        self._follow(key)
+        self._was_backward = _is_backward(key)
+        self.counts.bound += 1
+        if self._log is not None:
+            index = self._log.begin(key, key.numel * _itemsize(key.dtype))
+            self._log.run(index, group)
+            self._last[key.site] = (self._log, index)
+
+    def released(self, site: str) -> None:
+        """A module is done with its parameters."""
+        log, index = self._last.pop(site, (None, 0))
+        if log is not None:
+            log.release(index)
+
+    def left(self, site: str) -> None:
+        """A module's gathers are flat from now on."""
+        self.planning.layouts.pop(site, None)
+        self.planning.flat[site] = _LEFT
+
+    def _follow(self, key: Key) -> Spot | None:
+        if self._schedule is None:
+            return None
+        spot, in_order = self._schedule.follow(key)
+        if spot is not None and not in_order:
+            self.counts.departures += 1
+        return spot
+
+    # Running collectives.
+
+    def run(
+        self,
+        slot: Slot | None,
+        buffer: torch.Tensor,
+        group: dist.ProcessGroup,
+        in_place: Callable[[Where], Callable[[], Any] | None],
+        plain: Callable[[torch.Tensor], Any],
+        *,
+        result: bool,
+    ) -> Any:
+        """Run a collective where its buffer lies.
+
+        Args:
+            slot: What `open` gave.
+            buffer: The all-gather's output or the reduce-scatter's input.
+            group: Over which it runs.
+            in_place: What runs the collective in symmetric memory; None if this cannot be done.
+            plain: Given ``buffer`` under another storage, runs it through the process group.
+            result: Whether ``buffer`` is the output.
+
+        Returns:
+            The work to wait for, None if there is none.
+
+        Collective: yes.
+        """
+        if slot is None or slot.base.data_ptr() != buffer.data_ptr():
+            self.counts.plain += 1
+            self.counts.because(_NOT_OURS)
+            return plain(buffer)
+        name = _compat.group_name(group)
+        self.memory.groups.setdefault(name, group)
+        slot.run(name)
+        if slot.log is not None and slot.key.kind == "all_gather":
+            self._last[slot.key.site] = (slot.log, slot.index)
+        self._was_backward = _is_backward(slot.key)
+        self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
+        reason, act = self._way(slot, name, in_place)
+        done = slot.key.kind == "reduce_scatter"
+        if act is None:
+            work = plain(slot.base)
+            if self._schedule is None:
+                self.counts.recorded += 1
+            else:
+                self.counts.plain += 1
+                self.counts.because(reason)
+        elif slot.tenant is not None:
+            work = act()
+            self.counts.bound += 1
+        else:
+            work = None
+            assert slot.spot is not None
+            assert slot.spot.place is not None
+            self.memory.stage(slot.spot.place, slot.base, act, result=result)
+            self.counts.staged += 1
+            self.counts.because(_IN_USE)
+        if slot.tenant is not None:
+            slot.tenant.ran(work, done=done)
+        return work
+
+    def _way(
+        self,
+        slot: Slot,
+        group: str,
+        in_place: Callable[[Where], Callable[[], Any] | None],
+    ) -> tuple[str, Callable[[], Any] | None]:
+        """How to run a collective in its placement, or why not; the same on all ranks."""
+        if self._schedule is None:
+            return "", None
+        if slot.spot is None:
+            self._strange = True
+            return _NOT_PLANNED, None
+        if slot.spot.place is None:
+            return slot.spot.way.reason, None
+        if slot.spot.direct:
+            self._strange = True
+            return _LEFT, None
+        if slot.spot.call.group != group:
+            self._strange = True
+            return _OTHER_GROUP, None
+        where = self._where(slot.spot, slot.spot.place, slot.base)
+        act = in_place(where)
+        received = slot.spot.received
+        if act is None:
+            return _OTHER_OP, None
+        if received is None:
+            return "", act
+        return "", lambda: self.memory.alone(received, act)
+
+    def _where(self, spot: Spot, place: Placement, base: torch.Tensor) -> Where:
+        memory = self.memory
+        received = None if spot.received is None else memory.at(spot.received, base.dtype)
+        return Where(memory.at(place, base.dtype), base, memory.over(spot.call, spot.way), received)
+
+    # Freezing.
+
+    def _turns(self, key: Key) -> bool:
+        """Whether a new round of the program begins with ``key``."""
+        if _is_backward(key):
+            return False
+        turns = self._was_backward or key in self._seen
+        if turns:
+            self._seen.clear()
+        self._seen.add(key)
+        return turns
+
+    def _turn(self) -> None:
+        if self._schedule is None:
+            ran = 0 if self._log is None else len(self._log.ran)
+            if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
+                self.freeze()
+        elif self._strange and self.counts.replans < REPLANS and self._log is not None:
+            self.counts.replans += 1
+            self._schedule = self.planning.make(self._log)
+        if self._schedule is not None:
+            self._log = Recording()
+        self._strange = False
+        self._was_backward = False
+
+    def freeze(self) -> None:
+        """Plan what was recorded so far; later collectives follow it.
+
+        Raises:
+            CaptureError: Nothing was recorded.
+            AgreementError: Ranks recorded different programs.
+
+        Collective: yes.
+        """
+        if self._schedule is not None:
+            return
+        if self._log is None or not self._log.ran:
+            raise CaptureError(
+                "no FSDP collective has run yet",
+                expected="one forward and backward pass over more than one rank",
+                got="none",
+                fix="run a step first",
+            )
+        self._schedule = self.planning.make(self._log)
+        self._log = Recording()
+
+    # Ending.
+
+    def check_removable(self) -> None:
+        """Raise if parameters cannot leave their placements now.
+
+        Raises:
+            RunError: A backward pass is running or still to come.
+        """
+        running = _compat.in_backward()
+        sites = [direct.site for direct in self.planning.directs if direct.awaits_backward]
+        if not running and not sites:
+            return
+        raise RunError(
+            "handle.remove() was called "
+            + (
+                "inside a backward pass"
+                if running
+                else f"between a forward pass and its backward pass, which reads {sites[0]!r}"
+            ),
+            expected="a call between steps",
+            got="a backward pass that is running" if running else "a graph that is still alive",
+            fix="call it after backward(), or let go of the forward pass's results first",
+            module=sites[0] if sites else None,
+        )
+
+    def release(self) -> None:
+        """Give the segments back.
+
+        Collective: no.
+        """
+        for direct in self.planning.directs:
+            direct.remove()
+        self.planning.directs.clear()
+        self.memory.release()
+
+
+def _itemsize(dtype: str) -> int:
+    result: int = getattr(torch, dtype.removeprefix("torch.")).itemsize
+    return result
+
+
+def _is_backward(key: Key) -> bool:
+    """Whether the collective belongs to a backward pass; FSDP2 may reduce after it."""
+    return key.backward or key.kind == "reduce_scatter"

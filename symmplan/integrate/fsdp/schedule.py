@@ -1,0 +1,97 @@
+"""A plan as a list of collectives to be followed step after step.
+
+[Note: one answer on all ranks]
+    Where a collective's bytes lie must be the same on all ranks, so it may depend on nothing but
+    what all ranks share: the sequence of FSDP2's collectives itself. `Schedule.follow` is a
+    function of that sequence alone. It does not look at whether the bytes are free on this rank;
+    where they are not, this rank alone makes room (see `symmplan.integrate.fsdp.memory`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.capture.fsdp import Call, Key, Planned, Way
+    from symmplan.model import Placement, Plan
+
+__all__ = ["Schedule", "Spot"]
+
+
+@frozen(eq=False)
+class Spot:
+    """One collective of the schedule.
+
+    Attributes:
+        call: Which.
+        place: Where its buffer lies; None if it stays in ordinary memory.
+        received: Where the output of its all-to-all lies; None if it has none.
+        way: How it runs.
+        direct: Whether its buffer is the parameters themselves.
+    """
+
+    call: Call
+    place: Placement | None
+    received: Placement | None
+    way: Way
+    direct: bool = False
+
+
+class Schedule:
+    """The stretches of a program that were planned, the last one again and again.
+
+    Args:
+        plan: The plan.
+        stretches: The collectives of each stretch, in order.
+    """
+
+    def __init__(self, plan: Plan, stretches: Sequence[Sequence[Planned]]) -> None:
+        self.spots = tuple(
+            Spot(
+                c.call,
+                None if c.buffer is None else plan.placements[c.buffer],
+                None if c.received is None else plan.placements[c.received],
+                c.way,
+                c.direct,
+            )
+            for stretch in stretches
+            for c in stretch
+        )
+        self._places: dict[Key, list[int]] = {}
+        for index, spot in enumerate(self.spots):
+            self._places.setdefault(spot.call.key, []).append(index)
+        #: Begin and end of the stretch of each spot.
+        self._bounds: list[tuple[int, int]] = []
+        for stretch in stretches:
+            begin = len(self._bounds)
+            self._bounds += [(begin, begin + len(stretch))] * len(stretch)
+        self._next = self._bounds[-1][0]
+
+    def follow(self, key: Key) -> tuple[Spot | None, bool]:
+        """The spot of the program's next collective.
+
+        Args:
+            key: The collective.
+
+        Returns:
+            Its spot, None if the plan knows no such collective; and whether it came in order. Out
+            of order, the next such collective of this stretch is taken, or else of the plan.
+            See [Note: one answer on all ranks].
+        """
+        places = self._places.get(key)
+        if places is None:
+            return None, False
+        begin, end = self._bounds[self._next]
+        inside = [p for p in places if begin <= p < end] if len(places) > 1 else ()
+        places = list(inside) or places
+        at = bisect_left(places, self._next)
+        index = places[at] if at < len(places) else places[0]
+        in_order = index == self._next
+        begin, end = self._bounds[index]
+        self._next = index + 1 if index + 1 < end else begin
+        return self.spots[index], in_order

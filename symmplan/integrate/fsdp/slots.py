@@ -1,0 +1,99 @@
+"""What `symmplan.integrate.fsdp.runtime` keeps of each buffer, and counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import define, field, frozen
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmplan.capture.fsdp import Key, Recording
+    from symmplan.integrate.fsdp.bytes import Tenant
+    from symmplan.integrate.fsdp.schedule import Spot
+
+__all__ = ["Counts", "Options", "Slot", "Where"]
+
+
+@frozen
+class Options:
+    """How `apply` was asked to work; see there."""
+
+    memory: str
+    effort: Literal["fast", "optimal"]
+    choose: Literal["measure", "placed", "copy engine"]
+    timeout: float
+
+
+@frozen(eq=False)
+class Where:
+    """Where a collective runs.
+
+    Attributes:
+        target: The bytes of its placement, as a tensor like the buffer that FSDP2 has.
+        base: That buffer, under another storage.
+        group: The process group over which it runs.
+        received: Where the output of its all-to-all lies; None if it has none.
+    """
+
+    target: torch.Tensor
+    base: torch.Tensor
+    group: Any
+    received: torch.Tensor | None = None
+
+
+@define(eq=False)
+class Counts:
+    """What was served how, in numbers of collectives."""
+
+    recorded: int = 0
+    bound: int = 0
+    staged: int = 0
+    plain: int = 0
+    departures: int = 0
+    replans: int = 0
+    reasons: dict[str, int] = field(factory=dict)
+
+    def because(self, reason: str) -> None:
+        """Count ``reason``."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+@define(eq=False)
+class Slot:
+    """The buffer that was handed out for a collective, until that collective runs.
+
+    Attributes:
+        key: Which collective.
+        base: The buffer's bytes under another storage. Collectives get this one: their threads
+            may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
+        held: Whether anybody holds the buffer.
+        spot: Its spot in the plan, None while recording or if the plan has none.
+        tenant: Set if the buffer lies in its placement.
+        index: Its index in ``log``.
+        log: The recording it is in.
+        served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
+    """
+
+    key: Key
+    base: torch.Tensor
+    held: bool = True
+    spot: Spot | None = None
+    tenant: Tenant | None = None
+    index: int = 0
+    log: Recording | None = None
+    served: int = 1
+
+    def drop(self) -> None:
+        """Nobody holds the buffer any more. In any thread."""
+        if self.tenant is not None:
+            self.tenant.drop()
+        if self.log is not None:
+            self.log.drop(self.index)
+        self.held = False
+
+    def run(self, group: str) -> None:
+        """The collective runs."""
+        if self.log is not None:
+            self.log.run(self.index, group)
