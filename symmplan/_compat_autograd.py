@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 __all__ = [
+    "autograd_cache_off",
     "has_saved_tensor_hooks",
     "keep_inputs",
     "keeps_graph",
     "saved_outputs",
     "static_inputs",
 ]
+
+
+@contextlib.contextmanager
+def autograd_cache_off() -> Iterator[None]:
+    """AOTAutograd neither takes compiled code from its cache nor puts any there.
+
+    The setting alone is not enough: ``TORCHINDUCTOR_AUTOGRAD_CACHE=1`` overrides it.
+    """
+    from torch._functorch import aot_autograd, config
+
+    module: Any = aot_autograd
+    names = ("should_use_local_autograd_cache", "should_use_remote_autograd_cache")
+    saved = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    with config.patch(enable_autograd_cache=False):
+        for name in saved:
+            setattr(module, name, _no)
+        try:
+            yield
+        finally:
+            for name, function in saved.items():
+                setattr(module, name, function)
+
+
+def _no() -> bool:
+    return False
 
 
 def _metadata() -> Any:

@@ -19,6 +19,13 @@ def setup(rank, world_size):
     GROUPS[:] = [dist.group.WORLD.group_name]
 
 
+def autograd_cache_wanted():
+    """As if TORCHINDUCTOR_AUTOGRAD_CACHE=1 had been set when this process began."""
+    from torch._functorch import config
+
+    config._config["enable_autograd_cache"].env_value_force = True
+
+
 def two_gathers(x, w):
     """Saves two gathered tensors, 2 KiB each, for backward."""
     first = _Gather.apply(x, GROUPS[0])

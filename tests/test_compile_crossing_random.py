@@ -74,7 +74,7 @@ def _check(pool, training, inner, *, debug=True):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(training=trainings())
 def test_random_trainings_op_by_op(pool, training):
@@ -82,7 +82,7 @@ def test_random_trainings_op_by_op(pool, training):
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(training=trainings(max_programs=1))
 def test_random_trainings_through_inductor(pool, training):

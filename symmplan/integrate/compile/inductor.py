@@ -44,6 +44,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
+from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
 from symmplan.integrate.compile.running import noted, with_segments
@@ -105,12 +106,12 @@ def compile_inductor(
     config = {"config_patches": patches} if patches else {}
     if unit is None:
         return _compile_fx(module, list(example_inputs), **config)  # type: ignore[no-any-return]
-    with functorch_config.patch(
-        # AOTAutograd's cache would hand back compiled code without asking us for the segments;
-        # Inductor's own cache stays on: what it keys on is the rewritten graph.
-        enable_autograd_cache=False,
-        # Both parts share one set of segments, so both must be known before the first run.
-        force_non_lazy_backward_lowering=True,
+    # AOTAutograd's cache would hand back compiled code without asking us for the segments;
+    # Inductor's own cache stays on: what it keys on is the rewritten graph.
+    # Both parts share one set of segments, so both must be known before the first run.
+    with (
+        compat.autograd_cache_off(),
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
     ):
         inner = functools.partial(_compile_part, unit)
         return _compile_fx(module, list(example_inputs), inner_compile=inner, **config)  # type: ignore[no-any-return]
