@@ -65,6 +65,7 @@ __all__ = [
     "group_name",
     "group_options",
     "group_store",
+    "has_connection",
     "has_copy_engine_policy",
     "has_nccl_backend",
     "has_process_groups",
@@ -506,6 +507,13 @@ def compiled_frame() -> int | None:
     context = getattr(torch._guards, "CompileContext", None)
     compile_id = None if context is None else context.current_compile_id()
     return getattr(compile_id, "frame_id", None)
+
+
+def has_connection(store: Any) -> bool:
+    """Whether a store talks to its server over a connection, so that a clone has its own."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return type(store).__name__ == "TCPStore" and hasattr(store, "clone")
 
 
 def group_backend(name: str, device: torch.device) -> Any:

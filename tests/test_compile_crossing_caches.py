@@ -83,9 +83,8 @@ def _begin(rank, world_size, directory):
     setup(rank, world_size)
 
 
-def test_code_from_the_cache_is_right(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
+@pytest.mark.slow
+def test_code_from_the_cache_is_right(tmp_path):
     with RankPool(2, timeout=180.0) as ranks:
         ranks.run(_begin, str(tmp_path))
         # The plain backward writes the gradient where it finds what was saved.

@@ -81,6 +81,7 @@ def test_random_trainings_op_by_op(pool, training):
     _check(pool, training, "eager")
 
 
+@pytest.mark.slow
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -142,6 +142,7 @@ def _with_option(rank, size, option):
         backend.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [o for o in _OPTIONS if o != "nothing"])
 def test_options_of_inductor_leave_results_and_placements_alone(pair, option):
     first, *others = pair.run(_with_option, option)
@@ -242,6 +243,7 @@ def _cached(rank, size, directory):
     return found
 
 
+@pytest.mark.slow
 def test_the_plan_is_part_of_what_the_code_cache_goes_by(tmp_path):
     runs = []
     for _ in range(2):  # two processes per rank, one after the other

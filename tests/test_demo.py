@@ -213,19 +213,20 @@ def test_a_difference_is_seen():
 
 # ---- it ends ---------------------------------------------------------------------------------
 
+SLOW = pytest.mark.slow
 MARKS = [
-    ("rank 1 pid", 0),
+    pytest.param("rank 1 pid", 0, marks=SLOW),
     ("meet the other ranks", 1),
-    ("step 1 of 3 without symmplan", 1),
+    pytest.param("step 1 of 3 without symmplan", 1, marks=SLOW),
     ("step 1 of 3 with symmplan", 0),
-    ("step 3 of 3 with symmplan", 1),
-    ("time the collectives", 0),
-    ("verify the plan", 1),
+    pytest.param("step 3 of 3 with symmplan", 1, marks=SLOW),
+    pytest.param("time the collectives", 0, marks=SLOW),
+    pytest.param("verify the plan", 1, marks=SLOW),
     ("write the plan", 0),
 ]
 
 
-@pytest.mark.parametrize(("mark", "victim"), MARKS, ids=[mark for mark, _ in MARKS])
+@pytest.mark.parametrize(("mark", "victim"), MARKS)
 def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
     with Demo(tmp_path, "--inner", "eager", "--steps", "3", "--timeout", "120") as demo:
         demo.wait_for(mark)
@@ -265,6 +266,7 @@ def test_the_timeout_ends_the_demo(tmp_path):
     assert "rank 0 at: " in told
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_does_not_hang_the_demo(tmp_path):
     with Demo(tmp_path, "--inner", "eager", "--timeout", "25") as demo:
         demo.wait_for("step 1 of")

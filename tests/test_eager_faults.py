@@ -303,7 +303,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
 
 @pytest.mark.parametrize(
     ("fault", "ranks", "ahead"),
-    [("shape", 2, 0), ("keep", 2, 0), ("raise", 2, 0), ("keep", 2, 3), ("shape", 3, 0)],
+    [("shape", 2, 0), ("raise", 2, 0), ("keep", 2, 3), ("shape", 3, 0)],
 )
 def test_nobody_is_left_waiting_in_a_collective(fault, ranks, ahead):
     with RankPool(ranks, timeout=55.0) as pool:  # less than the process group's own

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
+from symmplan import _compat as compat
 from symmplan.memory.exchange import error_as_data, error_from_data
 
 if TYPE_CHECKING:
@@ -56,10 +57,14 @@ class Alarm:
             return
 
     def listener(self) -> Alarm:
-        """The same alarm for another thread, over a connection of its own where stores have one."""
+        """The same alarm for another thread, over a connection of its own where stores have one.
+
+        A store in a file has none: its clones count as workers that end, and the last of those
+        removes the file.
+        """
         other = Alarm.__new__(Alarm)
         other._group, other._key = self._group, self._key
-        if self._key and hasattr(self._group.store, "clone"):
+        if self._key and compat.has_connection(self._group.store):
             with contextlib.suppress(Exception):  # not every kind of store can
                 other._group = evolve(self._group, store=self._group.store.clone())
         return other
