@@ -59,8 +59,7 @@ class Alarm:
     def listener(self) -> Alarm:
         """The same alarm for another thread, over a connection of its own where stores have one.
 
-        A store in a file has none: its clones count as workers that end, and the last of those
-        removes the file.
+        A store in a file has none, and lets others in while one of them waits.
         """
         other = Alarm.__new__(Alarm)
         other._group, other._key = self._group, self._key
