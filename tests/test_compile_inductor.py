@@ -142,10 +142,10 @@ def _with_option(rank, size, option):
         backend.release()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["single", pytest.param("pair", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", [o for o in _OPTIONS if o != "nothing"])
-def test_options_of_inductor_leave_results_and_placements_alone(pair, option):
-    first, *others = pair.run(_with_option, option)
+def test_options_of_inductor_leave_results_and_placements_alone(request, ranks, option):
+    first, *others = request.getfixturevalue(ranks).run(_with_option, option)
     if first is None:
         pytest.skip("this torch has no such option")
     assert all(other == first for other in others)
@@ -294,9 +294,10 @@ def _kernels(rank, size, function):
         backend.release()
 
 
+@pytest.mark.parametrize("ranks", ["single", "pair"])
 @pytest.mark.parametrize("function", [_chain, _loss])
-def test_no_copies_are_added_but_those_that_are_stated(pair, function):
-    kernels, staged, stats = pair.run(_kernels, function)[0]
+def test_no_copies_are_added_but_those_that_are_stated(request, ranks, function):
+    kernels, staged, stats = request.getfixturevalue(ranks).run(_kernels, function)[0]
     # Each copy that cannot be fused is a kernel of its own.
     assert kernels["symmplan"] - kernels["plain"] <= len(staged)
     assert all(reason for *_, reason in staged)
