@@ -457,6 +457,29 @@ def holding(keep):
         yield
 
 
+@contextlib.contextmanager
+def gathered():
+    """Whether the input of each flat gather in the plan was a part of its output.
+
+    NCCL looks at both to decide what it runs, which must be the same on all ranks.
+    """
+    from symmplan.integrate.fsdp import comms
+
+    within = []
+    gathers = comms.gathers
+
+    def noting(memory, plain, output, source, *args, **kwargs):
+        begin = source.data_ptr() - output.data_ptr()
+        within.append(0 <= begin < output.numel() * output.element_size())
+        return gathers(memory, plain, output, source, *args, **kwargs)
+
+    comms.gathers = noting
+    try:
+        yield within
+    finally:
+        comms.gathers = gathers
+
+
 class Hoard:
     """Keeps buffers until so many others came, and then looks whether they are intact."""
 
@@ -502,12 +525,13 @@ def holder(rank, world, who, late, threads):
         else:
             hoard.keep(tensor)
 
-    with holding(keep):
+    with holding(keep), gathered() as within:
         result = both(lambda: shard(Net()), train, rank)
         for thread in running:
             thread.join()
         hoard.end()
     result["intact"] = all(hoard.intact)
+    result["gathered within"] = all(within)
     result["looked at"] = len(hoard.intact)
     dist.barrier()
     return result

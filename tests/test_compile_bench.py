@@ -22,6 +22,7 @@ def test_a_small_benchmark_runs_and_compares():
     args = options(
         *("--cases", "overlap", "--gather-bytes", "1024", "--width", "16"),
         *("--steps", "2", "--compilations", "1"),
+        *("--inductor", "reorder_for_compute_comm_overlap=true"),
     )
     result = json.loads(json.dumps(bench_compile.run(args)))
     assert result["ok"]
@@ -38,7 +39,13 @@ def test_a_small_benchmark_runs_and_compares():
 
 
 @pytest.mark.parametrize(
-    ("words", "match"), [(("--ranks", "1"), "needs peers"), (("--cases", "x"), "unknown case")]
+    ("words", "match"),
+    [
+        (("--ranks", "1"), "needs peers"),
+        (("--cases", "x"), "unknown case"),
+        (("--inductor", "reorder=true"), "no setting 'reorder'"),
+        (("--inductor", "cpp_wrapper=yes"), "'cpp_wrapper' is not JSON"),
+    ],
 )
 def test_wrong_options_are_refused(words, match):
     with pytest.raises(RunError, match=match):

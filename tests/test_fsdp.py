@@ -205,8 +205,9 @@ def test_a_step_that_fails_on_all_ranks_leaves_the_next_ones_right(two):
 @pytest.mark.parametrize("threads", [True, False])
 def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, threads):
     """Later users of their bytes are staged, on that rank alone."""
-    results = two.run(programs.holder, who, True, threads)
+    results = two.run(programs.in_flat_buffers, "holder", who, True, threads)
     for rank, result in enumerate(results):
+        assert result["gathered within"]
         assert result["differences"] == []
         assert result["intact"]
         assert result["stats"]["plain"] == 0

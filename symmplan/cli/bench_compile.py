@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind", action="store_true", help="keep parameters in symmetric memory from step to step"
     )
+    parser.add_argument(
+        "--inductor",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of torch._inductor.config for all sides, the value in JSON; repeatable",
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each (default 10)")
     parser.add_argument(
         "--compilations", type=int, default=2, help="compilations of each side (default 2)"
@@ -84,7 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time, or a case is unknown.
+        RunError: A rank failed or did not finish in time, or a case or a setting is unknown.
     """
     if args.ranks < 2:
         raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
@@ -92,6 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = [name for name in cases if name not in _NAMES]
     if unknown:
         raise RunError(f"unknown case {unknown[0]!r}", expected=", ".join(_NAMES), got=unknown[0])
+    settings = dict(_setting(given) for given in args.inductor)
     cuda = args.device == "cuda"
     options: dict[str, Any] = {
         "ranks": args.ranks,
@@ -104,6 +112,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "compilations": args.compilations,
         "dtype": args.dtype or ("bfloat16" if cuda else "float32"),
         "zero_cta": args.zero_cta,
+        "inductor": settings,
         "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
     for name, (small, large) in _SIZES.items():
@@ -123,6 +132,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _setting(given: str) -> tuple[str, Any]:
+    """A setting of Inductor from the command line."""
+    from torch._inductor import config
+
+    name, _, value = given.partition("=")
+    if name not in config.get_config_copy():
+        raise RunError(
+            f"this torch's Inductor has no setting {name!r}",
+            expected="--inductor NAME=VALUE, as in torch._inductor.config",
+            got=given,
+        )
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        raise RunError(
+            f"the value of Inductor's setting {name!r} is not JSON",
+            expected='true, 3, or "text" in quotes',
+            got=value,
+        ) from None
+
+
 def _words(args: argparse.Namespace) -> list[str]:
     names = (
         "ranks",
@@ -137,6 +167,7 @@ def _words(args: argparse.Namespace) -> list[str]:
     )
     given = {name: getattr(args, name) for name in names}
     words = [f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None]
+    words += [f"--inductor '{setting}'" for setting in args.inductor]
     switches = {"--bind": args.bind, "--zero-cta": args.zero_cta}
     return [*words, *(word for word, given in switches.items() if given)]
 
@@ -225,7 +256,7 @@ def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     cuda = options["device"] == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     mesh = init_device_mesh(options["device"], (options["ranks"],))
-    with _no_caches():
+    with _settings(options["inductor"]):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))  # load the compiler
         found = {name: _case(name, rank, options, mesh, device) for name in options["cases"]}
     return {
@@ -239,10 +270,11 @@ def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _no_caches() -> Iterator[None]:
+def _settings(given: dict[str, Any]) -> Iterator[None]:
+    """Inductor as it was asked for, without its caches."""
     from torch._inductor import config
 
-    with config.patch(force_disable_caches=True):
+    with config.patch({**given, "force_disable_caches": True}):
         yield
 
 

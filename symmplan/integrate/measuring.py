@@ -2,8 +2,8 @@
 
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
-    side by side, on two streams. One is the collective, several times if it is small. The other is
-    as many matrix products as take as long as torch's own way takes alone. A way that is slower by
+    side by side, on two streams. One is the collective, several times unless it is very large: what
+    passes once at the begin and the end of a span must not decide. The other is as many matrix products as take as long as torch's own way takes alone. A way that is slower by
     itself and a way that slows the products down both make the span longer, each by as much as it
     costs a program that is half communication. All ranks begin together, after an all-reduce, and
     the host is ahead of the device. On the CPU the products run between the collective's start and
@@ -38,7 +38,7 @@ ALIKE = 0.97
 _WARM_UP = 2
 _REPETITIONS = 7
 #: A collective of fewer bytes is repeated until it comes to as many, but not too often.
-_ENOUGH = 64 << 20
+_ENOUGH = 512 << 20
 _MOST_PRODUCTS = 256
 
 _Case = TypeVar("_Case")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import RankPool
+from torch.distributed import _symmetric_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
@@ -241,10 +242,13 @@ def _with_pads(rank, world_size, memory, inner):
 
 
 @needs_two
+@pytest.mark.parametrize("memory", ["cuda", "nvshmem"])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_ops_of_torch_symmetric_memory_run_in_placements(inner):
+def test_ops_of_torch_symmetric_memory_run_in_placements(inner, memory):
+    if memory == "nvshmem" and not _symmetric_memory.is_nvshmem_available():
+        pytest.skip("this torch has no NVSHMEM")
     with RankPool(2, init="nccl", timeout=280.0) as pool:
-        first, second = pool.run(_with_pads, "cuda", inner)
+        first, second = pool.run(_with_pads, memory, inner)
     print(first)
     assert first == second
     assert first.bound >= 2

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import fsdp_ways
 import test_fsdp_handle as handles
 import test_fsdp_random as randoms
 import test_fsdp_setters as setters
@@ -132,7 +133,20 @@ def test_parts_of_a_model_have_a_plan_each(two):
     users.test_parts_of_a_model_have_a_plan_each(two)
 
 
-@settings(max_examples=30, derandomize=True)
+@pytest.mark.parametrize("way", ["placed", "copy engine"])
+@pytest.mark.parametrize("who", [(0,), (0, 1)])
+def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
+    """A rank that is in their bytes runs what its peers run."""
+    for rank, result in enumerate(
+        two.run(fsdp_ways.forced, way, "in_flat_buffers", "holder", who, True, False)
+    ):
+        assert result["differences"] == []
+        assert result["intact"]
+        assert result["gathered within"]
+        assert (result["stats"]["staged"] > 0) == (rank in who)
+
+
+@settings(max_examples=20, derandomize=True)
 @given(arguments=randoms.acted())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
     randoms.check_acted(two, arguments)

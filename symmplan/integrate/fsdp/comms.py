@@ -74,7 +74,7 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
                 self._runtime.memory.name,
                 self._plain,
                 where.target,
-                _part(input_tensor, output_tensor, where.base),
+                _part(input_tensor, output_tensor, where.target),
                 where.group,
                 async_op=async_op,
                 site=self._site,

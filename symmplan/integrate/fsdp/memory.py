@@ -140,8 +140,8 @@ class Memory:
         """
         target = self.at(place, buffer.dtype)
         with self._kept(target):
-            if not result:
-                target.copy_(buffer)
+            # An all-gather's input is a part of its output: it runs there, as on the peers.
+            target.copy_(buffer)
             work = act()
             if work is not None:
                 work.wait()

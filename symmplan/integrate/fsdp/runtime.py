@@ -246,7 +246,7 @@ class Runtime:
     def _where(self, spot: Spot, place: Placement, base: torch.Tensor) -> Where:
         memory = self.memory
         received = None if spot.received is None else memory.at(spot.received, base.dtype)
-        return Where(memory.at(place, base.dtype), base, memory.over(spot.call, spot.way), received)
+        return Where(memory.at(place, base.dtype), memory.over(spot.call, spot.way), received)
 
     # Freezing.
 

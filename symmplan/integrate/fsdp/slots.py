@@ -32,13 +32,11 @@ class Where:
 
     Attributes:
         target: The bytes of its placement, as a tensor like the buffer that FSDP2 has.
-        base: That buffer, under another storage.
         group: The process group over which it runs.
         received: Where the output of its all-to-all lies; None if it has none.
     """
 
     target: torch.Tensor
-    base: torch.Tensor
     group: Any
     received: torch.Tensor | None = None
 
