@@ -3,11 +3,11 @@
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
     side by side, on two streams. One is the collective, several times unless it is very large: what
-    passes once at the begin and the end of a span must not decide. The other is as many matrix products as take as long as torch's own way takes alone. A way that is slower by
-    itself and a way that slows the products down both make the span longer, each by as much as it
-    costs a program that is half communication. All ranks begin together, after an all-reduce, and
-    the host is ahead of the device. On the CPU the products run between the collective's start and
-    its end.
+    passes once at the begin and the end of a span must not decide. The other is as many matrix
+    products as take as long as torch's own way takes alone. A way that is slower by itself and a
+    way that slows the products down both make the span longer, each by as much as it costs a
+    program that is half communication. All ranks begin together, after an all-reduce, and the host
+    is ahead of the device. On the CPU the products run between the collective's start and its end.
 
 The ways take turns, the median of some turns is taken, and the slowest rank counts.
 """
