@@ -68,7 +68,7 @@ def test_ranks_choose_alike_and_results_stay(pair, clearly, inner):
     ]
     assert all(c.plain_seconds > 0 < c.placed_seconds for c in choices)
     if inner == "eager":  # Inductor reorders
-        assert [c.overlapped for c in choices] == [True, False, False, False]
+        assert [c.beside for c in choices] == [2 * 4 * 8 * 8, 0, 0, 0]
     assert choices[3].copied_out
     assert {c.placed for c in choices} == {clearly > 0.0}
     if not clearly:
@@ -137,3 +137,36 @@ def test_a_rank_that_measures_alone_fails_on_all(pair):
         assert _raised(outcome.error) == "AgreementError"
         assert "make different calls at the same time" in outcome.error.text
         assert outcome.seconds < 20
+
+
+def _counted(x, w, group):
+    """Two gathers beside a product, then one of them beside another; one waits at once."""
+    long = F.all_gather_into_tensor(x, 2, group)
+    short = F.all_gather_into_tensor(x[:2], 2, group)
+    y = x @ w
+    b = F.wait_tensor(short)
+    z = y @ w
+    a = F.wait_tensor(long)
+    c = F.wait_tensor(F.all_reduce(z, "sum", group))
+    return a, b, c @ w
+
+
+def _counts(rank, size):
+    import torch.distributed as dist
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from symmplan.integrate.compile.work import flops_beside
+
+    name = dist.group.WORLD.group_name
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    graph = make_fx(lambda x, w: _counted(x, w, name), tracing_mode="fake")(x, w).graph
+    nodes = [
+        n for n in graph.nodes if "all_gather" in str(n.target) or "all_reduce" in str(n.target)
+    ]
+    return list(flops_beside(nodes).values())
+
+
+def test_products_are_divided_among_what_runs_beside_them(pair):
+    product = 2 * 6 * 8 * 8
+    for found in pair.run(_counts):
+        assert found == [product * 3 / 4 + product, product / 4, 0.0]

@@ -3,11 +3,12 @@
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
     side by side, on two streams. One is the collective, several times unless it is very large: what
-    passes once at the begin and the end of a span must not decide. The other is as many matrix
-    products as take as long as torch's own way takes alone. A way that is slower by itself and a
-    way that slows the products down both make the span longer, each by as much as it costs a
-    program that is half communication. All ranks begin together, after an all-reduce, and the host
-    is ahead of the device. On the CPU the products run between the collective's start and its end.
+    passes once at the begin and the end of a span must not decide. The other is matrix products: as
+    many as the program runs beside it, if that is known, but not many more than hide it; else as
+    many as take as long as torch's own way takes alone. A way that is slower by itself and a way
+    that slows the products down both make the span longer, each by as much as it costs such a
+    program. All ranks begin together, after an all-reduce, and the host is ahead of the device. On
+    the CPU the products run between the collective's start and its end.
 
 The ways take turns, the median of some turns is taken, and the slowest rank counts.
 """
@@ -40,6 +41,8 @@ _REPETITIONS = 7
 #: A collective of fewer bytes is repeated until it comes to as many, but not too often.
 _ENOUGH = 512 << 20
 _MOST_PRODUCTS = 256
+#: Products that take longer than this many times the collective hide it, and more change nothing.
+_HIDDEN = 3.0
 
 _Case = TypeVar("_Case")
 
@@ -63,6 +66,11 @@ class Clock:
             )
             for _ in range(3)
         )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one matrix product."""
+        return 2 * self._rows**3
 
     def product(self) -> float:
         """Seconds of one matrix product."""
@@ -143,7 +151,7 @@ def clock_of(device: torch.device, timeout: float) -> Clock:
 
 @own_work
 def seconds_of(
-    clock: Clock, acts: Mapping[str, Act], group: Any, nbytes: int, *, beside: bool
+    clock: Clock, acts: Mapping[str, Act], group: Any, nbytes: int, *, beside: float | None
 ) -> dict[str, float]:
     """Seconds of one collective in each way, on this rank.
 
@@ -152,17 +160,20 @@ def seconds_of(
         acts: ``{way: what runs it}``; the first is torch's own way.
         group: The process group.
         nbytes: Size of the collective; equal on all ranks.
-        beside: Whether matrix products run at the same time.
+        beside: Floating-point operations of matrix products that run at the same time; None if
+            that is not known.
 
     Collective: yes, over ``group``.
     """
     times = min(clock.often, -(-_ENOUGH // max(1, nbytes)))  # not by time: equal on all ranks
     products = 0
-    if beside:
+    if beside is None or beside:
         own = next(iter(acts.values()))
         alone = min(clock.span(own, times, 0, group) for _ in range(_WARM_UP + 1))
+        hide = alone / max(clock.product(), 1e-9)
+        wanted = hide if beside is None else min(times * beside / clock.flops, _HIDDEN * hide)
         # May differ between ranks: one that works longer is waited for.
-        products = min(_MOST_PRODUCTS, max(1, round(alone / max(clock.product(), 1e-9))))
+        products = min(_MOST_PRODUCTS, max(1, round(wanted)))
     runs: dict[str, list[float]] = {way: [] for way in acts}
     for repetition in range(_WARM_UP + _REPETITIONS):
         for way, act in acts.items():

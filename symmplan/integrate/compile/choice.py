@@ -3,7 +3,7 @@
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
 than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
 cost more than the collective saves. So before a graph is planned each of its collectives is timed
-both ways at its size, with its copies, and beside matrix products if the graph has some between
+both ways at its size, with its copies, and beside as many matrix products as the graph has between
 its start and its wait. What does not gain clearly stays out of the plan, with the two times as the
 reason.
 A case is measured once in a process. See [Note: what is timed] in `symmplan.integrate.measuring`.
@@ -11,6 +11,7 @@ A case is measured once in a process. See [Note: what is timed] in `symmplan.int
 
 from __future__ import annotations
 
+import math
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ import torch
 from attrs import frozen
 
 from symmplan.capture.bounds import bound as bound_of
-from symmplan.capture.graphs import is_getitem, is_wait, overload_of
+from symmplan.capture.graphs import overload_of
 from symmplan.errors import AgreementError
 from symmplan.integrate.compile.lowering import Lowering, Lowerings, overload_named
-from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
-from symmplan.memory import realize
+from symmplan.integrate.compile.work import flops_beside
+from symmplan.integrate.measuring import clock_of, seconds_of, slowest
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
+from symmplan.memory.spares import give_back, obtain, synchronize
 from symmplan.memory.tell import leaders, tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
@@ -42,20 +44,10 @@ __all__ = ["Choice", "forget", "refused"]
 
 #: Symmetric memory is chosen where it takes at most this part of the time of torch's own way: it
 #: ties the order of the program down, and what is planned for nothing costs its bytes.
-_CLEARLY = ALIKE
-#: Larger collectives are measured at this size: there the ratio no longer depends on it, and NCCL's
-#: scratch is never freed.
-_LARGEST = 64 << 20
+_CLEARLY = 0.98
+#: Larger collectives are measured at this size, in bytes: there the ratio no longer depends on it.
+_LARGEST = 256 << 20
 _ALIGN = 256
-_PRODUCTS = frozenset({
-    "aten::addmm",
-    "aten::bmm",
-    "aten::convolution",
-    "aten::mm",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_flash_attention",
-})  # fmt: skip
 
 
 @frozen
@@ -70,14 +62,14 @@ class _Case:
     others: tuple[tuple[str, Any], ...]
     copied_in: bool
     copied_out: bool
-    overlapped: bool
+    beside: int
 
     @property
     def key(self) -> list[Any]:
         """What must be the same on all ranks; the names of groups may differ."""
         return [
             *(self.op, self.memory, self.dtype, list(self.numels)),
-            *(self.copied_in, self.copied_out, self.overlapped),
+            *(self.copied_in, self.copied_out, self.beside),
         ]
 
 
@@ -92,7 +84,8 @@ class Choice:
         nbytes: Bytes of its inputs on one rank.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
-        overlapped: Whether it was measured under matrix products.
+        beside: Floating-point operations of the matrix products that the graph runs beside it, the
+            next power of two; 0 if it has none there.
         plain_seconds: Time of torch's own way, of the slowest rank.
         placed_seconds: Time in symmetric memory with those copies, of the slowest rank.
         placed: Whether symmetric memory was chosen.
@@ -104,7 +97,7 @@ class Choice:
     nbytes: int
     copied_in: bool
     copied_out: bool
-    overlapped: bool
+    beside: int
     plain_seconds: float
     placed_seconds: float
     placed: bool
@@ -148,9 +141,11 @@ def refused(
     Collective: yes, over the groups of the graph, unless all was measured before.
     """
     cases: dict[fx.Node, _Case] = {}
-    for node in dict.fromkeys(site.node for site in captured.sites):
+    nodes = list(dict.fromkeys(site.node for site in captured.sites))
+    flops = flops_beside(nodes)
+    for node in nodes:
         row = lowerings.row(captured.specs[node])
-        case = None if row is None else _case(captured, node, row, lowerings.memory)
+        case = None if row is None else _case(captured, node, row, lowerings.memory, flops[node])
         if case is not None:
             cases[node] = case
     new = [c for c in dict.fromkeys(cases.values()) if c not in _FOUND]
@@ -167,7 +162,9 @@ def refused(
     return reasons, list(dict.fromkeys(choices.values()))
 
 
-def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str) -> _Case | None:
+def _case(
+    captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: float
+) -> _Case | None:
     sites = captured.at(node)
     if not any(s.buffer is not None for s in sites) or row.out == "out":
         return None
@@ -189,25 +186,12 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str) -> _Cas
         others=tuple(sorted((k, _plain(v)) for k, v in bound.items())),
         copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
         copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
-        overlapped=_overlapped(node),
+        beside=1 << max(0, math.ceil(math.log2(flops))) if flops else 0,
     )
 
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
-
-
-def _overlapped(node: fx.Node) -> bool:
-    """Whether matrix products are issued between the op and the first of its waits."""
-    readers = [*node.users, *(r for n in node.users if is_getitem(n) for r in n.users)]
-    waits = {r for r in readers if is_wait(r)}
-    at = node.next
-    while at not in waits and at.op != "output":
-        overload = overload_of(at.target) if at.op == "call_function" else None
-        if overload is not None and overload._schema.name in _PRODUCTS:
-            return bool(waits)
-        at = at.next
-    return False
 
 
 @own_work
@@ -242,7 +226,7 @@ def _measure(
             nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
             copied_in=case.copied_in,
             copied_out=case.copied_out,
-            overlapped=case.overlapped,
+            beside=case.beside,
             plain_seconds=plain,
             placed_seconds=placed,
             placed=placed <= plain * _CLEARLY,
@@ -276,43 +260,69 @@ def _times(
 ) -> dict[_Case, dict[str, float]]:
     """Seconds of torch's own way and of symmetric memory, on this rank."""
     used = list(dict.fromkeys(c.group for c in cases))
-    half = max(_scratch_bytes(c, groups[c.group].size()) for c in cases)
-    buffers = [Buffer(f"{s} {i}", half, g) for i, g in enumerate(used) for s in ("in", "out")]
+    needed = [_scratch(c, groups[c.group].size()) for c in cases]
+    most = {"in": max(given for given, _ in needed), "out": max(made for _, made in needed)}
+    buffers = [Buffer(f"{s} {i}", n, g) for i, g in enumerate(used) for s, n in most.items()]
     problem = Problem(
         buffers=tuple(buffers),
         operations=(Operation("all"),),
         accesses=tuple(Access("all", b.name, write=True) for b in buffers),
     )
     plan = plan_problem(problem)
-    with realize(plan, memory=lowerings.memory, device=device, timeout=timeout) as arena:
+    memory = lowerings.memory
+    arena, _ = obtain(plan, groups, memory=memory, device=device, timeout=timeout)
+    try:
         clock = clock_of(device, timeout)
         found = {}
         for case in cases:
             i, group = used.index(case.group), groups[case.group]
-            places = (arena.tensor(f"in {i}"), arena.tensor(f"out {i}"))
+            there = (plan.placements[f"{which} {i}"] for which in ("in", "out"))
+            places = [arena.segments[p.segment].tensor[p.offset : p.end] for p in there]
             acts = _Acts(case, group.size(), places, device).acts(lowerings)
-            nbytes = _scratch_bytes(case, group.size())
-            found[case] = seconds_of(clock, acts, group, nbytes, beside=case.overlapped)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            nbytes = max(_scratch(case, group.size()))
+            beside = case.beside * _factor(case, group.size())
+            found[case] = seconds_of(clock, acts, group, nbytes, beside=beside)
+        synchronize(device)
+    except BaseException:
+        arena.release()
+        raise
+    give_back([arena])
     return found
+
+
+def _factor(case: _Case, size: int) -> float:
+    """How much smaller it is measured."""
+    itemsize: int = getattr(torch, case.dtype).itemsize
+    whole = sum(case.numels) * itemsize * (size if "all_gather" in case.op else 1)
+    return min(1.0, _LARGEST / max(whole, 1))
 
 
 def _scaled(case: _Case, size: int) -> list[int]:
     """Elements of each input, made smaller where the whole is too large."""
-    itemsize = getattr(torch, case.dtype).itemsize
-    whole = sum(case.numels) * itemsize * (size if "all_gather" in case.op else 1)
-    factor = min(1.0, _LARGEST / max(whole, 1))
+    factor = _factor(case, size)
     unit = size * _ALIGN
-    if factor == 1.0:
+    if factor == 1:
         return list(case.numels)
     return [max(unit, int(n * factor) // unit * unit) for n in case.numels]
 
 
-def _scratch_bytes(case: _Case, size: int) -> int:
+def _scratch(case: _Case, size: int) -> tuple[int, int]:
+    """Bytes of its inputs and of its results, aligned; in place, both are as large."""
     itemsize = getattr(torch, case.dtype).itemsize
-    factor = size if "all_gather" in case.op else 1
-    return sum(-(-n * itemsize * factor // _ALIGN) * _ALIGN for n in _scaled(case, size))
+    given = _scaled(case, size)
+    made = [_made(case, n, size) for n in given]
+    return _aligned(given, itemsize), _aligned(made, itemsize)
+
+
+def _made(case: _Case, numel: int, size: int) -> int:
+    """Elements of the result for an input."""
+    if "all_gather" in case.op:
+        return numel * size
+    return numel // size if "reduce_scatter" in case.op else numel
+
+
+def _aligned(numels: Sequence[int], itemsize: int) -> int:
+    return sum(-(-n * itemsize // _ALIGN) * _ALIGN for n in numels)
 
 
 class _Acts:
@@ -322,7 +332,7 @@ class _Acts:
         self,
         case: _Case,
         size: int,
-        places: tuple[torch.Tensor, torch.Tensor],
+        places: Sequence[torch.Tensor],
         device: torch.device,
     ) -> None:
         self._case = case
@@ -330,9 +340,7 @@ class _Acts:
         numels = _scaled(case, size)
         self._inputs = [torch.ones(n, dtype=dtype, device=device) for n in numels]
         self._placed = _cut(places[0], numels, dtype)
-        grown = {"all_gather": size, "reduce_scatter": 1 / size}
-        factor = next((f for k, f in grown.items() if k in case.op), 1)
-        self._outs = _cut(places[1], [int(n * factor) for n in numels], dtype)
+        self._outs = _cut(places[1], [_made(case, n, size) for n in numels], dtype)
         for tensor in self._placed:
             tensor.fill_(1)
 

@@ -37,9 +37,9 @@ from attrs import define, evolve, field
 from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import Lane, Zone, overlap
 from symmplan.integrate.compile.places import Places
-from symmplan.memory import realize
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.spares import give_back, obtain, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -66,6 +66,7 @@ class Shared:
         groups: The process groups that they met.
         copies: How many crossing tensors were copied, by reason.
         lanes: The bytes of each crossing buffer that a graph has had so far.
+        released: Whether the segments were given back.
     """
 
     arena: Arena
@@ -73,6 +74,7 @@ class Shared:
     groups: list[Any]
     copies: Counter[str]
     lanes: dict[Placement, Lane] = field(init=False, factory=dict)
+    released: bool = field(init=False, default=False)
     _overlaps: dict[Rewritten, tuple[int, list[Lane]]] = field(init=False, factory=dict)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _turn: Any = field(init=False, factory=threading.Lock)
@@ -92,7 +94,10 @@ class Shared:
         Raises:
             RunError: A graph that uses the same segments is running: inside it, or in another
                 thread.
+            ReleasedError: The backend was released.
         """
+        if self.released:
+            raise _released()
         if not self._turn.acquire(blocking=False):
             raise RunError(
                 "a compiled graph started while another one was using the same segments",
@@ -176,6 +181,16 @@ class Shared:
         for place, lane in old.items():
             lane.move_to(self.lane(place))
 
+    def release(self) -> None:
+        """Give the segments back; what was saved is copied out.
+
+        Collective: no.
+        """
+        self.clear()
+        self.released = True
+        synchronize(self.device)
+        give_back([self.arena])
+
     def clear(self) -> None:
         """Copy everything out that was saved."""
         for lane in self.lanes.values():
@@ -216,21 +231,18 @@ class Pool:
         Collective: yes, over the plan's groups.
         """
         if self.released:
-            raise ReleasedError(
-                "a compiled graph ran after its backend was released",
-                fix="compile the model again, with a new symmplan.backend()",
-            )
+            raise _released()
         key = (memory, device, structure_of(plan))
-        groups = [g.process_group for g in resolve_groups(_groups_of(plan)).values()]
+        named = {n: g.process_group for n, g in resolve_groups(_groups_of(plan)).items()}
+        groups = list(named.values())
         shared = self._shared.get(key)
         if shared is not None and shared.groups != groups:
             shared.clear()
             shared.arena.release()  # of a process group that is gone; another has its name
             shared = None
         if shared is None:
-            arena = realize(plan, memory=memory, device=device, timeout=self.timeout)
+            arena = self._obtain(plan, memory, device, named)
             shared = self._shared[key] = Shared(arena, device, groups, self.copies)
-            self.rendezvous += arena.rendezvous
             return shared
         have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
         larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
@@ -238,16 +250,21 @@ class Pool:
         if all(s.nbytes == have[s.name] for s in larger):
             agree(wanted, timeout=self.timeout)
             return shared
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # before all ranks meet: then nobody uses the old ones
-        arena = realize(wanted, memory=memory, device=device, timeout=self.timeout)
+        synchronize(device)  # before all ranks meet: then nobody uses the old ones
+        arena = self._obtain(wanted, memory, device, named)
         old = shared.arena
         shared.move(arena)
-        self.rendezvous += arena.rendezvous
-        if device.type == "cuda" and shared.lanes:
-            torch.cuda.synchronize(device)  # what was saved has been copied
-        old.release()
+        if shared.lanes:
+            synchronize(device)  # what was saved has been copied
+        give_back([old])
         return shared
+
+    def _obtain(
+        self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]
+    ) -> Arena:
+        arena, made = obtain(plan, groups, memory=memory, device=device, timeout=self.timeout)
+        self.rendezvous += arena.rendezvous if made else 0
+        return arena
 
     def zone(self, zone: Zone) -> None:
         """Remember where the forward of a graph leaves what its backward reads."""
@@ -271,8 +288,15 @@ class Pool:
         self.released = True
         self.places.release()
         for shared in self._shared.values():
-            shared.clear()
-            shared.arena.release()
+            if not shared.released:
+                shared.release()
+
+
+def _released() -> ReleasedError:
+    return ReleasedError(
+        "a compiled graph ran after its backend was released",
+        fix="compile the model again, with a new symmplan.backend()",
+    )
 
 
 def _groups_of(plan: Plan) -> list[str]:

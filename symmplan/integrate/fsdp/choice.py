@@ -192,7 +192,7 @@ class Choices:
         self, case: _Case, acts: Mapping[str, Act], group: Any, clock: Clock
     ) -> dict[str, float]:
         """Seconds of each way."""
-        beside = self._device.type == "cuda"
+        beside = None if self._device.type == "cuda" else 0.0
         return seconds_of(clock, acts, group, case[1], beside=beside)
 
     def _acts(

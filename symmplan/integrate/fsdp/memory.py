@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.errors import BackendError, CaptureError
-from symmplan.integrate.fsdp.arenas import fits, give_back, obtain, synchronize
 from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 from symmplan.integrate.fsdp.engines import Engines, engines_of
 from symmplan.memory import agree
+from symmplan.memory.spares import fits, give_back, obtain, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,11 +1,12 @@
-"""The segments of FSDP2 models, which on devices outlive their models.
+"""Segments that nobody uses any more, for who comes next.
 
 [Note: windows that stay]
     Torch 2.11 registers a segment as a window of NCCL's communicator and frees it without taking
     the window back. NCCL finds windows by address, so it would take ordinary memory that comes to
     lie at that address later for symmetric, and reach into peers' memory that is something else.
-    So segments on devices are never freed while the process lives: when their model lets go of
-    them they are kept, and the next model of the same groups gets them if its plan fits.
+    NVSHMEM frees collectively, but models end on one rank after the other. So such segments are
+    never freed while the process lives: when a model or a compile backend lets go of them they are
+    kept, and the next one of the same groups gets them if its plan fits.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["fits", "give_back", "obtain", "synchronize"]
 
+#: Backends that free their memory, each rank by itself.
+_FREEING = ("cuda", "local", "shm")
+
 
 @frozen(eq=False)
 class _Spare:
-    """An arena that no model uses.
+    """An arena that nobody uses.
 
     Attributes:
         number: Counts the arenas that were given back; equal on ranks that did the same.
@@ -52,6 +56,7 @@ def fits(plan: Plan, arena: Arena) -> bool:
         spec.name in arena.segments
         and spec.nbytes <= arena.segments[spec.name].nbytes
         and spec.groups == arena.segments[spec.name].spec.groups
+        and spec.signal_pad == arena.segments[spec.name].spec.signal_pad
         for spec in plan.segments
     )
 
@@ -68,7 +73,7 @@ def obtain(
 
     Args:
         plan: What must fit.
-        groups: ``{name: process group}`` of all groups of the model.
+        groups: ``{name: process group}`` of all groups of the program.
         memory: Name of the memory backend.
         device: Where it must lie.
         timeout: Seconds that ranks wait for each other.
@@ -81,10 +86,9 @@ def obtain(
 
     Collective: yes, over those groups.
     """
-    if device.type == "cuda":
-        spare = next(
-            (s for s in _SPARE if s.device == device and _serves(s, plan, memory, groups)), None
-        )
+    if device.type == "cuda" and memory not in _FREEING:
+        found = [s for s in _SPARE if s.device == device and _serves(s, plan, memory, groups)]
+        spare = min(found, key=lambda s: s.arena.segment_bytes, default=None)
         number = -1 if spare is None else spare.number
         names = dict.fromkeys(leaders(groups).values())
         said = tell("spare", dict.fromkeys(names, number), groups, timeout)
@@ -98,11 +102,13 @@ def obtain(
 def give_back(arenas: list[Arena]) -> None:
     """Nobody uses the arenas any more; empties the list. See [Note: windows that stay].
 
+    All work of this rank in them must be done; who gets them meets the peers first.
+
     Collective: no.
     """
     for arena in arenas:
         device = next((s.tensor.device for s in arena.segments.values()), None)
-        if device is None or device.type != "cuda":
+        if device is None or arena.memory in _FREEING:
             arena.release()
         else:
             _COUNT[0] += 1

@@ -1,0 +1,67 @@
+"""How much a graph computes while a collective runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from symmplan.capture.bounds import bound as bound_of
+from symmplan.capture.graphs import is_getitem, is_wait, overload_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+__all__ = ["flops_beside"]
+
+#: So many hide any collective.
+_MOST = 1 << 50
+
+
+def flops_beside(nodes: Sequence[fx.Node]) -> dict[fx.Node, float]:
+    """Floating-point operations of what is issued between each collective and its first wait.
+
+    What several collectives are beside at a time is divided among them by their bytes.
+
+    Args:
+        nodes: Collectives of one graph, in its order; what nobody waits for has nothing beside it.
+    """
+    found = dict.fromkeys(nodes, 0.0)
+    graph = list(nodes[0].graph.nodes) if nodes else []
+    positions = {node: at for at, node in enumerate(graph)}
+    ends = {n: min(_waits(n), key=positions.__getitem__, default=None) for n in nodes}
+    running: list[fx.Node] = []
+    for node in graph:
+        running = [other for other in running if ends[other] is not node]
+        if ends.get(node) is not None:
+            running.append(node)
+        elif running and (flops := _flops(node)):
+            sizes = [_nbytes(other) for other in running]
+            for other, nbytes in zip(running, sizes, strict=True):
+                found[other] += flops * nbytes / max(sum(sizes), 1)
+    return found
+
+
+def _waits(node: fx.Node) -> list[fx.Node]:
+    readers = [*node.users, *(r for n in node.users if is_getitem(n) for r in n.users)]
+    return [reader for reader in readers if is_wait(reader)]
+
+
+def _flops(node: fx.Node) -> float:
+    """Of matrix products and the like; the largest possible where sizes are dynamic."""
+    overload = overload_of(node.target) if node.op == "call_function" else None
+    if overload is None or overload.overloadpacket not in flop_registry:
+        return 0.0
+    args, kwargs = tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    count: Any = flop_registry[overload.overloadpacket](*args, **kwargs, out_val=node.meta["val"])
+    known = bound_of(count)
+    return float(_MOST if known is None else min(known, _MOST))
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return sum((bound_of(v.numel()) or 0) * v.element_size() for v in values)
