@@ -49,6 +49,7 @@ class Store:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._user: dict[str, _Declared] = {}
+        self._originals: dict[OpOverload, OpOverload] = {}
         # op -> (what upstream said then, the answer); dropped whenever a declaration changes
         self._cache: dict[OpOverload, tuple[tuple[str, ...], OpSpec | None]] = {}
 
@@ -83,6 +84,10 @@ class Store:
             self._replace(kept)
             return changed
 
+    def stand_in(self, op: OpOverload, original: OpOverload) -> None:
+        """What is declared of ``original`` holds for ``op``, too, which has the same arguments."""
+        self._originals[op] = original
+
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """Undo on exit every declaration made or removed inside."""
@@ -107,6 +112,7 @@ class Store:
         Raises:
             DeclarationError: Upstream's registry holds a declaration that does not fit the op.
         """
+        op = self._originals.get(op, op)
         cache = self._cache  # read before the declarations: see `_replace`
         upstream = _upstream.declared_arguments(op)
         known = cache.get(op)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from symmplan.errors import BackendError
-from symmplan.integrate.compile import ops
+from symmplan.integrate.compile import ops, traceable
 from symmplan.integrate.compile.crossing import reasons
 from symmplan.integrate.compile.pool import Pool
 from symmplan.integrate.compile.records import Record, Settings
@@ -98,6 +98,7 @@ class CompileBackend:
         _refuse("inner compiler", inner, ("inductor", "eager"))
         _refuse("memory backend", memory, _memory_names())
         _refuse("way to choose", choose, ("auto", "measure", "placed"))
+        traceable.load()  # before Dynamo traces
         self.settings = Settings(inner, memory, effort, timeout, choose, debug, bind)
         self.__name__ = "symmplan"
         self._graphs = 0
