@@ -3,12 +3,11 @@
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
     side by side, on two streams. One is the collective, several times unless it is very large: what
-    passes once at the begin and the end of a span must not decide. The other is matrix products: as
-    many as the program runs beside it, if that is known, but not many more than hide it; else as
-    many as take as long as torch's own way takes alone. A way that is slower by itself and a way
-    that slows the products down both make the span longer, each by as much as it costs such a
-    program. All ranks begin together, after an all-reduce, and the host is ahead of the device. On
-    the CPU the products run between the collective's start and its end.
+    passes once at the begin and the end of a span must not decide. The other is as many matrix
+    products as the program runs beside it, but not many more than hide it. A way that is slower by
+    itself and a way that slows the products down both make the span longer, each by as much as it
+    costs the program. All ranks begin together, after an all-reduce, and the host is ahead of the
+    device. On the CPU the products run between the collective's start and its end.
 
 The ways take turns, the median of some turns is taken, and the slowest rank counts.
 """
@@ -151,7 +150,7 @@ def clock_of(device: torch.device, timeout: float) -> Clock:
 
 @own_work
 def seconds_of(
-    clock: Clock, acts: Mapping[str, Act], group: Any, nbytes: int, *, beside: float | None
+    clock: Clock, acts: Mapping[str, Act], group: Any, nbytes: int, *, beside: float
 ) -> dict[str, float]:
     """Seconds of one collective in each way, on this rank.
 
@@ -160,18 +159,18 @@ def seconds_of(
         acts: ``{way: what runs it}``; the first is torch's own way.
         group: The process group.
         nbytes: Size of the collective; equal on all ranks.
-        beside: Floating-point operations of matrix products that run at the same time; None if
-            that is not known.
+        beside: Floating-point operations of matrix products that run at the same time; infinite if
+            they are to hide it.
 
     Collective: yes, over ``group``.
     """
     times = min(clock.often, -(-_ENOUGH // max(1, nbytes)))  # not by time: equal on all ranks
     products = 0
-    if beside is None or beside:
+    if beside:
         own = next(iter(acts.values()))
         alone = min(clock.span(own, times, 0, group) for _ in range(_WARM_UP + 1))
-        hide = alone / max(clock.product(), 1e-9)
-        wanted = hide if beside is None else min(times * beside / clock.flops, _HIDDEN * hide)
+        hide = _HIDDEN * alone / max(clock.product(), 1e-9)
+        wanted = min(times * beside / clock.flops, hide)
         # May differ between ranks: one that works longer is waited for.
         products = min(_MOST_PRODUCTS, max(1, round(wanted)))
     runs: dict[str, list[float]] = {way: [] for way in acts}
