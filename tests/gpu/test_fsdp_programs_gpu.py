@@ -147,6 +147,22 @@ def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
         assert (result["stats"]["staged"] > 0) == (rank in who)
 
 
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("way", ["placed", "copy engine"])
+def test_parameters_are_gathered_between_steps(two, way, flat):
+    """There the default stream is the current one."""
+    acts = ["train", ("look", 0, 0), ("look", 1, 2), ("unshard_all", False, True), "train"]
+    arguments = {
+        "model": ([16, 17], ["whole", "none"], {"bf16": False, "tied": False}),
+        "acts": [(act,) if isinstance(act, str) else act for act in acts],
+        "choose": way,
+        "flat": flat,
+        "hold": (0, 0),
+    }
+    for result in randoms.check_acted(two, arguments):
+        assert result["refused"] is result["unsupported"] is None
+
+
 @settings(max_examples=20, derandomize=True)
 @given(arguments=randoms.acted())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):

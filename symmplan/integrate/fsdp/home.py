@@ -17,6 +17,7 @@ from symmplan import _compat
 from symmplan.memory.lend import lend
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
+from symmplan.memory.streams import off_default_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,10 +98,12 @@ class Home:
         if self._memory == "shm":
             name, size = _compat.group_name(self._group), self._group.size()
             all_gather_parts_(self._whole, self._offsets, self._counts, size, name, what=self._site)
-        elif len(self._outputs) == 1:
-            dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
-        else:
-            _compat.all_gather_coalesced(self._outputs, self._parts, self._group)
+            return
+        with off_default_stream(self._whole.device):
+            if len(self._outputs) == 1:
+                dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
+            else:
+                _compat.all_gather_coalesced(self._outputs, self._parts, self._group)
 
     def move_in(self, parameters: Sequence[Any]) -> None:
         """Let FSDP2's parameters be views of these bytes, or of copies if a graph has views.

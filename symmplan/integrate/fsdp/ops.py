@@ -10,6 +10,7 @@ import torch.distributed as dist
 from symmplan import _compat as compat
 from symmplan.memory.ops import all_gather_out, reduce_scatter_out
 from symmplan.memory.own import own_work
+from symmplan.memory.streams import off_default_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +40,15 @@ def gathers(
         site: Name of the module, which must be the same on all ranks; shared memory compares it.
     """
     if memory != "shm":
-        return own_work(
-            lambda: plain(output_tensor=output, input_tensor=source, group=group, async_op=async_op)
-        )
+
+        @own_work
+        def act() -> Any:
+            with off_default_stream(output.device):
+                return plain(
+                    output_tensor=output, input_tensor=source, group=group, async_op=async_op
+                )
+
+        return act
     name = compat.group_name(group)
     return lambda: all_gather_out(source, group.size(), name, out=output, what=site)
 
@@ -117,7 +124,8 @@ def exchanges(
 
     @own_work
     def act() -> None:
-        compat.all_to_all(received, source, group)
+        with off_default_stream(source.device):
+            compat.all_to_all(received, source, group)
         reduce(received.view(group.size(), -1), 0, out=total)
         if factor is not None:
             total.mul_(factor)
