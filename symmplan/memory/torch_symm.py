@@ -15,6 +15,9 @@ torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu
       a peer's older bytes be read after it (two H200, torch 2.11), so it meets as NCCL does.
     - One rendezvous registers the whole allocation; views are found by address. Placements
       therefore need none of their own.
+    - NCCL 2.28's symmetric all-gather of small tensors writes wrong bytes where a rank's part does
+      not begin at a whole word of 4 bytes: an odd number of 16-bit floats, say (two H200, 2.28.9;
+      its other kernels are right). Such gathers stay in ordinary memory. See `is_whole_words`.
     - Everything runs in the order of the current stream; the host waits for nothing. A release
       waits for the device, but not for the peers: let all ranks come to their end of the program
       first, and release before the process group is destroyed.
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from symmplan import _compat
 from symmplan.errors import BackendError, OutOfSharedMemoryError
@@ -39,10 +43,15 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
     from symmplan.model import SegmentSpec
 
-__all__ = ["TorchSymmBackend", "serves_nccl"]
+__all__ = ["SPLIT_WORDS", "TorchSymmBackend", "is_whole_words", "serves_nccl"]
 
 #: The channel of the signal pad that symmplan's barriers use.
 _CHANNEL = 0
+
+_WORD = 4
+
+#: Why an all-gather is not placed; see `is_whole_words`.
+SPLIT_WORDS = f"its parts are not whole words of {_WORD} bytes, which NCCL's symmetric kernel needs"
 
 #: NCCL's segments, released or not. See [Note: torch's allocators].
 _KEPT: list[torch.Tensor] = []
@@ -62,6 +71,14 @@ def serves_nccl(groups: Mapping[str, Group]) -> bool:
     except (RuntimeError, ImportError):
         return False
     return True
+
+
+def is_whole_words(nbytes: int | torch.SymInt) -> bool:
+    """Whether NCCL may gather parts of so many bytes in symmetric memory.
+
+    See [Note: torch's allocators]. False also where a size is dynamic and may be odd.
+    """
+    return statically_known_true(nbytes % _WORD == 0)
 
 
 class TorchRendezvous(Rendezvous):

@@ -378,3 +378,41 @@ def test_parameters_are_gathered_where_they_live(mode):
     assert not any("outside" in row[3] for row in staged)
     assert any("ncclSymk" in name or "PtoP" in name for name in names), names
     assert not any("AllGather_RING" in name for name in names), names
+
+
+def _odd(rank, world_size, numel, inner):
+    """Gathers of 16-bit numbers, so many on each rank: whether the bits are right, and counts."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    x = torch.randn(numel, device=device, dtype=torch.bfloat16)
+
+    def program(x):
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(x * 2, world_size, group)) * 3
+
+    expected = program(x)
+    backend = symmplan.backend(inner=inner, memory="nccl", timeout=60.0, choose="placed")
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    equal = all(torch.equal(compiled(x), expected) for _ in range(3))
+    stats = backend.stats
+    dist.barrier()
+    backend.release()
+    return equal, stats.placed, stats.unplanned
+
+
+@needs_two
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_gathers_of_parts_that_are_not_whole_words_are_right(inner):
+    """NCCL 2.28.9's symmetric kernel would write wrong bytes."""
+    with RankPool(2, init="nccl", timeout=280.0) as pool:
+        for numel, placed in ((297, False), (298, True), (4097, False), (4096, True)):
+            for equal, found, left_out in pool.run(_odd, numel, inner):
+                assert equal
+                assert (found, left_out) == ((2, 0) if placed else (0, 2))

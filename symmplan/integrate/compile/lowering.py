@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from torch import fx
 
 from symmplan.capture.graphs import overload_of
+from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.capture.producers import Write
+    from symmplan.capture.sites import Site
     from symmplan.model import OpSpec, Requirement
 
 __all__ = ["Lowering", "Lowerings"]
@@ -184,8 +186,14 @@ class Lowerings:
         return None
 
     def partly(self, captured: Captured) -> dict[fx.Node, str]:
-        """Ops of which some tensors are placed, but not all that their one-sided form needs."""
+        """Ops that cannot run as they were captured, and why.
+
+        Some of their tensors are placed, but not all that their one-sided form needs; or NCCL
+        cannot gather parts of their size in symmetric memory.
+        """
         found: dict[fx.Node, str] = {}
+        if self.memory == "nccl":
+            found = {n: SPLIT_WORDS for n in captured.specs if _splits_words(captured, n)}
         for node, spec in captured.specs.items():
             row = self.row(spec)
             if row is None or not row.target.startswith("symmplan::"):
@@ -195,6 +203,23 @@ class Lowerings:
             if without and len(without) < len(needed):
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
         return found
+
+
+def _splits_words(captured: Captured, node: fx.Node) -> bool:
+    if "gather" not in captured.specs[node].op:
+        return False
+    sites = captured.at(node)
+    given = [_fake(s) for s in sites if s.kind == "argument" and not s.writes]
+    placed = any(s.buffer is not None for s in sites)
+    return placed and not all(is_whole_words(f.numel() * f.element_size()) for f in given)
+
+
+def _fake(site: Site) -> torch.Tensor:
+    assert site.source is not None
+    value: Any = site.source.meta["val"]
+    for i in site.path:
+        value = value[i]
+    return value  # type: ignore[no-any-return]
 
 
 def overload_named(name: str) -> torch._ops.OpOverload:

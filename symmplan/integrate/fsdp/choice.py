@@ -24,6 +24,7 @@ from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
 from symmplan.memory.tell import leaders, tell
+from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,8 @@ class Bench:
 
     Attributes:
         call: The collective.
-        placed: The bytes of its placement.
+        placed: Symmetric bytes for its buffer, or for a part of it where there is no room for more:
+            then its times are estimated from those of the part.
         received: Those of its all-to-all's output; None if there is none.
     """
 
@@ -104,10 +106,14 @@ class Choices:
         device: Where buffers lie.
         timeout: Seconds that ranks wait for each other.
         choose: As for `symmplan.fsdp.apply`.
+        groups: ``{name: process group}`` of the calls.
     """
 
-    def __init__(self, device: torch.device, timeout: float, choose: str) -> None:
+    def __init__(
+        self, device: torch.device, timeout: float, choose: str, groups: Mapping[str, Any]
+    ) -> None:
         self._device = device
+        self._groups = groups
         self._timeout = timeout
         self._choose = choose
         self._found: dict[_Case, Choice] = {}
@@ -124,12 +130,25 @@ class Choices:
             return Way(choice.way, choice.reason)  # type: ignore[arg-type]
         if self._choose == "copy engine":
             return Way("copy engine")
-        if self._choose == "placed" or self._device.type == "cpu":
+        if self._device.type == "cpu":
             return Way("symmetric")
-        if not self.worth(call):
+        if self._choose != "placed" and not self.worth(call):
             return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
-        # The one that needs most bytes: a segment cannot grow later, and on devices not shrink.
-        return Way("copy engine" if compat.has_copy_engine_policy() else "symmetric")
+        if self._choose != "placed" and call.key.kind == "reduce_scatter":
+            # On devices a segment cannot shrink, and most often this is what is chosen. It is
+            # measured in the bytes of the gathers.
+            return Way("default", "there was no room to measure it in")
+        if self._choose != "placed" and compat.has_copy_engine_policy():
+            return Way("copy engine")
+        return Way("default", SPLIT_WORDS) if self._splits_words(call) else Way("symmetric")
+
+    def _splits_words(self, call: Call) -> bool:
+        part = call.nbytes // self._groups[call.group].size()
+        return (
+            self._device.type == "cuda"
+            and call.key.kind == "all_gather"
+            and not is_whole_words(part)
+        )
 
     def worth(self, call: Call) -> bool:
         """Whether ``call`` is large enough to be measured."""
@@ -179,7 +198,7 @@ class Choices:
         times = {}
         for case, bench in cases.items():
             bench.placed.zero_()
-            times[case] = self._time(case, acts[case], groups[case[3]], clock)
+            times[case] = self._time(bench, acts[case], groups[case[3]], clock)
         ways = _WAYS.get(self._device.type, _WAYS["cuda"])
         for case, seconds in slowest(times, lambda case: case[3], groups, self._timeout).items():
             kind, nbytes, dtype, group = case
@@ -190,19 +209,21 @@ class Choices:
             )
 
     def _time(
-        self, case: _Case, acts: Mapping[str, Act], group: Any, clock: Clock
+        self, bench: Bench, acts: Mapping[str, Act], group: Any, clock: Clock
     ) -> dict[str, float]:
         """Seconds of each way."""
+        nbytes = bench.placed.nbytes
         # A step is to hide its collectives: what they take from its products counts.
         beside = math.inf if self._device.type == "cuda" else 0.0
-        return seconds_of(clock, acts, group, case[1], beside=beside)
+        seconds = seconds_of(clock, acts, group, nbytes, beside=beside)
+        return {way: s * bench.call.nbytes / nbytes for way, s in seconds.items()}
 
     def _acts(
         self, bench: Bench, scratch: torch.Tensor, group: Any, memory: str, engines: Engines | None
     ) -> dict[str, Act]:
         """What runs the collective in each way; nothing is written before it is called."""
         placed = bench.placed
-        plain = scratch[: bench.call.nbytes].view(placed.dtype)
+        plain = scratch[: placed.nbytes].view(placed.dtype)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = compat.fsdp_comms(None)
@@ -210,6 +231,8 @@ class Choices:
             ("default", "", plain, group),
             ("symmetric", memory, placed, group),
         ]
+        if self._splits_words(bench.call):
+            del ways[1]
         acts: dict[str, Callable[[], Any] | None] = {}
         if bench.call.key.kind == "all_gather":
             if engines is not None:

@@ -210,7 +210,7 @@ class Memory:
             device=self.device,
             timeout=self._options.timeout,
         )
-        if not settled:
+        if not settled and not any(users.live() for users in self._users.values()):
             give_back(self._arenas)
         self._arenas.insert(0, arena)
         met = 0 if made else arena.rendezvous

@@ -1,0 +1,108 @@
+"""What NCCL cannot gather in symmetric memory stays out of plans; see `memory/torch_symm.py`.
+
+Decided without a device. What the devices do is in `gpu/test_memory_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from symmplan.capture import capture_fx
+from symmplan.capture.fsdp import Call, Key
+from symmplan.integrate.compile.lowering import Lowerings
+from symmplan.integrate.fsdp.choice import Choices
+from symmplan.integrate.fsdp.planning import Planning
+from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+
+F = torch.ops._c10d_functional
+
+
+def test_parts_are_whole_words_if_nothing_else_is_possible():
+    assert is_whole_words(8)
+    assert not is_whole_words(6)
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    rows = mode.from_tensor(torch.empty(5, 2)).shape[0]
+    assert not isinstance(rows, int)
+    assert is_whole_words(rows * 8)
+    assert not is_whole_words(rows * 2)
+
+
+def _gathers(x, y):
+    whole = F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, "group"))
+    odd = F.wait_tensor(F.all_gather_into_tensor(y.sin(), 2, "group"))
+    both = F.all_gather_into_tensor_coalesced([x.cos(), y.cos()], 2, "group")
+    total = F.wait_tensor(F.all_reduce(y.tan(), "sum", "group"))
+    return whole.sum() + odd.sum() + total.sum() + sum(F.wait_tensor(b).sum() for b in both)
+
+
+@pytest.mark.parametrize("memory", ["nccl", "cuda"])
+def test_gathers_of_split_words_are_left_out(memory):
+    inputs = torch.ones(8, dtype=torch.bfloat16), torch.ones(7, dtype=torch.bfloat16)
+    module = make_fx(_gathers, tracing_mode="fake")(*inputs)
+    lowerings = Lowerings(memory)
+    captured = capture_fx(
+        module,
+        lookup=lowerings.lookup,
+        skip=lowerings.skip,
+        producer=lambda node: lowerings.producer(node, lambda _: None),
+    )
+    left_out = lowerings.partly(captured)
+    gathers = [n for n in module.graph.nodes if "all_gather" in str(n.target)]
+    if memory == "nccl":
+        assert set(left_out) == set(gathers[1:])
+        assert set(left_out.values()) == {SPLIT_WORDS}
+    else:
+        assert not left_out
+
+
+def _call(kind, numel, dtype="torch.bfloat16"):
+    return Call(Key("model", kind, numel, dtype, kind == "reduce_scatter"), numel * 2, "g")
+
+
+_GROUPS = {"g": SimpleNamespace(size=lambda: 2)}
+_MANY = 1 << 20
+
+
+@pytest.mark.parametrize("choose", ["placed", "measure"])
+def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
+    monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: False)
+    choices = Choices(torch.device("cuda"), 10.0, choose, _GROUPS)
+    odd = choices.way(_call("all_gather", 2 * (_MANY + 1)))
+    assert (odd.name, odd.reason) == ("default", SPLIT_WORDS)
+    assert choices.way(_call("all_gather", 2 * (_MANY + 2))).name == "symmetric"
+    assert (
+        Choices(torch.device("cpu"), 10.0, choose, _GROUPS).way(_call("all_gather", 6)).name
+        == "symmetric"
+    )
+
+
+def test_reduce_scatters_are_measured_in_the_bytes_of_the_gathers(monkeypatch):
+    """So that no bytes are reserved for them where torch's own way turns out to be faster."""
+    monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: True)
+    choices = Choices(torch.device("cuda"), 10.0, "measure", _GROUPS)
+    call = _call("reduce_scatter", _MANY)
+    assert choices.way(_call("all_gather", _MANY)).name == "copy engine"
+    assert choices.way(call).name == "default"
+    for room, each in ((4 * _MANY, 2 * _MANY), (2 * _MANY, _MANY), (100, 0)):
+        segment = SimpleNamespace(
+            spec=SimpleNamespace(groups=("g",)),
+            nbytes=room,
+            tensor=torch.zeros(room, dtype=torch.uint8),
+        )
+        memory = SimpleNamespace(
+            arena=SimpleNamespace(segments={"s": segment}), engines={"g": None}, groups=_GROUPS
+        )
+        bench = Planning(SimpleNamespace(), memory)._bench(call, choices)
+        if not each:
+            assert bench is None
+            continue
+        assert bench.placed.nbytes == bench.received.nbytes == each
+        assert bench.received.data_ptr() >= bench.placed.data_ptr() + each
+        assert bench.received.data_ptr() + each <= segment.tensor.data_ptr() + room
