@@ -17,7 +17,6 @@ from symmplan.capture import capture_fx
 from symmplan.capture.fsdp import Call, Key
 from symmplan.integrate.compile.lowering import Lowerings
 from symmplan.integrate.fsdp.choice import Choices
-from symmplan.integrate.fsdp.planning import Planning
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 
 F = torch.ops._c10d_functional
@@ -81,28 +80,3 @@ def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch
         Choices(torch.device("cpu"), 10.0, choose, _GROUPS).way(_call("all_gather", 6)).name
         == "symmetric"
     )
-
-
-def test_reduce_scatters_are_measured_in_the_bytes_of_the_gathers(monkeypatch):
-    """So that no bytes are reserved for them where torch's own way turns out to be faster."""
-    monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: True)
-    choices = Choices(torch.device("cuda"), 10.0, "measure", _GROUPS)
-    call = _call("reduce_scatter", _MANY)
-    assert choices.way(_call("all_gather", _MANY)).name == "copy engine"
-    assert choices.way(call).name == "default"
-    for room, each in ((4 * _MANY, 2 * _MANY), (2 * _MANY, _MANY), (100, 0)):
-        segment = SimpleNamespace(
-            spec=SimpleNamespace(groups=("g",)),
-            nbytes=room,
-            tensor=torch.zeros(room, dtype=torch.uint8),
-        )
-        memory = SimpleNamespace(
-            arena=SimpleNamespace(segments={"s": segment}), engines={"g": None}, groups=_GROUPS
-        )
-        bench = Planning(SimpleNamespace(), memory)._bench(call, choices)
-        if not each:
-            assert bench is None
-            continue
-        assert bench.placed.nbytes == bench.received.nbytes == each
-        assert bench.received.data_ptr() >= bench.placed.data_ptr() + each
-        assert bench.received.data_ptr() + each <= segment.tensor.data_ptr() + room

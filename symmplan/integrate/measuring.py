@@ -2,12 +2,12 @@
 
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
-    side by side, on two streams. One is the collective, several times unless it is very large: what
-    passes once at the begin and the end of a span must not decide. The other is as many matrix
-    products as the program runs beside it, but not many more than hide it. A way that is slower by
-    itself and a way that slows the products down both make the span longer, each by as much as it
-    costs the program. All ranks begin together, after an all-reduce, and the host is ahead of the
-    device. On the CPU the products run between the collective's start and its end.
+    side by side, on two streams. One is the collective, several times if it is small. The other is
+    as many matrix products as the program runs beside it, but not many more than hide it; where
+    that is not known, as many as take as long as torch's own way takes alone. A way that is slower
+    by itself and a way that slows the products down both make the span longer, each by as much as
+    it costs such a program. All ranks begin together, after an all-reduce, and the host is ahead of
+    the device. On the CPU the products run between the collective's start and its end.
 
 The ways take turns, the median of some turns is taken, and the slowest rank counts.
 """
@@ -37,8 +37,6 @@ __all__ = ["ALIKE", "Clock", "clock_of", "seconds_of", "slowest"]
 ALIKE = 0.97
 _WARM_UP = 2
 _REPETITIONS = 7
-#: A collective of fewer bytes is repeated until it comes to as many, but not too often.
-_ENOUGH = 512 << 20
 _MOST_PRODUCTS = 256
 #: Products that take longer than this many times the collective hide it, and more change nothing.
 _HIDDEN = 3.0
@@ -150,7 +148,13 @@ def clock_of(device: torch.device, timeout: float) -> Clock:
 
 @own_work
 def seconds_of(
-    clock: Clock, acts: Mapping[str, Act], group: Any, nbytes: int, *, beside: float
+    clock: Clock,
+    acts: Mapping[str, Act],
+    group: Any,
+    nbytes: int,
+    *,
+    beside: float | None,
+    enough: int,
 ) -> dict[str, float]:
     """Seconds of one collective in each way, on this rank.
 
@@ -159,18 +163,22 @@ def seconds_of(
         acts: ``{way: what runs it}``; the first is torch's own way.
         group: The process group.
         nbytes: Size of the collective; equal on all ranks.
-        beside: Floating-point operations of matrix products that run at the same time; infinite if
-            they are to hide it.
+        beside: Floating-point operations of matrix products that run at the same time; None if
+            that is not known.
+        enough: A collective of fewer bytes is repeated until it comes to as many, but not too
+            often.
 
     Collective: yes, over ``group``.
     """
-    times = min(clock.often, -(-_ENOUGH // max(1, nbytes)))  # not by time: equal on all ranks
+    times = min(clock.often, -(-enough // max(1, nbytes)))  # not by time: equal on all ranks
     products = 0
-    if beside:
+    if beside is None or beside:
         own = next(iter(acts.values()))
         alone = min(clock.span(own, times, 0, group) for _ in range(_WARM_UP + 1))
-        hide = _HIDDEN * alone / max(clock.product(), 1e-9)
-        wanted = min(times * beside / clock.flops, hide)
+        as_long = alone / max(clock.product(), 1e-9)
+        wanted = as_long
+        if beside is not None:
+            wanted = min(times * beside / clock.flops, _HIDDEN * as_long)
         # May differ between ranks: one that works longer is waited for.
         products = min(_MOST_PRODUCTS, max(1, round(wanted)))
     runs: dict[str, list[float]] = {way: [] for way in acts}

@@ -47,6 +47,8 @@ __all__ = ["Choice", "forget", "refused"]
 _CLEARLY = 0.98
 #: Larger collectives are measured at this size, in bytes: there the ratio no longer depends on it.
 _LARGEST = 256 << 20
+#: What passes once, at the begin and the end of what is timed, must not decide.
+_ENOUGH = 512 << 20
 _ALIGN = 256
 
 
@@ -281,7 +283,7 @@ def _times(
             acts = _Acts(case, group.size(), places, device).acts(lowerings)
             nbytes = max(_scratch(case, group.size()))
             beside = case.beside * _factor(case, group.size())
-            found[case] = seconds_of(clock, acts, group, nbytes, beside=beside)
+            found[case] = seconds_of(clock, acts, group, nbytes, beside=beside, enough=_ENOUGH)
         synchronize(device)
     except BaseException:
         arena.release()

@@ -12,7 +12,6 @@ bytes on a device.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +38,8 @@ __all__ = ["Choice", "Choices"]
 _WAYS = {"cuda": ("copy engine", "default", "symmetric"), "cpu": ("symmetric", "default")}
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
+#: Smaller ones are repeated until they come to as many bytes.
+_ENOUGH = 64 << 20
 
 
 @frozen
@@ -89,8 +90,7 @@ class Bench:
 
     Attributes:
         call: The collective.
-        placed: Symmetric bytes for its buffer, or for a part of it where there is no room for more:
-            then its times are estimated from those of the part.
+        placed: The bytes of its placement.
         received: Those of its all-to-all's output; None if there is none.
     """
 
@@ -130,17 +130,14 @@ class Choices:
             return Way(choice.way, choice.reason)  # type: ignore[arg-type]
         if self._choose == "copy engine":
             return Way("copy engine")
-        if self._device.type == "cpu":
-            return Way("symmetric")
-        if self._choose != "placed" and not self.worth(call):
+        forced = self._choose == "placed" or self._device.type == "cpu"
+        if not forced and not self.worth(call):
             return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
-        if self._choose != "placed" and call.key.kind == "reduce_scatter":
-            # On devices a segment cannot shrink, and most often this is what is chosen. It is
-            # measured in the bytes of the gathers.
-            return Way("default", "there was no room to measure it in")
-        if self._choose != "placed" and compat.has_copy_engine_policy():
-            return Way("copy engine")
-        return Way("default", SPLIT_WORDS) if self._splits_words(call) else Way("symmetric")
+        if self._splits_words(call):
+            return Way("default", SPLIT_WORDS)
+        # The one that needs most bytes: a segment cannot grow later, and on devices not shrink.
+        engines = not forced and compat.has_copy_engine_policy()
+        return Way("copy engine" if engines else "symmetric")
 
     def _splits_words(self, call: Call) -> bool:
         part = call.nbytes // self._groups[call.group].size()
@@ -198,7 +195,7 @@ class Choices:
         times = {}
         for case, bench in cases.items():
             bench.placed.zero_()
-            times[case] = self._time(bench, acts[case], groups[case[3]], clock)
+            times[case] = self._time(case, acts[case], groups[case[3]], clock)
         ways = _WAYS.get(self._device.type, _WAYS["cuda"])
         for case, seconds in slowest(times, lambda case: case[3], groups, self._timeout).items():
             kind, nbytes, dtype, group = case
@@ -209,21 +206,19 @@ class Choices:
             )
 
     def _time(
-        self, bench: Bench, acts: Mapping[str, Act], group: Any, clock: Clock
+        self, case: _Case, acts: Mapping[str, Act], group: Any, clock: Clock
     ) -> dict[str, float]:
         """Seconds of each way."""
-        nbytes = bench.placed.nbytes
-        # A step is to hide its collectives: what they take from its products counts.
-        beside = math.inf if self._device.type == "cuda" else 0.0
-        seconds = seconds_of(clock, acts, group, nbytes, beside=beside)
-        return {way: s * bench.call.nbytes / nbytes for way, s in seconds.items()}
+        # FSDP2 does not say how much a step computes meanwhile.
+        beside = None if self._device.type == "cuda" else 0.0
+        return seconds_of(clock, acts, group, case[1], beside=beside, enough=_ENOUGH)
 
     def _acts(
         self, bench: Bench, scratch: torch.Tensor, group: Any, memory: str, engines: Engines | None
     ) -> dict[str, Act]:
         """What runs the collective in each way; nothing is written before it is called."""
         placed = bench.placed
-        plain = scratch[: placed.nbytes].view(placed.dtype)
+        plain = scratch[: bench.call.nbytes].view(placed.dtype)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = compat.fsdp_comms(None)

@@ -145,19 +145,10 @@ class Planning:
             return None
         dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
         room = next((s for s in arena.segments.values() if call.group in s.spec.groups), None)
-        if room is None or (call.key.kind == "all_gather" and room.nbytes < call.nbytes):
+        size = -(-call.nbytes // DEFAULT_ALIGN) * DEFAULT_ALIGN
+        if room is None or room.nbytes < call.nbytes:
             return None
-        if call.key.kind == "all_gather":
-            return Bench(call, room.tensor[: call.nbytes].view(dtype))
-        # With a second buffer for the parts that arrive, if copy engines are a way.
-        buffers = 2 if call.group in self._memory.engines else 1
-        unit = DEFAULT_ALIGN * self._memory.groups[call.group].size()
-        nbytes, begin = call.nbytes, -(-call.nbytes // DEFAULT_ALIGN) * DEFAULT_ALIGN
-        if (buffers - 1) * begin + nbytes > room.nbytes:
-            nbytes = begin = room.nbytes // buffers // unit * unit
-        if not nbytes:
-            return None
-        placed = room.tensor[:nbytes].view(dtype)
-        if buffers == 1:
-            return Bench(call, placed)
-        return Bench(call, placed, room.tensor[begin : begin + nbytes].view(dtype))
+        received = None
+        if call.key.kind == "reduce_scatter" and size + call.nbytes <= room.nbytes:
+            received = room.tensor[size : size + call.nbytes].view(dtype)
+        return Bench(call, room.tensor[: call.nbytes].view(dtype), received)
