@@ -8,7 +8,7 @@ were there before, make ordinary memory and run the collectives of the process g
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan import _compat
 from symmplan.capture.fsdp import Key
@@ -28,8 +28,8 @@ __all__ = ["PlannedAllGather", "PlannedReduceScatter"]
 _GatherBase, _ScatterBase = _compat.fsdp_comm_bases()
 
 
-class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
-    """An FSDP module's all-gather, whose output lies where the plan says.
+class _Planned:
+    """What both have in common.
 
     Args:
         runtime: Of the model.
@@ -43,16 +43,30 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
         self._plain = plain
         self._slot: Slot | None = None
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    def _open(
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        size: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
-        """The output of the next all-gather, of ``size`` elements."""
+        """The buffer of the next collective."""
         numel = math.prod(int(extent) for extent in size)
-        key = Key(self._site, "all_gather", numel, str(dtype), _compat.in_backward())
+        key = Key(self._site, kind, numel, str(dtype), _compat.in_backward())
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
         )
         return tensor.view(tuple(size))
+
+
+class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]
+    """An FSDP module's all-gather, whose output lies where the plan says."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The output of the next all-gather, of ``size`` elements."""
+        return self._open("all_gather", size, dtype, device)
 
     def __call__(
         self,
@@ -89,22 +103,11 @@ class PlannedAllGather(_GatherBase):  # type: ignore[valid-type, misc]
         )
 
 
-class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
+class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, misc]
     """An FSDP module's reduce-scatter, whose input lies where the plan says.
 
     Its output becomes the sharded gradient, which lives until ``zero_grad``: ordinary memory.
-
-    Args:
-        runtime: Of the model.
-        site: Name of the module in the model.
-        plain: What FSDP2 used before.
     """
-
-    def __init__(self, runtime: Runtime, site: str, plain: Any) -> None:
-        self._runtime = runtime
-        self._site = site
-        self._plain = plain
-        self._slot: Slot | None = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -116,12 +119,7 @@ class PlannedReduceScatter(_ScatterBase):  # type: ignore[valid-type, misc]
             slot.served = 2
             output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
             return output
-        numel = math.prod(int(extent) for extent in size)
-        key = Key(self._site, "reduce_scatter", numel, str(dtype), _compat.in_backward())
-        tensor, self._slot = self._runtime.open(
-            key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
-        )
-        return tensor.view(tuple(size))
+        return self._open("reduce_scatter", size, dtype, device)
 
     def __call__(
         self,
