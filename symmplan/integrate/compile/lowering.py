@@ -206,7 +206,8 @@ class Lowerings:
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:
-    if "gather" not in captured.specs[node].op:
+    namespace, _, name = captured.specs[node].op.partition("::")
+    if namespace not in ("_c10d_functional", "c10d") or "gather" not in name:
         return False
     sites = captured.at(node)
     given = [_fake(s) for s in sites if s.kind == "argument" and not s.writes]
