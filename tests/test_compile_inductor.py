@@ -297,7 +297,7 @@ def _kernels(rank, size, function):
         backend.release()
 
 
-@pytest.mark.parametrize("ranks", ["single", "pair"])
+@pytest.mark.parametrize("ranks", ["single", pytest.param("pair", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", [_chain, _loss])
 def test_no_copies_are_added_but_those_that_are_stated(request, ranks, function):
     kernels, staged, stats = request.getfixturevalue(ranks).run(_kernels, function)[0]
