@@ -175,3 +175,20 @@ def test_products_are_divided_among_what_runs_beside_them(pair):
     product = 2 * 6 * 8 * 8
     for found in pair.run(_counts):
         assert found == [product * 3 / 4 + product, product / 4, 0.0]
+
+
+def test_products_whose_formula_refuses_their_shapes_are_not_counted(monkeypatch):
+    """As that of torch 2.11 refuses attention in which keys have fewer heads than queries."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from symmplan.integrate.compile import work
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("shapes are incompatible")
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    graph = make_fx(lambda x, w: _counted(x, w, "group"), tracing_mode="fake")(x, w).graph
+    nodes = [n for n in graph.nodes if "all_gather" in str(n.target)]
+    assert all(work.flops_beside(nodes).values())
+    monkeypatch.setitem(work.flop_registry, torch.ops.aten.mm, refuse)
+    assert not any(work.flops_beside(nodes).values())

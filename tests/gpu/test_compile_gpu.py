@@ -23,16 +23,22 @@ def _model(x, w, group):
     return again.sum(), part + 1
 
 
+def _begin(rank, seed):
+    """The rank's device and the group of all, nothing compiled yet."""
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    return torch.device("cuda", rank), dist.group.WORLD.group_name
+
+
 def _run(rank, world_size, memory, inner):
     import torch.distributed as dist
 
     import symmplan
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(rank)
+    device, group = _begin(rank, rank)
     x = torch.randn(2048, 1024, device=device, dtype=torch.bfloat16) / 32
     torch.manual_seed(7)
     w = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16) / 32
@@ -90,11 +96,7 @@ def _overlapped(rank, world_size, inner):
 
     import symmplan
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(7)
+    device, group = _begin(rank, 7)
     w = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5
     x = torch.randn(65536, 2048, device=device, dtype=torch.bfloat16)
     expected = _two_gathers(x, w, group)
@@ -139,11 +141,7 @@ def _chosen(rank, world_size):
 
     import symmplan
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(rank)
+    device, group = _begin(rank, rank)
     x = torch.randn(2048, 1024, device=device, dtype=torch.bfloat16) / 32
     w = torch.eye(1024, device=device, dtype=torch.bfloat16)
     expected = _model(x, w, group)
@@ -175,11 +173,7 @@ def _graphed(rank, world_size):
 
     import symmplan
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(7)
+    device, group = _begin(rank, 7)
     w = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16) / 32
     backend = symmplan.backend(memory="nccl", timeout=60.0, choose="placed")
     compiled = torch.compile(_model, backend=backend, fullgraph=True, mode="reduce-overhead")
@@ -246,11 +240,7 @@ def _with_pads(rank, world_size, memory, inner):
 
     import symmplan
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(rank)
+    device, group = _begin(rank, rank)
     x = torch.randn(256, 256, device=device)
     total = x * 2
     dist.all_reduce(total)
@@ -327,11 +317,7 @@ def _bound(rank, world_size, mode):
     import symmplan
     from symmplan.memory import locate
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(11)
+    device, group = _begin(rank, 11)
     x = torch.randn(256, 1024, device=device, dtype=torch.bfloat16)
     backend = symmplan.backend(memory="nccl", timeout=60.0, choose="placed", bind=True)
     losses = []
@@ -386,11 +372,7 @@ def _odd(rank, world_size, numel, inner):
 
     import symmplan
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    torch.manual_seed(rank)
+    device, group = _begin(rank, rank)
     x = torch.randn(numel, device=device, dtype=torch.bfloat16)
 
     def program(x):

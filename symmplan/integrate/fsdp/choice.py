@@ -222,12 +222,9 @@ class Choices:
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = compat.fsdp_comms(None)
-        ways: list[tuple[str, str, torch.Tensor, Any]] = [
-            ("default", "", plain, group),
-            ("symmetric", memory, placed, group),
-        ]
-        if self._splits_words(bench.call):
-            del ways[1]
+        ways: list[tuple[str, str, torch.Tensor, Any]] = [("default", "", plain, group)]
+        if not self._splits_words(bench.call):
+            ways.append(("symmetric", memory, placed, group))
         acts: dict[str, Callable[[], Any] | None] = {}
         if bench.call.key.kind == "all_gather":
             if engines is not None:

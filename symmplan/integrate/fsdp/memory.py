@@ -52,7 +52,7 @@ class Memory:
         self.rendezvous = 0
         self._options = options
         self._device: torch.device | None = None
-        # The newest first; older ones may hold parameters.
+        # The newest first; older ones may hold parameters, or buffers that somebody has kept.
         self._arenas: list[Arena] = []
         self._users: dict[str, Bytes] = {}
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
