@@ -164,6 +164,10 @@ class Actor:
         self._pending.append(self._loss())
 
     def catch_up(self):
+        # FSDP2's gathers wait for what was queued before the last forward pass: not for an
+        # optimizer that has run since then, whose parameters they would read at any moment.
+        if DEVICE[0] == "cuda":
+            torch.cuda.synchronize()
         while self._pending:
             self._pending.pop().backward()
         self._step()
