@@ -46,6 +46,7 @@ __all__ = [
     "copy_engine_group",
     "copy_engine_options",
     "current_stream_of",
+    "deregister_nccl_pool",
     "dispatch_modes",
     "finished",
     "finished_work",
@@ -72,12 +73,14 @@ __all__ = [
     "in_backward",
     "keyset_after_select",
     "known_groups",
+    "nccl_window_allocator",
     "nobody_looks",
     "premul_factor",
     "raise_in_thread",
     "redispatch_of",
     "reduction_name",
     "reduction_named",
+    "register_nccl_pool",
     "register_work",
     "replace_group_method",
     "replace_op_call",
@@ -192,6 +195,27 @@ def symm_mem_rendezvous(tensor: torch.Tensor, group: str) -> Any:
     from torch.distributed import _symmetric_memory as symm_mem
 
     return symm_mem.rendezvous(tensor, group)  # type: ignore[arg-type]
+
+
+def nccl_window_allocator(group: ProcessGroup) -> Any:
+    """What allocates memory that a pool may register as windows of NCCL; None if torch has none."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    register = getattr(backend, "register_mem_pool", None)
+    if "symm" not in (getattr(register, "__doc__", None) or ""):
+        return None
+    return backend.mem_allocator
+
+
+def register_nccl_pool(pool: Any, group: ProcessGroup) -> None:
+    """Register what lies in a ``torch.cuda.MemPool`` as windows. Collective."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.register_mem_pool(pool, symm=True)
+
+
+def deregister_nccl_pool(pool: Any, group: ProcessGroup) -> None:
+    """Take its windows back."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.deregister_mem_pool(pool)
 
 
 def in_backward() -> bool:

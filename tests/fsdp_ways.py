@@ -76,8 +76,8 @@ def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train
 
 
 def measured_again(rank, world):
-    """A small block that the first step skipped is measured when it comes, in the same segment,
-    while somebody holds two buffers there.
+    """A small block that the first step skipped is measured when it comes, while somebody holds
+    two buffers of the first plan.
     """
     kept = []
 

@@ -252,6 +252,7 @@ def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, cou
     assert stats["placed"] == 3 * (11 - count)
     reason = "torch's own way was faster: 2 us against 5 us in symmetric memory"
     assert stats["reasons"] == {reason: 3 * count}
+    assert stats["segment_bytes"] == stats["lower_bound_bytes"]
     assert all(reason in r["looked"] for r in results)
 
 

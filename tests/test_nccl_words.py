@@ -73,10 +73,11 @@ _MANY = 1 << 20
 def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
     monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: False)
     choices = Choices(torch.device("cuda"), 10.0, choose, _GROUPS)
-    odd = choices.way(_call("all_gather", 2 * (_MANY + 1)))
-    assert (odd.name, odd.reason) == ("default", SPLIT_WORDS)
-    assert choices.way(_call("all_gather", 2 * (_MANY + 2))).name == "symmetric"
-    assert (
-        Choices(torch.device("cpu"), 10.0, choose, _GROUPS).way(_call("all_gather", 6)).name
-        == "symmetric"
-    )
+    odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
+    way = choices.way(odd)
+    assert (way.name, way.reason) == ("default", SPLIT_WORDS)
+    assert choices.unmeasured([odd, even, even]) == [even]
+    # What was not measured is not worth it.
+    assert choices.way(even).name == ("symmetric" if choose == "placed" else "default")
+    on_cpu = Choices(torch.device("cpu"), 10.0, choose, _GROUPS)
+    assert on_cpu.unmeasured([_call("all_gather", 6)]) == [_call("all_gather", 6)]

@@ -34,13 +34,21 @@ class Arena:
         memory: Name of the backend.
         segments: ``{name: Segment}`` in the plan's order.
         rendezvous: How many (segment, group) pairs were rendezvoused.
+        temporary: As it was asked for.
         timeout: Seconds that a barrier may take.
     """
 
     def __init__(
-        self, plan: Plan, memory: str, segments: dict[str, Segment], *, timeout: float
+        self,
+        plan: Plan,
+        memory: str,
+        segments: dict[str, Segment],
+        *,
+        timeout: float,
+        temporary: bool = False,
     ) -> None:
         self.plan = plan
+        self.temporary = temporary
         self.memory = memory
         self.segments = segments
         self.timeout = timeout
@@ -157,7 +165,8 @@ class Arena:
         members = resolve_groups(named, named)
         exchange = Exchange(members, self.timeout)
         try:
-            backend = resolve_backend(self.memory, new[0][0].tensor.device, members)
+            device = new[0][0].tensor.device
+            backend = resolve_backend(self.memory, device, members, temporary=self.temporary)
             exchange.round("joining", b"")
             for segment, name, _ in new:
                 backend.rendezvous(segment, members[name], exchange)
@@ -192,6 +201,7 @@ def realize(
     device: torch.device | str = "cpu",
     groups: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    temporary: bool = False,
 ) -> Arena:
     """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
 
@@ -205,6 +215,9 @@ def realize(
         groups: ``{name in the plan: process group}`` for names that torch does not know. Groups
             that this rank's plan does not use take part in the agreement all the same.
         timeout: Seconds that each wait for the peers may take, here and in later barriers.
+        temporary: The segments will be released before the process ends, and nothing but
+            collectives of process groups will use them: no peer views, no ``torch.ops.symm_mem``.
+            NCCL's memory is then given back, which else is kept. Equal on all ranks.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.
@@ -224,7 +237,7 @@ def realize(
     health = Health()
     segments: dict[str, Segment] = {}
     try:
-        backend = resolve_backend(memory, device, members)
+        backend = resolve_backend(memory, device, members, temporary=temporary)
         compare_notes(plan, exchange, memory=backend.name)
         for spec in plan.segments:
             segments[spec.name] = backend.allocate(
@@ -245,7 +258,7 @@ def realize(
         for segment in segments.values():
             segment.release()
         raise
-    return Arena(plan, backend.name, segments, timeout=timeout)
+    return Arena(plan, backend.name, segments, timeout=timeout, temporary=temporary)
 
 
 def _pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -60,13 +60,16 @@ class Backend(Protocol):
         """All ranks hold all segments: drop what only the rendezvous needed."""
 
 
-def resolve_backend(memory: str, device: torch.device, groups: Mapping[str, Group]) -> Backend:
+def resolve_backend(
+    memory: str, device: torch.device, groups: Mapping[str, Group], *, temporary: bool = False
+) -> Backend:
     """The backend called ``memory``, if it fits.
 
     Args:
         memory: A name in `BACKENDS`.
         device: Where the segments shall lie.
         groups: The groups that will meet in them.
+        temporary: As for `symmplan.memory.realize`.
 
     Raises:
         BackendError: There is no such backend, or it does not fit device, groups or machine.
@@ -116,6 +119,11 @@ def resolve_backend(memory: str, device: torch.device, groups: Mapping[str, Grou
         )
     from symmplan.memory.torch_symm import TorchSymmBackend
 
+    if temporary and memory == "nccl":
+        from symmplan.memory.nccl_pool import NcclPoolBackend, has_windows
+
+        if has_windows(groups):
+            return NcclPoolBackend(memory, device, groups)
     return TorchSymmBackend(memory, device, groups)
 
 

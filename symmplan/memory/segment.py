@@ -228,8 +228,9 @@ class Segment:
         if self._tensor is None:
             return
         _LIVE.remove(self)
-        if self._on_release is not None:  # first: it may have to wait for work on the memory
-            self._on_release()
+        on_release = self._on_release  # what it holds must live until the tensor is gone
+        if on_release is not None:  # first: it may have to wait for work on the memory
+            on_release()
             self._on_release = None
         self._tensor = None
         for rendezvous in {id(r): r for r in self.rendezvous.values()}.values():

@@ -6,11 +6,13 @@
     lie at that address later for symmetric, and reach into peers' memory that is something else.
     NVSHMEM frees collectively, but models end on one rank after the other. So such segments are
     never freed while the process lives: when a model or a compile backend lets go of them they are
-    kept, and the next one of the same groups gets them if its plan fits.
+    kept, and the next one of the same groups gets them if its plan fits. What is borrowed for a
+    while comes from them, too, or else from memory that can be freed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +22,12 @@ from symmplan.memory import agree, realize
 from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["fits", "give_back", "obtain", "synchronize"]
+__all__ = ["borrowed", "fits", "give_back", "obtain", "synchronize"]
 
 #: Backends that free their memory, each rank by itself.
 _FREEING = ("cuda", "local", "shm")
@@ -48,6 +50,8 @@ class _Spare:
 
 _SPARE: list[_Spare] = []
 _COUNT = [0]
+#: Arenas whose last work may never end.
+_LOST: list[Arena] = []
 
 
 def fits(plan: Plan, arena: Arena) -> bool:
@@ -68,6 +72,7 @@ def obtain(
     memory: str,
     device: torch.device,
     timeout: float,
+    temporary: bool = False,
 ) -> tuple[Arena, bool]:
     """Memory for ``plan``: a spare arena that all ranks have, or a new one.
 
@@ -77,6 +82,7 @@ def obtain(
         memory: Name of the memory backend.
         device: Where it must lie.
         timeout: Seconds that ranks wait for each other.
+        temporary: As for `symmplan.memory.realize`, if it must be new.
 
     Returns:
         The arena, and whether it is new.
@@ -96,7 +102,47 @@ def obtain(
             agree(plan, groups, timeout)
             _SPARE.remove(spare)
             return spare.arena, False
-    return realize(plan, memory=memory, device=device, groups=groups, timeout=timeout), True
+    arena = realize(
+        plan, memory=memory, device=device, groups=groups, timeout=timeout, temporary=temporary
+    )
+    return arena, True
+
+
+@contextlib.contextmanager
+def borrowed(
+    plan: Plan,
+    groups: Mapping[str, Any],
+    *,
+    memory: str,
+    device: torch.device,
+    timeout: float,
+) -> Iterator[tuple[Arena, dict[str, torch.Tensor]]]:
+    """Memory for ``plan`` for a while, in which nothing but collectives may run.
+
+    Args and errors as `obtain`. At the end nobody may hold the bytes, and all ranks must have ended
+    what reaches into the others.
+
+    Returns:
+        The arena, and ``{buffer: its bytes}``.
+
+    Collective: to enter yes, over those groups; to leave no.
+    """
+    arena, _ = obtain(plan, groups, memory=memory, device=device, timeout=timeout, temporary=True)
+    there = {
+        name: arena.segments[p.segment].tensor[p.offset : p.end]
+        for name, p in plan.placements.items()
+    }
+    try:
+        yield arena, there
+        synchronize(device)
+    except BaseException:
+        if device.type == "cuda":  # who waited for this device might wait for a peer that failed
+            _LOST.append(arena)
+        else:
+            arena.release()
+        raise
+    there.clear()
+    give_back([arena])
 
 
 def give_back(arenas: list[Arena]) -> None:
@@ -108,7 +154,7 @@ def give_back(arenas: list[Arena]) -> None:
     """
     for arena in arenas:
         device = next((s.tensor.device for s in arena.segments.values()), None)
-        if device is None or arena.memory in _FREEING:
+        if device is None or arena.temporary or arena.memory in _FREEING:
             arena.release()
         else:
             _COUNT[0] += 1

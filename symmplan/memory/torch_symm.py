@@ -37,7 +37,7 @@ from symmplan.memory.own import own_work
 from symmplan.memory.segment import Health, Rendezvous, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
@@ -86,7 +86,7 @@ class TorchRendezvous(Rendezvous):
 
     def __init__(self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float) -> None:
         super().__init__(group, ())
-        #: What torch's own ops take.
+        #: What torch's own ops take; None if it is not torch's symmetric memory.
         self.handle = handle
         self._own: torch.Tensor | None = own
         self._timeout = timeout
@@ -101,6 +101,13 @@ class TorchRendezvous(Rendezvous):
         """
         own = self._own
         if not self._peers and own is not None:
+            if self.handle is None:
+                raise BackendError(
+                    "temporary segments have no peer views",
+                    fix="use collectives on the segment, or realize the plan without temporary=",
+                    group=self.group.name,
+                    rank=self.group.rank,
+                )
             try:
                 self._peers = tuple(
                     own
@@ -205,33 +212,28 @@ class TorchSymmBackend:
 
         Collective: with NVSHMEM yes, else no.
         """
-        del groups
         device = _with_index(device)
         try:
             with torch.cuda.device(device):
-                tensor = _compat.symm_mem_empty(spec.nbytes, device)
-            if self.name == "nccl":
-                _KEPT.append(tensor)
+                tensor, free = self._allocated(spec.nbytes, device, groups)
         except RuntimeError as error:
-            free, total = torch.cuda.mem_get_info(device)
+            left, total = torch.cuda.mem_get_info(device)
             raise OutOfSharedMemoryError(
                 f"no symmetric memory for segment {spec.name!r} on {device}: {_first_line(error)}",
                 expected=f"{spec.nbytes} bytes",
-                got=f"{free} of {total} bytes free",
+                got=f"{left} of {total} bytes free",
                 fix="make the plan smaller, or free device memory first "
                 "(torch's caching allocator gives back with torch.cuda.empty_cache())",
                 segment=spec.name,
                 nbytes=spec.nbytes,
-                free_bytes=free,
+                free_bytes=left,
             ) from error
-        return Segment(
-            spec,
-            self.name,
-            tensor,
-            timeout=timeout,
-            health=health,
-            on_release=lambda: torch.cuda.synchronize(device),
-        )
+
+        def release() -> None:
+            torch.cuda.synchronize(device)
+            free()
+
+        return Segment(spec, self.name, tensor, timeout=timeout, health=health, on_release=release)
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """Register the segment with the group.
@@ -243,7 +245,7 @@ class TorchSymmBackend:
         try:
             with torch.cuda.device(tensor.device):
                 self._warm_up(group, tensor.device)
-                handle = _compat.symm_mem_rendezvous(tensor, group.torch_name)
+                handle = self._registered(tensor, group)
         except RuntimeError as error:
             raise BackendError(
                 f"memory={self.name!r}: segment {segment.spec.name!r} of {segment.nbytes} bytes "
@@ -262,6 +264,22 @@ class TorchSymmBackend:
 
     def settle(self) -> None:
         """Nothing was needed."""
+
+    def _allocated(
+        self,
+        nbytes: int,
+        device: torch.device,
+        groups: Sequence[Group],  # noqa: ARG002 (others need them)
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Memory, and what frees it beyond dropping it."""
+        tensor = _compat.symm_mem_empty(nbytes, device)
+        if self.name == "nccl":
+            _KEPT.append(tensor)
+        return tensor, lambda: None
+
+    def _registered(self, tensor: torch.Tensor, group: Group) -> Any:
+        """Torch's handle, None if it has none. Collective."""
+        return _compat.symm_mem_rendezvous(tensor, group.torch_name)
 
     def _warm_up(self, group: Group, device: torch.device) -> None:
         """Make sure that a communicator exists. See [Note: torch's allocators]."""

@@ -92,6 +92,14 @@ def seen(rank, world, side, choose="measure"):
     return found
 
 
+def seen_forced(rank, world, kind):
+    """The same where torch's own way wins for one kind of collective."""
+    from fsdp_programs import forced_kind
+
+    with forced_kind(kind, rank):
+        return seen(rank, world, "symmplan")
+
+
 # Parent side.
 
 
@@ -158,6 +166,19 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         engines += LAYERS * (reductions == {"copy engine"})
         assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
         assert bool(count(found, "Memcpy PtoP")) is bool(engines)
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("world", [ranks(2)])
+def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
+    """In processes of their own: other models' segments would be used again."""
+    with RankPool(world, init="nccl", timeout=180) as own:
+        for found in own.run(seen_forced, kind):
+            print(found)
+            assert {w for (k, _), w in found["ways"].items() if k == kind} == {"default"}
+            assert {w for (k, _), w in found["ways"].items() if k != kind} == {"copy engine"}
+            assert found["stats"]["segment_bytes"] == found["stats"]["lower_bound_bytes"] > 0
+        own.outcomes(finish)
 
 
 @pytest.mark.parametrize("pool", [ranks(2)], indirect=True)

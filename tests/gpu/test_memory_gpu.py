@@ -197,6 +197,51 @@ def again_and_again(rank, world, memory):
     return free
 
 
+def for_a_while(rank, world, memory):
+    """Temporary arenas serve two groups and give their memory back, each rank at its own time."""
+    import time
+
+    import torch.distributed as dist
+
+    from symmplan.errors import BackendError
+    from symmplan.memory import realize
+    from symmplan.memory.streams import off_default_stream
+
+    device = device_of(rank)
+    again = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(1, device=device), group=again)
+    told = {"free": [], "right": [], "peers": []}
+    for turn in range(4):
+        plan = hand_made({"x": 256 * MiB})
+        with realize(plan, memory=memory, device=device, timeout=60, temporary=True) as arena:
+            arena.join({"s0": {again.group_name: again}})
+            whole = arena.tensor("x", torch.float32)
+            part = whole.numel() // world
+            for group in (None, again):
+                mine = whole.zero_()[rank * part : (rank + 1) * part].fill_(rank + 1 + turn)
+                with off_default_stream(device):
+                    dist.all_gather_into_tensor(whole, mine, group=group)
+                told["right"] += [
+                    bool((whole[r * part] == r + 1 + turn).all()) for r in range(world)
+                ]
+            if not turn:
+                try:
+                    told["peers"] = len(arena.segments["s0"].peers("default"))
+                except BackendError as error:
+                    told["peers"] = str(error)
+            del whole, mine
+            time.sleep(3.0 * (rank != turn % 2))
+            begin = time.monotonic()
+        told["waited"] = max(time.monotonic() - begin, told.get("waited", 0.0))
+        dist.barrier()  # what a peer still maps is not free
+        told["free"].append(torch.cuda.mem_get_info(device)[0])
+    ordinary = torch.zeros(256 * MiB, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(ordinary, torch.ones_like(ordinary[: ordinary.numel() // world]))
+    told["right"].append(bool((ordinary == 1).all()))
+    dist.barrier()
+    return told
+
+
 def mismatch(rank, world, memory):
     from symmplan.memory import realize
 
@@ -294,6 +339,16 @@ def test_memory_comes_back(pool):
         assert free[-1] >= free[0] - 32 * MiB, free
 
 
+def test_temporary_memory_comes_back(pool):
+    for told in pool.run(for_a_while, pool.memory):
+        print(pool.memory, told)
+        assert all(told["right"])
+        assert pool.memory != "nccl" or "temporary segments have no peer views" in told["peers"]
+        if pool.memory != "nvshmem":  # which frees collectively
+            assert told["waited"] < 2
+            assert told["free"][-1] >= told["free"][0] - 32 * MiB
+
+
 def test_a_mismatch_raises_on_both(pool):
     outcomes = pool.outcomes(mismatch, pool.memory)
     assert [o.error and o.error.kind for o in outcomes] == ["AgreementError"] * 2
@@ -302,6 +357,13 @@ def test_a_mismatch_raises_on_both(pool):
 def test_one_allocator_per_process(pool):
     outcomes = pool.outcomes(another_backend, pool.memory)
     assert [o.error and o.error.kind for o in outcomes] == ["BackendError"] * 2
+
+
+def test_temporary_memory_comes_back_where_torch_expands_its_segments():
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with RankPool(2, init="nccl", timeout=180, env=env) as pool:
+        pool.memory = "nccl"
+        test_temporary_memory_comes_back(pool)
 
 
 def test_auto_prefers_nccl():

@@ -26,7 +26,7 @@ from symmplan.integrate.compile.work import flops_beside
 from symmplan.integrate.measuring import clock_of, seconds_of, slowest
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
-from symmplan.memory.spares import give_back, obtain, synchronize
+from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import leaders, tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
-    from symmplan.integrate.measuring import Act
+    from symmplan.integrate.measuring import Act, Clock
 
 __all__ = ["Choice", "forget", "refused"]
 
@@ -272,24 +272,29 @@ def _times(
     )
     plan = plan_problem(problem)
     memory = lowerings.memory
-    arena, _ = obtain(plan, groups, memory=memory, device=device, timeout=timeout)
-    try:
-        clock = clock_of(device, timeout)
-        found = {}
+    clock = clock_of(device, timeout)
+    found = {}
+    with borrowed(plan, groups, memory=memory, device=device, timeout=timeout) as (_, there):
         for case in cases:
             i, group = used.index(case.group), groups[case.group]
-            there = (plan.placements[f"{which} {i}"] for which in ("in", "out"))
-            places = [arena.segments[p.segment].tensor[p.offset : p.end] for p in there]
-            acts = _Acts(case, group.size(), places, device).acts(lowerings)
-            nbytes = max(_scratch(case, group.size()))
-            beside = case.beside * _factor(case, group.size())
-            found[case] = seconds_of(clock, acts, group, nbytes, beside=beside, enough=_ENOUGH)
-        synchronize(device)
-    except BaseException:
-        arena.release()
-        raise
-    give_back([arena])
+            found[case] = _time(case, group, clock, there[f"in {i}"], there[f"out {i}"], lowerings)
     return found
+
+
+def _time(
+    case: _Case,
+    group: Any,
+    clock: Clock,
+    given: torch.Tensor,
+    made: torch.Tensor,
+    lowerings: Lowerings,
+) -> dict[str, float]:
+    """The same of one case, in those bytes."""
+    size = group.size()
+    acts = _Acts(case, size, (given, made)).acts(lowerings)
+    beside = case.beside * _factor(case, size)
+    nbytes = max(_scratch(case, size))
+    return seconds_of(clock, acts, group, nbytes, beside=beside, enough=_ENOUGH)
 
 
 def _factor(case: _Case, size: int) -> float:
@@ -335,9 +340,9 @@ class _Acts:
         case: _Case,
         size: int,
         places: Sequence[torch.Tensor],
-        device: torch.device,
     ) -> None:
         self._case = case
+        device = places[0].device
         dtype = getattr(torch, case.dtype)
         numels = _scaled(case, size)
         self._inputs = [torch.ones(n, dtype=dtype, device=device) for n in numels]

@@ -44,8 +44,8 @@ class Stats:
         replans: Times that the program was planned again, because it did something new.
         reasons: Why collectives were staged or plain, and how often, most frequent first.
         flat: Modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
-        segment_bytes: Bytes of symmetric memory. More than the plan needs where measurement left
-            something out after the segment was made, or the segment was another model's.
+        segment_bytes: Bytes of symmetric memory. More than the plan needs where the segment was
+            another model's, or an earlier plan's.
         lower_bound_bytes: Proven minimum of those bytes.
         unshared_bytes: Bytes that one buffer per collective would take.
     """

@@ -26,7 +26,7 @@ from symmplan.memory.tell import leaders, tell
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call
     from symmplan.integrate.fsdp.engines import Engines
@@ -74,10 +74,12 @@ class Choice:
         """Why it stays in ordinary memory, empty if it does not."""
         if self.placed:
             return ""
-        best = min((t, way) for way, t in self.seconds.items() if way != "default")
+        others = [seconds for way, seconds in self.seconds.items() if way != "default"]
+        if not others:
+            return SPLIT_WORDS
         return (
             f"torch's own way was faster: {self.seconds['default'] * 1e6:.0f} us against "
-            f"{best[0] * 1e6:.0f} us in symmetric memory"
+            f"{min(others) * 1e6:.0f} us in symmetric memory"
         )
 
 
@@ -90,7 +92,7 @@ class Bench:
 
     Attributes:
         call: The collective.
-        placed: The bytes of its placement.
+        placed: Symmetric bytes for its buffer.
         received: Those of its all-to-all's output; None if there is none.
     """
 
@@ -130,14 +132,11 @@ class Choices:
             return Way(choice.way, choice.reason)  # type: ignore[arg-type]
         if self._choose == "copy engine":
             return Way("copy engine")
-        forced = self._choose == "placed" or self._device.type == "cpu"
-        if not forced and not self.worth(call):
-            return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
         if self._splits_words(call):
             return Way("default", SPLIT_WORDS)
-        # The one that needs most bytes: a segment cannot grow later, and on devices not shrink.
-        engines = not forced and compat.has_copy_engine_policy()
-        return Way("copy engine" if engines else "symmetric")
+        if self._choose == "measure":
+            return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
+        return Way("symmetric")
 
     def _splits_words(self, call: Call) -> bool:
         part = call.nbytes // self._groups[call.group].size()
@@ -147,13 +146,15 @@ class Choices:
             and not is_whole_words(part)
         )
 
-    def worth(self, call: Call) -> bool:
-        """Whether ``call`` is large enough to be measured."""
-        return self._device.type == "cpu" or call.nbytes >= _SMALL
-
-    def measured(self, call: Call) -> bool:
-        """Whether such a collective was measured."""
-        return _case(call) in self._found
+    def unmeasured(self, calls: Iterable[Call]) -> list[Call]:
+        """One call of each kind and size that may gain and was not measured yet."""
+        found: dict[_Case, Call] = {}
+        for call in calls:
+            small = self._device.type == "cuda" and call.nbytes < _SMALL
+            ways = compat.has_copy_engine_policy() or not self._splits_words(call)
+            if ways and not small:
+                found.setdefault(_case(call), call)
+        return [call for case, call in found.items() if case not in self._found]
 
     def measure(
         self,
@@ -162,12 +163,11 @@ class Choices:
         groups: Mapping[str, Any],
         engines: Mapping[str, Engines],
     ) -> None:
-        """Time every kind and size of collective, each once.
+        """Time collectives that were not measured yet.
 
         Args:
             memory: Name of the memory backend.
-            benches: The collectives, in the order of the program, and bytes that nobody uses once
-                all ranks have come here.
+            benches: One of each kind and size, in the order of the program.
             groups: ``{name: process group}``.
             engines: ``{name: communicators}`` of the groups that have them.
 
@@ -177,9 +177,7 @@ class Choices:
 
         Collective: yes, over those groups.
         """
-        cases: dict[_Case, Bench] = {}
-        for bench in benches:
-            cases.setdefault(_case(bench.call), bench)
+        cases = {_case(bench.call): bench for bench in benches}
         # What may fail on one rank alone comes before anything that waits on devices.
         plain = torch.zeros(
             max(b.call.nbytes for b in cases.values()), dtype=torch.uint8, device=self._device
@@ -188,7 +186,7 @@ class Choices:
             case: self._acts(bench, plain, groups[case[3]], memory, engines.get(case[3]))
             for case, bench in cases.items()
         }
-        # No rank may write into its peers before all have saved what they hold.
+        # All have come so far.
         everyone = dict.fromkeys(leaders(groups).values(), 0)
         tell("measuring", everyone, groups, self._timeout)
         clock = clock_of(self._device, self._timeout)

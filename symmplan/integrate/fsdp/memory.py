@@ -149,16 +149,6 @@ class Memory:
                 buffer.copy_(target)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Everything that is in use has its value again at the end."""
-        with contextlib.ExitStack() as stack:
-            for name, users in self._users.items():
-                for begin, end in users.live():
-                    whole = self._arenas[0].segments[name].tensor
-                    stack.enter_context(self._kept(whole[begin:end]))
-            yield
-
-    @contextlib.contextmanager
     def _kept(self, target: torch.Tensor) -> Iterator[None]:
         synchronize(self.device)
         saved = target.clone()
@@ -184,13 +174,12 @@ class Memory:
 
     # Segments.
 
-    def hold(self, plan: Plan, *, settled: bool, may_reuse: bool) -> None:
+    def hold(self, plan: Plan, *, settled: bool) -> None:
         """Make room for ``plan``: in what there is if it fits, else in other segments.
 
         Args:
             plan: What must fit.
-            settled: Whether parameters live in the segments that there are.
-            may_reuse: Whether the segments that there are may serve.
+            settled: Whether parameters live in the segments that there are, and stay there.
 
         Raises:
             BackendError: It was asked for copy engines, and there are none.
@@ -198,7 +187,7 @@ class Memory:
 
         Collective: yes, over all groups.
         """
-        if may_reuse and self.arena is not None and fits(plan, self.arena):
+        if not settled and self.arena is not None and fits(plan, self.arena):
             agree(plan, self.groups, self._options.timeout)
             return
         # Peers may reach into the old segments until their work is done, too.
@@ -214,20 +203,26 @@ class Memory:
             give_back(self._arenas)
         self._arenas.insert(0, arena)
         met = 0 if made else arena.rendezvous
-        self.engines = {}
-        if self._options.choose != "placed":
-            self.engines = engines_of(self.groups, arena.memory, self._options.timeout)
-        more = {name: engines.groups for name, engines in self.engines.items()}
+        self.engines = {} if self._options.choose == "placed" else self.meet_engines(arena)
         self._check_engines(arena.memory)
-        arena.join(
-            {
-                spec.name: {n: g for group in spec.groups for n, g in more.get(group, {}).items()}
-                for spec in plan.segments
-            }
-        )
         self.rendezvous += arena.rendezvous - met
         self._users = {name: Bytes() for name in arena.segments}
         self._views.clear()
+
+    def meet_engines(self, arena: Arena) -> dict[str, Engines]:
+        """Register ``arena`` with the copy engines' communicators, if there are any.
+
+        Collective: yes, over all groups.
+        """
+        engines = engines_of(self.groups, arena.memory, self._options.timeout)
+        more = {name: found.groups for name, found in engines.items()}
+        arena.join(
+            {
+                name: {n: g for group in s.spec.groups for n, g in more.get(group, {}).items()}
+                for name, s in arena.segments.items()
+            }
+        )
+        return engines
 
     def _check_engines(self, memory: str) -> None:
         """What was asked for must be what runs. Shared memory has no kernels to avoid."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
-from symmplan.capture.fsdp import Way, problem_of
+from symmplan import _compat as compat
+from symmplan.capture.fsdp import Recording, Way, problem_of
 from symmplan.integrate.fsdp.choice import Bench, Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
 from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import telling
-from symmplan.model import DEFAULT_ALIGN
+from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from symmplan.capture.fsdp import Call, Planned, Recording
+    from symmplan.capture.fsdp import Call, Planned
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
@@ -74,22 +76,18 @@ class Planning:
         if self.choices is None:
             self.choices = Choices(memory.device, options.timeout, options.choose, memory.groups)
         recordings = merged(recordings, memory.groups, options.timeout)
-        plan, stretches = self._planned(recordings, self.choices, again=False)
         if options.choose == "measure":
-            new = [p.call for s in stretches for p in s if not self.choices.measured(p.call)]
-            if new and self._measure(new, self.choices):
-                plan, stretches = self._planned(recordings, self.choices, again=True)
+            self._measure(recordings, self.choices)
+        plan, stretches = self._planned(recordings, self.choices)
         self.plan = plan
         self._kept = list(recordings)
         self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
         return Schedule(plan, stretches)
 
     def _planned(
-        self, recordings: Sequence[Recording], choices: Choices, *, again: bool
+        self, recordings: Sequence[Recording], choices: Choices
     ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
         """Plan what was not left out, and give the plan its memory."""
-        groups = self._memory.groups
-        ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
         settled = {direct.site for direct in self.directs if direct.settled}
         direct = {site: x.nbytes for site, x in self.layouts.items() if site not in settled}
 
@@ -98,11 +96,11 @@ class Planning:
                 return Way("default", "its parameters stay where an earlier plan put them")
             return choices.way(call)
 
-        problem, stretches = problem_of(recordings, ranks, way_of, direct)
+        problem, stretches = problem_of(recordings, self._ranks(), way_of, direct)
         homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
         plan = plan_with_homes(problem, homes, self._options.effort)
         plan.verify()
-        self._memory.hold(plan, settled=bool(settled), may_reuse=again or not settled)
+        self._memory.hold(plan, settled=bool(settled))
         return plan, stretches
 
     def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
@@ -127,28 +125,45 @@ class Planning:
             if not direct.settled:
                 direct.settle(homes.get(direct.site))
 
-    def _measure(self, calls: Sequence[Call], choices: Choices) -> bool:
-        """Measure in the bytes of the segments. Whether there was anything to measure."""
-        benches = [b for call in calls if (b := self._bench(call, choices)) is not None]
-        if not benches:
-            return False
-        memory = self._memory
-        with memory.kept():
-            choices.measure(memory.name, benches, memory.groups, memory.engines)
-        return True
+    def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
+        """Measure what was not measured yet, in memory that is borrowed for it."""
+        calls = (r.collectives[i].call for r in recordings for i in r.ran)
+        recording = Recording()
+        for call in choices.unmeasured(calls):
+            index = recording.begin(call.key, call.nbytes)
+            recording.run(index, call.group)
+            recording.drop(index)
+        if not recording.events:
+            return
+        # One after the other, in the way that needs most bytes.
+        most: Literal["copy engine", "symmetric"] = "symmetric"
+        if self._memory.device.type == "cuda" and compat.has_copy_engine_policy():
+            most = "copy engine"
+        problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Way(most))
+        memory, options = self._memory, self._options
+        with borrowed(
+            plan_problem(problem),
+            memory.groups,
+            memory=options.memory,
+            device=memory.device,
+            timeout=options.timeout,
+        ) as (arena, there):
+            choices.measure(
+                arena.memory,
+                [_bench(p, there) for p in planned],
+                memory.groups,
+                memory.meet_engines(arena),
+            )
 
-    def _bench(self, call: Call, choices: Choices) -> Bench | None:
-        """Bytes to measure a collective in, which need not be those of its placement."""
-        arena = self._memory.arena
-        assert arena is not None
-        if not choices.worth(call):
-            return None
-        dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
-        room = next((s for s in arena.segments.values() if call.group in s.spec.groups), None)
-        size = -(-call.nbytes // DEFAULT_ALIGN) * DEFAULT_ALIGN
-        if room is None or room.nbytes < call.nbytes:
-            return None
-        received = None
-        if call.key.kind == "reduce_scatter" and size + call.nbytes <= room.nbytes:
-            received = room.tensor[size : size + call.nbytes].view(dtype)
-        return Bench(call, room.tensor[: call.nbytes].view(dtype), received)
+    def _ranks(self) -> dict[str, tuple[int, ...]]:
+        """The global ranks of each group."""
+        groups = self._memory.groups
+        return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
+
+
+def _bench(planned: Planned, there: Mapping[str, torch.Tensor]) -> Bench:
+    """Bytes to measure a collective in."""
+    dtype = getattr(torch, planned.call.key.dtype.removeprefix("torch."))
+    assert planned.buffer is not None
+    received = None if planned.received is None else there[planned.received].view(dtype)
+    return Bench(planned.call, there[planned.buffer].view(dtype), received)
