@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -251,6 +252,7 @@ def test_examples_run(name, tmp_path):
         text=True,
         check=False,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},  # where it was, should it be killed
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
