@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "collective_options",
+    "deregister_nccl_pool",
     "finished",
     "finished_work",
     "group_method_names",
     "group_options",
+    "nccl_window_allocator",
     "nobody_looks",
     "reduction_named",
+    "register_nccl_pool",
     "register_work",
     "replace_group_method",
     "replace_op_call",
@@ -165,6 +168,27 @@ def nobody_looks() -> Callable[[torch.Tensor], bool]:
         )
 
     return alone
+
+
+def nccl_window_allocator(group: dist.ProcessGroup) -> Any:
+    """What allocates memory that a pool may register as windows of NCCL; None if torch has none."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    register = getattr(backend, "register_mem_pool", None)
+    if "symm" not in (getattr(register, "__doc__", None) or ""):
+        return None
+    return backend.mem_allocator
+
+
+def register_nccl_pool(pool: Any, group: dist.ProcessGroup) -> None:
+    """Register what lies in a ``torch.cuda.MemPool`` as windows. Collective."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.register_mem_pool(pool, symm=True)
+
+
+def deregister_nccl_pool(pool: Any, group: dist.ProcessGroup) -> None:
+    """Take its windows back."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.deregister_mem_pool(pool)
 
 
 class _Finished(dist.Work):
