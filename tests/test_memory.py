@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,10 +16,20 @@ from memory_plans import hand_made, two_segments
 
 import symmplan
 from symmplan.errors import BackendError, ReleasedError, RunError, SymmplanError
-from symmplan.memory import BACKENDS, NotSymmetricError, handle, locate, realize, resolve_backend
+from symmplan.memory import (
+    BACKENDS,
+    NotSymmetricError,
+    handle,
+    locate,
+    realize,
+    resolve_backend,
+    spares,
+)
 from symmplan.memory.calls import OPS, describe, note
 from symmplan.memory.groups import Group
+from symmplan.memory.nccl_pool import NcclPoolBackend
 from symmplan.memory.process import is_gone, this_process
+from symmplan.memory.torch_symm import TorchSymmBackend
 
 CPU = torch.device("cpu")
 
@@ -39,6 +50,47 @@ def test_an_arena_knows_what_it_is(arena):
 def test_auto_is_local_for_one_process():
     with realize(hand_made({"a": 64})) as arena:
         assert arena.memory == "local"
+
+
+def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
+    monkeypatch.setattr(spares, "_SPARE", kept := [])
+    for frees in (True, False):
+        arena = realize(hand_made({"a": 64}), memory="local")
+        assert arena.frees
+        arena.frees = frees
+        spares.give_back([arena])
+        assert arena.released is frees
+        assert [s.arena for s in kept] == ([] if frees else [arena])
+    arena.release()
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "frees"),
+    [
+        (TorchSymmBackend, "cuda", True),
+        (TorchSymmBackend, "nccl", False),
+        (TorchSymmBackend, "nvshmem", False),
+        (NcclPoolBackend, "nccl", True),
+    ],
+)
+def test_who_frees_its_memory_alone(kind, memory, frees, monkeypatch):
+    monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
+    assert kind(memory, torch.device("cuda", 0), {}).frees is frees
+
+
+@pytest.mark.parametrize("error", [None, ArithmeticError])
+def test_what_is_borrowed_comes_back(error):
+    plan = hand_made({"a": 1000, "b": 64})
+    with (
+        contextlib.suppress(ArithmeticError),
+        spares.borrowed(plan, {}, memory="local", device=CPU, timeout=5) as (arena, there),
+    ):
+        assert {name: t.numel() for name, t in there.items()} == {"a": 1000, "b": 64}
+        assert there["b"].data_ptr() - there["a"].data_ptr() == 1024
+        if error:
+            raise error
+    assert arena.released
+    assert error or not there
 
 
 def test_tensors_are_views_of_their_placement(arena):

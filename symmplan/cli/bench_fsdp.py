@@ -259,7 +259,8 @@ def render(result: dict[str, Any]) -> str:
             if row["difference"] is not None:
                 apart = row["difference"]
                 same = "the same bits" if apart == 0 else f"{apart:.2g} from plain FSDP2's"
-                lines.append(f"{'':8} {side}: gradients are {same}")
+                losses = "equal" if row["losses_equal"] else "not equal"
+                lines.append(f"{'':8} {side}: losses are {losses}, gradients are {same}")
     lines += [f"{side}: left out, {why}" for side, why in result["skipped"].items()]
     for side, seen in result["memory"].items():
         bytes_ = ", ".join(f"{key.replace('_', ' ')} {size(n)}" for key, n in seen.items() if n)

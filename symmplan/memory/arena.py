@@ -34,7 +34,7 @@ class Arena:
         memory: Name of the backend.
         segments: ``{name: Segment}`` in the plan's order.
         rendezvous: How many (segment, group) pairs were rendezvoused.
-        temporary: As it was asked for.
+        frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
     """
 
@@ -45,10 +45,10 @@ class Arena:
         segments: dict[str, Segment],
         *,
         timeout: float,
-        temporary: bool = False,
+        frees: bool,
     ) -> None:
         self.plan = plan
-        self.temporary = temporary
+        self.frees = frees
         self.memory = memory
         self.segments = segments
         self.timeout = timeout
@@ -166,7 +166,7 @@ class Arena:
         exchange = Exchange(members, self.timeout)
         try:
             device = new[0][0].tensor.device
-            backend = resolve_backend(self.memory, device, members, temporary=self.temporary)
+            backend = resolve_backend(self.memory, device, members, temporary=self.frees)
             exchange.round("joining", b"")
             for segment, name, _ in new:
                 backend.rendezvous(segment, members[name], exchange)
@@ -258,7 +258,7 @@ def realize(
         for segment in segments.values():
             segment.release()
         raise
-    return Arena(plan, backend.name, segments, timeout=timeout, temporary=temporary)
+    return Arena(plan, backend.name, segments, timeout=timeout, frees=backend.frees)
 
 
 def _pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -35,9 +35,14 @@ class Backend(Protocol):
     `realize` calls `allocate` once for each segment and then `rendezvous` once for each of its
     groups, in the same order on every rank. Whatever a method allocated when it raises, it has
     released; what it returned, `realize` releases.
+
+    Attributes:
+        name: A name in `BACKENDS`.
+        frees: Whether a release gives the memory back, on each rank by itself.
     """
 
     name: str
+    frees: bool
 
     def allocate(
         self,

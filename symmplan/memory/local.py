@@ -40,6 +40,7 @@ class LocalBackend:
     """Groups of one rank, on any device."""
 
     name = "local"
+    frees = True
 
     def allocate(
         self,

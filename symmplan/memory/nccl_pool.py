@@ -44,6 +44,10 @@ def has_windows(groups: Mapping[str, Group]) -> bool:
 class NcclPoolBackend(TorchSymmBackend):
     """See [Note: windows of a pool]. Used where `has_windows`."""
 
+    def __init__(self, memory: str, device: torch.device, groups: Mapping[str, Group]) -> None:
+        super().__init__(memory, device, groups)
+        self.frees = True
+
     def _allocated(
         self, nbytes: int, device: torch.device, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, Callable[[], None]]:

@@ -122,6 +122,7 @@ class ShmBackend:
     """POSIX shared memory."""
 
     name = "shm"
+    frees = True
 
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["borrowed", "fits", "give_back", "obtain", "synchronize"]
 
-#: Backends that free their memory, each rank by itself.
-_FREEING = ("cuda", "local", "shm")
-
 
 @frozen(eq=False)
 class _Spare:
@@ -92,7 +89,7 @@ def obtain(
 
     Collective: yes, over those groups.
     """
-    if device.type == "cuda" and memory not in _FREEING:
+    if device.type == "cuda":
         found = [s for s in _SPARE if s.device == device and _serves(s, plan, memory, groups)]
         spare = min(found, key=lambda s: s.arena.segment_bytes, default=None)
         number = -1 if spare is None else spare.number
@@ -154,7 +151,7 @@ def give_back(arenas: list[Arena]) -> None:
     """
     for arena in arenas:
         device = next((s.tensor.device for s in arena.segments.values()), None)
-        if device is None or arena.temporary or arena.memory in _FREEING:
+        if device is None or arena.frees:
             arena.release()
         else:
             _COUNT[0] += 1

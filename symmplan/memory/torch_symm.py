@@ -180,6 +180,8 @@ class TorchSymmBackend:
 
     def __init__(self, memory: str, device: torch.device, groups: Mapping[str, Group]) -> None:
         self.name = memory
+        # See [Note: torch's allocators].
+        self.frees = memory == "cuda"
         self._warm: set[str] = set()
         for group in groups.values():
             if group.process_group is None:
