@@ -10,14 +10,25 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
     happens-before the first access of the other.
 
 [Note: peers count]
-    An access with ``remote=True`` is one where this rank touches its peers' bytes of the buffer, or
-    peers touch ours. Local order says nothing about them, so two facts of an operation do:
-    with ``handshake`` it touches no symmetric byte before every rank of its group has finished all
-    that happens-before the operation; with ``release`` it ends only when every rank of its group
-    has finished the accesses of this operation. Where bytes pass from one buffer to another, or
-    within one buffer from a write here to the peers or from the peers to this rank, and neither
-    lies in between, the plan lists a `Barrier`, and whoever runs the plan must run it.
-    A program repeats, so this holds from its end to its start, too.
+    Ranks run the same program, each at its own pace. An access with ``remote=True`` is one where
+    ranks touch each other's bytes of the buffer, besides their own. Order on one rank says nothing
+    about them. What does are facts of the *call*, which begins at its operation and ends at the
+    operation that lists it in ``ends`` (the wait of asynchronous work), or else at once:
+
+    ``meets``      its end on a rank comes after its start on every rank of its group. So what
+                   precedes the peers' start precedes what follows my end; what lies between a
+                   start and its end is ordered with no peer.
+    ``handshake``  it touches no symmetric byte, also none of this rank's own, before every rank of
+                   its group has started it.
+    ``release``    it ends, on any rank, when the accesses of all ranks are over.
+    ``enters``     (of one access) peers touch a rank's bytes only after that rank has started.
+    ``releases``   (of one access) and no more after that rank's end.
+
+    All accesses of a call, own and peers', lie between its start and its end on the rank that
+    makes them, at any time, in any order; what is not stated is not assumed. Two accesses of the
+    same bytes of one rank, at least one of them a write, whoever makes them, need an order. Where
+    the program has none the plan lists a `Barrier`, and whoever runs the plan must run it. A
+    program repeats, so this holds from its end to its start, too.
 """
 
 from __future__ import annotations
@@ -58,11 +69,16 @@ class Requirement:
         where: ``"name"`` of an argument, ``"return"`` or ``"return.0"``, ... of a result.
         align: Alignment of the placement in bytes, a power of two.
         signal_pad: Whether the op uses the signal pad of the segment that holds this tensor.
+        enters: Peers touch a rank's bytes of it only after that rank has started the op. See
+            [Note: peers count].
+        releases: No peer touches a rank's bytes of it after the op has ended on that rank.
     """
 
     where: str
     align: int = DEFAULT_ALIGN
     signal_pad: bool = False
+    enters: bool = False
+    releases: bool = False
 
 
 @frozen
@@ -73,21 +89,28 @@ class OpSpec:
         op: Qualified name with overload, such as ``"_c10d_functional::all_reduce.default"``.
         requirements: The arguments and results that must be symmetric, ordered as in the schema.
         group: Name of the schema argument that names the process group.
-        handshake: No symmetric byte is touched before all ranks of the group arrived.
+        handshake: No symmetric byte, also none of this rank's own, is touched before all ranks of
+            the group have started the op. See [Note: peers count], also for the next two.
         release: The op (or its wait, if asynchronous) ends only after all ranks' accesses ended.
+        meets: Its end on a rank comes after its start on every rank of the group. Every op that
+            handshakes or releases does.
         asynchronous: The op only starts the work; ``wait_tensor`` of its result ends it.
         out: Qualified name of the variant that writes its results into given tensors, if any.
         origin: Who declared it: ``"catalogue"``, ``"user"`` or ``"torch"`` (upstream's registry).
+        fills: Pairs (argument, result): before the op is started the argument is copied into the
+            result, where the op then works in place.
     """
 
     op: str
     requirements: tuple[Requirement, ...]
     group: str
-    handshake: bool = True
-    release: bool = True
+    handshake: bool = False
+    release: bool = False
+    meets: bool = False
     asynchronous: bool = False
     out: str | None = None
     origin: str = "user"
+    fills: tuple[tuple[str, str], ...] = ()
 
 
 @frozen
@@ -97,9 +120,12 @@ class Operation:
     Attributes:
         name: Unique in its problem.
         stream: Operations of one stream run in the order listed.
-        group: Process group whose ranks meet in this operation, if any.
-        handshake: See [Note: peers count].
-        release: See [Note: peers count].
+        group: Process group that the facts below are about, if any.
+        handshake: See [Note: peers count], as for the next three.
+        release: Of the call that begins here.
+        meets: The same. A call that handshakes or releases meets, whether this says so or not.
+        ends: Names of operations before it: the calls that began there end here. It states no facts
+            of its own then.
         op: Qualified op name, for people; takes no part in planning.
     """
 
@@ -108,6 +134,8 @@ class Operation:
     group: str | None = None
     handshake: bool = False
     release: bool = False
+    meets: bool = False
+    ends: tuple[str, ...] = ()
     op: str = ""
 
 
@@ -115,17 +143,24 @@ class Operation:
 class Access:
     """An operation touches a buffer, directly or through any alias.
 
+    A call that ends at another operation touches the buffer there, too: both are one access, over
+    all that lies between, with the facts of the first.
+
     Attributes:
         operation: Name of the operation.
         buffer: Name of the buffer.
         write: Whether bytes may change.
-        remote: Whether peers take part. See [Note: peers count].
+        remote: Whether ranks touch each other's bytes. See [Note: peers count].
+        enters: Peers touch a rank's bytes only after that rank has started the call.
+        releases: No peer touches a rank's bytes after the call has ended on that rank.
     """
 
     operation: str
     buffer: str
     write: bool = False
     remote: bool = False
+    enters: bool = False
+    releases: bool = False
 
 
 @frozen
@@ -223,7 +258,8 @@ class Problem:
 
     Raises:
         ProblemError: A name is unknown or used twice, a size or an alignment makes no sense, a
-            buffer is never accessed, or the order has a cycle.
+            buffer is never accessed, a call ends twice, before it began or without its buffers, or
+            the order has a cycle.
     """
 
     buffers: tuple[Buffer, ...] = field(converter=_buffers)
@@ -346,6 +382,8 @@ class Bound:
 @frozen
 class Barrier:
     """A barrier over ``group`` that must run right before ``before`` starts.
+
+    Several before one operation run in the order in which the plan lists them.
 
     Attributes:
         before: Name of the operation.

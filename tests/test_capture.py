@@ -68,10 +68,16 @@ def test_an_asynchronous_op_holds_its_buffers_until_its_wait(groups):
     held = {a.operation for a in problem.accesses if a.buffer == "relu"}
     assert held == {"relu", "all_gather_into_tensor", "wait_tensor"}
     by_name = {o.name: o for o in problem.operations}
-    assert by_name["all_gather_into_tensor"].handshake
-    assert not by_name["all_gather_into_tensor"].release
-    assert by_name["wait_tensor"].release
-    assert by_name["wait_tensor"].group == groups[0]
+    start, end = by_name["all_gather_into_tensor"], by_name["wait_tensor"]
+    assert (start.group, start.meets) == (groups[0], True)
+    assert (start.handshake, start.release) == (False, False)
+    assert end.ends == ("all_gather_into_tensor",)
+    calls = [a for a in problem.accesses if a.operation == start.name]
+    assert all(a.remote and a.enters and a.releases for a in calls)
+    assert {a.buffer: a.write for a in problem.accesses if a.operation == end.name} == {
+        "relu": False,
+        "all_gather_into_tensor": True,
+    }
 
 
 def test_work_that_nobody_waits_for_touches_no_placement(groups):

@@ -89,16 +89,43 @@ def test_known_facts():
     gather = spec("_c10d_functional::all_gather_into_tensor")
     assert [r.where for r in gather.requirements] == ["input", "return"]
     assert gather.out == "_c10d_functional::all_gather_into_tensor_out.default"
-    assert (gather.handshake, gather.release, gather.asynchronous) == (True, True, True)
+    assert gather.asynchronous
     one_shot = spec("symm_mem::one_shot_all_reduce")
     assert [(r.where, r.signal_pad) for r in one_shot.requirements] == [("input", True)]
-    assert (one_shot.handshake, one_shot.release, one_shot.asynchronous) == (True, True, False)
+    assert not one_shot.asynchronous
     copying = spec("symm_mem::one_shot_all_reduce_copy")
     assert [r.where for r in copying.requirements] == ["symm_buffer"]
-    assert not copying.handshake
     assert spec("symm_mem::fused_all_gather_matmul").requirements == ()
     assert spec("c10d::_allgather_base_").group == "process_group"
     assert spec("c10d_functional::all_reduce") is None
+
+
+_PAIRWISE = ("broadcast", "broadcast_", "all_to_all_single", "alltoall_base_")
+_OWN_FIRST = ("one_shot_all_reduce_copy", "one_shot_all_reduce_copy_out")
+_ONE_SIDED = (
+    *("memcpy_to_multicast_", "nvshmem_broadcast", "nvshmem_all_to_all", "all_to_all_vdev"),
+    *("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset", "tile_reduce", "multi_root_tile_reduce"),
+)
+
+
+@pytest.mark.parametrize("op", [op for op in LIVE if op in ROWS and ROWS[op].where])
+def test_what_orders_ranks(op):
+    """Every fact of every row, from what the op does; see the notes of the rows' modules."""
+    namespace, _, name = op.partition("::")
+    spec = symmplan.requirements(op)
+    bounded = {(r.enters, r.releases) for r in spec.requirements}
+    facts = spec.handshake, spec.release, spec.meets
+    if namespace != "symm_mem":
+        assert facts == (False, False, name not in _PAIRWISE)
+        assert bounded == {(True, True)}
+    elif name in _ONE_SIDED:
+        assert facts == (False, False, False)
+        assert bounded == {(False, False)}
+    elif name in _OWN_FIRST:
+        assert facts == (False, True, True)
+        assert bounded == {(True, True)}
+    else:
+        assert facts == (True, True, True)
 
 
 def test_ops_that_this_torch_lacks_are_passed_over(monkeypatch):
@@ -196,11 +223,20 @@ def test_json_is_complete(run):
     row = next(o for o in result["ops"] if o["op"] == "symm_mem::one_shot_all_reduce.default")
     assert row == {
         "op": "symm_mem::one_shot_all_reduce.default",
-        "symmetric": [{"where": "input", "align": 256, "signal_pad": True}],
+        "symmetric": [
+            {
+                "where": "input",
+                "align": 256,
+                "signal_pad": True,
+                "enters": True,
+                "releases": True,
+            }
+        ],
         "group": "group_name",
         "signal_pad": True,
         "handshake": True,
         "release": True,
+        "meets": True,
         "asynchronous": False,
         "out": "symm_mem::one_shot_all_reduce_out.default",
         "origin": "catalogue",
@@ -253,9 +289,9 @@ def test_import_shows_what_a_module_declares(run, tmp_path, monkeypatch):
     header, _, line = out.out.splitlines()[:3]
     assert header.split() == [
         "symmtest_catalogue::",
-        *("symmetric", "group", "pad", "handshake", "release", "async", "out", "origin", "note"),
+        *("symmetric", "group", "pad", "facts", "async", "out", "origin", "note"),
     ]
-    assert line.split() == ["mine", "x@16,", "return@16", "g", "-", "-", "-", "-", "-", "user"]
+    assert line.split() == ["mine", "x@16,", "return@16", "g", "-", "-", "-", "-", "user"]
 
 
 @pytest.mark.parametrize("body", [None, "1 / 0", "import symmtest_nothing_here"])

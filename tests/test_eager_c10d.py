@@ -23,16 +23,14 @@ def pool():
 
 
 _GROUPS: list[str] = []
+OWN = "process group"
 
 
 def _setup(rank, world_size):
     import custom_ops
     import torch.distributed as dist
 
-    from symmplan.integrate.compile.lowering import _C10D, Lowerings
-
     custom_ops.load()
-    Lowerings.table = property(lambda _: _C10D)
     second = dist.new_group([0, 1])
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
 
@@ -42,7 +40,7 @@ def _held(rank, world_size, program):
 
     inputs = make_inputs(program, rank)
     expected = run(program, _GROUPS, *(x.clone() for x in inputs))
-    with symmplan.eager(timeout=30.0, memory="shm", debug=True) as session:
+    with symmplan.eager(timeout=30.0, memory="shm", debug=True, collectives=OWN) as session:
         for _ in range(4):
             got = run(program, _GROUPS, *(x.clone() for x in inputs))
             for a, b in zip(got, expected, strict=True):
@@ -87,7 +85,7 @@ def _asynchronous(rank, world_size, where):
         dist.all_reduce(z)
         return a, b, z + 0
 
-    with symmplan.eager(timeout=20.0, memory="shm", debug=True) as session:
+    with symmplan.eager(timeout=20.0, memory="shm", debug=True, collectives=OWN) as session:
         for turn in range(4):
             a, b, c = step()
             assert bool((a == 3).all()), (turn, a)
@@ -122,7 +120,7 @@ def _never_waited(rank, world_size):
 
     import symmplan
 
-    with symmplan.eager(timeout=20.0, memory="shm") as session:
+    with symmplan.eager(timeout=20.0, memory="shm", collectives=OWN) as session:
         works = []
         for _ in range(3):
             x = symmplan.out(torch.mul, torch.full((64,), 1.0), float(rank + 1))
@@ -149,7 +147,7 @@ def _leaves(rank, world_size):
     name = dist.group.WORLD.group_name
     ops = torch.ops._c10d_functional
     kept = []
-    with symmplan.eager(timeout=20.0, memory="shm", debug=True) as session:
+    with symmplan.eager(timeout=20.0, memory="shm", debug=True, collectives=OWN) as session:
         for turn in range(4):
             x = torch.full((8, 8), float(turn + rank))
             pending = ops.all_reduce(x, "sum", name)
@@ -194,7 +192,7 @@ def _too_late(rank, world_size):
     ops = torch.ops._c10d_functional
     x = torch.full((8, 8), 1.0)
     kept = []
-    with symmplan.eager(timeout=20.0, memory="shm") as session:
+    with symmplan.eager(timeout=20.0, memory="shm", collectives=OWN) as session:
         for turn in range(3):
             pending = ops.all_reduce(x, "sum", name)
             if turn < 2:

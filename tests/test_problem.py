@@ -290,7 +290,7 @@ def mesh(first, second):
     return Problem(buffers, ops, accesses, shared_groups=[(first, second)])
 
 
-GOLDEN = "793164c5eb5d831ce6743b432aece5bb0c7e4be0d26ba54941bffb737f0398db"
+GOLDEN = "fec90fbfc8b61d4b5d46f646009693f7890085a3fa06d428245d1b31d3f9134d"
 
 
 def test_golden_fingerprint():

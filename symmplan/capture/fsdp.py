@@ -262,14 +262,16 @@ def problem_of(
             operation = f"{buffer}.{what}"
             if what == "run":
                 operations.append(
-                    Operation(operation, "main", call.group, True, True, _OP[call.key.kind])
+                    Operation(operation, group=call.group, meets=True, op=_OP[call.key.kind])
                 )
             else:
                 operations.append(Operation(operation))
             write = what == "begin" or (what == "run" and not reduces)
-            accesses.append(Access(operation, buffer, write=write, remote=what == "run"))
+            # Every way is the process group's collective, or one that keeps more apart.
+            far = dict.fromkeys(("remote", "enters", "releases"), what == "run")
+            accesses.append(Access(operation, buffer, write=write, **far))
             if what == "run" and index in received:
-                accesses.append(Access(operation, received[index], write=True, remote=True))
+                accesses.append(Access(operation, received[index], write=True, **far))
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
         buffers=buffers,

@@ -18,7 +18,7 @@ A buffer stands for a storage, not a tensor: its accesses are those of all its a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import define, evolve, field
@@ -26,14 +26,21 @@ from torch import fx
 
 from symmplan.capture.bounds import sources
 from symmplan.capture.decide import Decider, requests_of
-from symmplan.capture.graphs import called, hidden_calls, is_getitem, is_wait, written_nodes
+from symmplan.capture.graphs import (
+    argument_nodes,
+    called,
+    hidden_calls,
+    is_getitem,
+    is_wait,
+    written_nodes,
+)
 from symmplan.capture.producers import Write, writes_inductor
 from symmplan.capture.sites import Captured, Home, Kept, Site
 from symmplan.capture.steps import Steps
 from symmplan.capture.values import Value, Values, example_values, is_pure_view
 from symmplan.errors import CaptureError
 from symmplan.model import Access, Buffer, Operation, OpSpec, Problem, Requirement, Unplanned
-from symmplan.registry import spec_for
+from symmplan.registry import bind_arguments, spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -277,7 +284,9 @@ class _Builder:
         self, sites: Sequence[Site], saved: Mapping[int, str], given: Mapping[fx.Node, Buffer]
     ) -> tuple[Problem, Problem | None]:
         """What the graph does with its own buffers, and with those that outlive it."""
-        steps = Steps(self.prefix, self.order, self.specs, self.decider.waits)
+        steps = Steps(
+            self.prefix, self.order, self.specs, self.decider.waits, self._source, self._filled
+        )
         by_node: dict[fx.Node, list[Site]] = {}
         for site in sites:
             by_node.setdefault(site.node, []).append(site)
@@ -308,6 +317,28 @@ class _Builder:
             unplanned=tuple(self.decider.unplanned),
         )
         return problem, residence
+
+    def _source(self, site: Site) -> str | None:
+        """The buffer in which a site's value lies before it is copied, if any."""
+        assert site.source is not None
+        return self.decider.buffer_of(self.values.find((site.source, site.path)))
+
+    def _filled(self, site: Site) -> str | Literal[False] | None:
+        """The buffer from which an op fills a result before it works there in place.
+
+        None if that lies in ordinary memory; False if the op fills nothing.
+        """
+        head, _, rest = site.where.partition(".")
+        fills = {result: given for given, result in self.specs[site.node].fills}
+        given = fills.get(head)
+        if given is None:
+            return False
+        overload = called(site.node)
+        assert overload is not None
+        bound = bind_arguments(overload, site.node.args, site.node.kwargs)
+        path = tuple(int(i) for i in rest.split(".")) if rest else ()
+        sources = dict(argument_nodes(bound[given]))
+        return self.decider.buffer_of(self.values.find((sources[path], ())))
 
     def _residence(
         self, kept: Collection[str], operations: Sequence[Operation], accesses: Sequence[Access]

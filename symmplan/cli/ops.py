@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
-_HEADINGS = ("symmetric", "group", "pad", "handshake", "release", "async", "out", "origin")
+_HEADINGS = ("symmetric", "group", "pad", "facts", "async", "out", "origin")
 _LEGEND = (
     "pad: uses the signal pad of its segment (+pad: of this tensor's alone). handshake: touches no "
-    "symmetric byte before all ranks arrived. release: ends only when all ranks are done with the "
-    "bytes. async: wait_tensor ends it. out: the variant that writes into given tensors; * is the "
-    "op's name. name@16: aligned to 16 bytes instead of 256."
+    "symmetric byte before all ranks have started it. release: ends only when all ranks' accesses "
+    "are over. meets: ends only after all ranks have started it. enters: peers touch a rank's "
+    "bytes only after that rank has started it; releases: and no more after it has ended there. "
+    "async: wait_tensor ends it. out: the variant that writes into given tensors; * is the op's "
+    "name. "
+    "name@16: aligned to 16 bytes instead of 256."
 )
 _MAX_SYMMETRIC = 26  # columns
 _MIN_NOTE = 40  # columns; where fewer are left, a note gets a line of its own
@@ -143,6 +146,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "signal_pad": any(r.signal_pad for r in spec.requirements),
         "handshake": spec.handshake,
         "release": spec.release,
+        "meets": spec.meets,
         "asynchronous": spec.asynchronous,
         "out": spec.out,
         "origin": spec.origin,
@@ -207,10 +211,24 @@ def _cells(op: Mapping[str, Any]) -> tuple[str, ...]:
         name,
         _symmetric(op),
         op["group"],
-        *("yes" if op[k] else "-" for k in ("signal_pad", "handshake", "release", "asynchronous")),
+        "yes" if op["signal_pad"] else "-",
+        _facts(op),
+        "yes" if op["asynchronous"] else "-",
         out.replace(name, "*", 1) if out.startswith(name) else out,
         op["origin"],
     )
+
+
+def _facts(op: Mapping[str, Any]) -> str:
+    """What orders ranks, in words; what follows from others is left out."""
+    tensors = op["symmetric"]
+    shown = [k for k in ("handshake", "release") if op[k]]
+    shown += ["meets"] if op["meets"] and not shown else []
+    implied = {"enters": "handshake", "releases": "release"}
+    for fact, by in implied.items():
+        if tensors and all(t[fact] for t in tensors) and not op[by]:
+            shown.append(fact)
+    return " ".join(shown) or "-"
 
 
 def _short(op: str) -> str:

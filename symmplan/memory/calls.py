@@ -218,9 +218,11 @@ class Call:
         begin, low = tensor.data_ptr(), other.data_ptr()
         if not begin or not low:  # empty
             return
-        end = begin + tensor.numel() * tensor.element_size()
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = begin + (last + 1) * tensor.element_size()
         high = low + other.numel() * other.element_size()
-        if begin < high and low < end and begin != start + allowed:
+        exact = begin == start + allowed and tensor.is_contiguous()
+        if begin < high and low < end and not exact:
             self.fail(
                 "'input' and 'out' overlap",
                 expected="none in common, or one exactly this rank's part of the other",

@@ -1,16 +1,18 @@
 """One-sided collectives on segments, as torch ops in the library ``symmplan``.
 
-Each handshakes on entry (no peer's byte is touched before all ranks arrived, and what they are
+Each handshakes on entry (no symmetric byte is touched before all ranks arrived, and what they are
 about to do is compared) and releases on exit (it returns only when all ranks' accesses ended), so
-a buffer may be reused at once before and after. They write ``out`` and return nothing; shapes are
-those of c10d: concatenation along dimension 0. There is no autograd formula: they run below it.
+a buffer may be reused at once before and after. That goes for this rank's own bytes, too, which a
+peer may just have written one-sidedly, or be about to read. They write ``out`` and return nothing;
+shapes are those of c10d: concatenation along dimension 0. There is no autograd formula: they run
+below it.
 
 | op | must be symmetric | who moves the bytes |
 | --- | --- | --- |
 | ``all_gather_out`` | ``out`` | every rank pushes its ``input`` |
 | ``all_gather_parts_`` | ``whole`` | every rank pushes its parts, which are in place |
 | ``reduce_scatter_out`` | ``input`` | every rank pulls its part of all inputs |
-| ``all_reduce_out`` | ``input``, ``out`` (may be the same) | small: all pull; large: pull, push |
+| ``all_reduce_out`` | ``input``, ``out`` (may be the same) | all pull; large, in place: push too |
 | ``all_to_all_single_out`` | ``out`` | every rank pushes |
 | ``broadcast_out`` | ``out`` | the source pushes |
 | ``barrier_`` | ``segment`` | nobody |
@@ -70,9 +72,9 @@ def all_gather_out(
     call.check_numel(out, input.numel() * call.size, f"{call.size} ranks x {input.numel()}")
     nbytes = input.numel() * input.element_size()
     mine = call.rank * nbytes
-    source = _plain(input)
-    call.apart(source, out.data_ptr(), out, mine)
+    call.apart(input, out.data_ptr(), out, mine)
     with call.running(f"{out.dtype} {what}", out_offset=call.offset, nbytes=nbytes):
+        source = _plain(input)
         start = call.offset + mine
         for shift in range(1, call.size):
             copy_bytes(call.peers[(call.rank + shift) % call.size], start, source, nbytes)
@@ -170,8 +172,8 @@ def reduce_scatter_out(
         begin = call.rank * nbytes
         parts = call.parts(call.offset, begin, begin + nbytes, input)
         reduce_into([target.view(-1)], parts, reduction)
-    if target is not out:
-        out.copy_(target)
+        if target is not out:
+            out.copy_(target)
 
 
 def all_reduce_out(
@@ -214,14 +216,10 @@ def all_reduce_out(
         out_offset=out_offset,
         nbytes=nbytes,
     )
-    if nbytes <= ONE_SHOT_BYTES:
-        # Where a rank's input is its output, peers must have read it before it is overwritten.
-        in_place = out.data_ptr() == input.data_ptr()
-        result = torch.empty_like(out) if in_place else out
+    # Where a rank's input is its output, peers must have read it before it is overwritten.
+    if nbytes <= ONE_SHOT_BYTES and out.data_ptr() != input.data_ptr():
         with running:
-            reduce_into([result.view(-1)], call.parts(call.offset, 0, nbytes, input), reduction)
-        if in_place:
-            out.copy_(result)
+            reduce_into([out.view(-1)], call.parts(call.offset, 0, nbytes, input), reduction)
         return
     # Each rank reads and overwrites its own share everywhere, so sharing bytes is no problem.
     low, high = _share(nbytes, call.rank, call.size)
@@ -258,8 +256,7 @@ def all_to_all_single_out(
     call.check_types(input, out)
     sends = _splits(call, input, input_split_sizes, "input")
     receives = _splits(call, out, output_split_sizes, "out")
-    source = _plain(input)
-    call.apart(source, out.data_ptr() - 1, out, 0)
+    call.apart(input, out.data_ptr() - 1, out, 0)
     row = _row_nbytes(input) or _row_nbytes(out)
     rows_out = _row_nbytes(out)
     if input.numel() and out.numel() and row != rows_out:
@@ -269,8 +266,8 @@ def all_to_all_single_out(
             got=f"{rows_out} bytes",
             fix="give both the same shape after dimension 0",
         )
-    flat = as_bytes(source)
     with call.running(str(input.dtype), [*receives, *sends], out_offset=call.offset):
+        flat = as_bytes(_plain(input))
         tables = call.rendezvous.free_words()
         expected = [table[: call.size] for table in tables]
         sent = [table[call.size : 2 * call.size] for table in tables]
@@ -324,11 +321,11 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
             fix="pass a rank inside the group",
         )
     nbytes = out.numel() * out.element_size()
-    source = _plain(input)
     if call.rank == src:
-        call.apart(source, out.data_ptr(), out, 0)
+        call.apart(input, out.data_ptr(), out, 0)
     with call.running(str(out.dtype), out_offset=call.offset, nbytes=nbytes, extra=src):
         if call.rank == src:
+            source = _plain(input)
             for shift in range(1, call.size):
                 peer = call.peers[(call.rank + shift) % call.size]
                 copy_bytes(peer, call.offset, source, nbytes)

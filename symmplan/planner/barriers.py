@@ -1,33 +1,44 @@
-"""Which barriers a placement needs because peers touch the bytes. See [Note: peers count].
+"""Which barriers a plan needs because peers touch the bytes. See [Note: peers count].
 
 [Note: needs]
-    When bytes pass from A to B, every access of A precedes every access of B on this rank, but
-    says nothing about peers. A *need* (a, b, group) asks for a synchronisation of the group after
-    operation a and not after the first byte of b: for each remote access a of A over A's group,
-    and for each remote access b of B over B's group. As a byte's users are totally ordered, only
-    consecutive ones have to be looked at. The last users of one run of the program and the first
-    of the next need the same.
+    Of two accesses of common bytes the calls are ordered on every rank, which says nothing about
+    peers. Whoever touches rank r's bytes in the earlier call is done when *its* call has ended, or
+    r's, or all, by the facts; the later call's access begins after its maker's start, or r's, or
+    all. What is missing is a *path*: over the earlier buffer's group, from the peers that may still
+    be at it to r; then over the later buffer's group, from r to the peers that may be at it
+    already. One meeting of a group leads from everybody to everybody, so two steps over one group
+    are one. A *need* (a, b, path) asks for meetings that lead along the path, each begun behind
+    the end of the one before, the first behind a, the last ended before b.
 
-    Bytes of one item need it, too, where they are written here before peers take part, and where
-    peers took part before they are touched here; unless both only read.
+    Needs are between an item's own accesses, one of them a write; between those of an item and the
+    next that has its bytes (a byte's users are totally ordered, and each touches it here, so the
+    next ones follow); and from the last users in one run of the program to the first in the next.
 
-    Needs are met as late as possible, right before b, in the canonical order: on one chain that
-    gives the fewest barriers there are.
+    They are met as late as possible, right before b, in the canonical order: on one chain and for
+    one group that gives the fewest barriers there are.
+
+[Note: levels]
+    A table for each path holds, where the program is, how many operations of each chain are over
+    at its end: on all ranks that its last group leads to this rank. The table of the empty path is
+    the order itself. A meeting raises a path's table to what its beginning's table was when the
+    meeting began: that is what asynchronous calls need, whose meeting begins at their start and
+    has happened only at their end. One more column stands for the whole run before this one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from symmplan.model import Barrier
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,64 +47,179 @@ if TYPE_CHECKING:
     from symmplan.planner.order import Order
 
     Ints = NDArray[np.int64]
+    Row = NDArray[np.int32]
 
-__all__ = ["barriers_of"]
+__all__ = ["barriers_of", "in_turn"]
 
-#: Operation numbers a and b, and the items whose bytes pass from one to the other.
-Need = tuple[int, int, int, int]
+#: Groups that must meet one after the other, by number.
+Path = tuple[int, ...]
+
+
+@frozen
+class _Use:
+    """A call touches an item: from one operation to another.
+
+    Attributes:
+        start: Number of the operation at which the call begins.
+        end: And of the one at which it ends.
+        write: Whether bytes may change.
+        early: Whether peers may touch this rank's bytes before this rank has started the call.
+        late: Whether they may after it has ended.
+        handshake: Nobody touches a byte before all ranks have started the call.
+        release: All are done when it ends.
+    """
+
+    start: int
+    end: int
+    write: bool
+    early: bool
+    late: bool
+    handshake: bool
+    release: bool
+
+
+@frozen
+class _Need:
+    """Two items' uses of common bytes, and the meetings that must lie between them."""
+
+    earlier: _Use
+    later: _Use
+    items: tuple[int, int]
+    path: Path
 
 
 def barriers_of(
     problem: Problem, items: Items, placements: Mapping[str, Placement]
 ) -> tuple[Barrier, ...]:
-    """Barriers that make the reuse of bytes safe across ranks.
+    """Barriers that make the use of bytes safe across ranks.
 
     Args:
         problem: What the program does.
         items: Its items.
         placements: Where its buffers lie.
     """
-    if not any(a.remote for a in problem.accesses):
+    if not _counts(problem):
         return ()
     order = order_of(problem)
-    touches = _touches(problem, items, order)
-    within, across = _passing(problem, items, placements, touches)
-    barriers: list[tuple[int, int, Barrier]] = []
-    for g, group in enumerate(items.groups):
-        line = _Line(problem, order, group)
-        own = _own_needs(problem, items, touches, line, g)
-        inside = line.unsettled(sorted({*_needs(within, items, touches, g), *own}, key=_by_later))
-        around = line.unsettled(_needs(across, items, touches, g))
-        line.meet(inside)
-        line.meet_around(around)
-        for op, pairs in line.added.items():
-            names = sorted({n for pair in pairs for i in pair for n in items.members[i]})
-            barriers.append((op, g, Barrier(order.names[op], group, tuple(names))))
-    return tuple(b for _, _, b in sorted(barriers, key=lambda e: e[:2]))
+    uses = _uses(problem, items, order)
+    within, across = _passing(problem, items, placements, uses)
+    inside = [n for i, j in within for n in _between(uses, items, i, j)]
+    inside += (n for i in range(len(items)) for n in _own(uses[i], items, i, order))
+    around = [n for i, j in across for n in _between(uses, items, i, j)]
+    if not inside and not around:
+        return ()
+    meetings = _Meetings(problem, order, items.groups, {n.path for n in (*inside, *around)})
+    meetings.meet(inside, around)
+    meetings.meet_around(around)
+    return tuple(
+        Barrier(
+            order.names[op],
+            items.groups[group],
+            tuple(sorted({name for i in concerned for name in items.members[i]})),
+        )
+        for op in sorted(meetings.added)
+        for group, concerned in meetings.added[op]
+    )
 
 
-def _touches(problem: Problem, items: Items, order: Order) -> list[list[tuple[int, bool]]]:
-    """Per item, its operations in canonical order and whether peers take part."""
+def in_turn(
+    *wanted: Iterable[tuple[str, str]],
+) -> tuple[tuple[str, str], ...]:
+    """Barriers of several plans of one program as one list that does for each what its own did.
+
+    Args:
+        wanted: ``(operation, group)`` of the barriers of each, those of one operation in the order
+            in which they run.
+    """
+    merged: dict[str, list[str]] = {}
+    for points in wanted:
+        asked: dict[str, list[str]] = {}
+        for before, group in points:
+            asked.setdefault(before, []).append(group)
+        for before, groups in asked.items():
+            have = merged.setdefault(before, [])
+            have += groups[_met(have, groups) :]
+    return tuple((before, group) for before, groups in merged.items() for group in groups)
+
+
+def _met(have: Sequence[object], path: Sequence[object]) -> int:
+    """How many steps of a path lie, in order, in a list of meetings."""
+    count = 0
+    for group in have:
+        if count < len(path) and group == path[count]:
+            count += 1
+    return count
+
+
+def _counts(problem: Problem) -> bool:
+    """Whether peers touch bytes at times that only meetings order."""
+    calls = {o.name: o for o in problem.operations}
+    group = {b.name: b.group for b in problem.buffers}
+    for a in problem.accesses:
+        if a.remote and not (a.enters and a.releases):
+            call = calls[a.operation]
+            strong = call.handshake and call.release and call.group == group[a.buffer]
+            if not strong:
+                return True
+    return False
+
+
+# -- who touches what ----------------------------------------------------------------------------
+
+
+def _uses(problem: Problem, items: Items, order: Order) -> list[list[_Use]]:
+    """Per item, the calls that touch it, by their starts."""
     owner = {name: i for i, names in enumerate(items.members) for name in names}
-    found: list[dict[int, bool]] = [{} for _ in items.members]
-    for access in problem.accesses:
-        ops = found[owner[access.buffer]]
-        op = order.index[access.operation]
-        ops[op] = ops.get(op, False) or access.remote
-    return [sorted(ops.items()) for ops in found]
+    calls = {o.name: o for o in problem.operations}
+    index = order.index
+    ends = {s: index[o.name] for o in problem.operations for s in o.ends}
+    listed = {(a.operation, a.buffer) for a in problem.accesses}
+    found: list[dict[str, tuple[bool, bool, bool]]] = [{} for _ in items.members]
+    for a in problem.accesses:
+        mine = found[owner[a.buffer]]
+        begun = [s for s in calls[a.operation].ends if (s, a.buffer) in listed]
+        for name in begun:  # the end of calls that are listed where they begin
+            write, early, late = mine.get(name, (False, False, False))
+            mine[name] = write or a.write, early, late
+        if not begun:
+            write, early, late = mine.get(a.operation, (False, False, False))
+            mine[a.operation] = (
+                write or a.write,
+                early or (a.remote and not a.enters),
+                late or (a.remote and not a.releases),
+            )
+    result: list[list[_Use]] = []
+    for i, names in enumerate(found):
+        uses: list[_Use] = []
+        for name, (write, early, late) in names.items():
+            call = calls[name]
+            member = call.group == items.groups[items.group[i]]
+            uses.append(
+                _Use(
+                    start=index[name],
+                    end=ends.get(name, index[name]),
+                    write=write,
+                    early=early and not (member and call.handshake),
+                    late=late and not (member and call.release),
+                    handshake=member and call.handshake,
+                    release=member and call.release,
+                )
+            )
+        result.append(sorted(uses, key=lambda u: (u.start, u.end)))
+    return result
 
 
 def _passing(
     problem: Problem,
     items: Items,
     placements: Mapping[str, Placement],
-    touches: list[list[tuple[int, bool]]],
+    uses: list[list[_Use]],
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs of items of which the second takes bytes over from the first: within a run, across."""
     nbytes = {b.name: b.nbytes for b in problem.buffers}
     tracks: dict[str, _Track] = {}
     within: set[tuple[int, int]] = set()
-    for i in sorted(range(len(items)), key=lambda i: (touches[i][0][0], i)):
+    for i in sorted(range(len(items)), key=lambda i: (uses[i][0].start, i)):
         names = items.members[i]
         place = placements[names[0]]
         end = place.offset + max(nbytes[n] for n in names)
@@ -145,165 +271,190 @@ class _Track:
                 i += 1
 
 
-def _needs(
-    pairs: list[tuple[int, int]],
-    items: Items,
-    touches: list[list[tuple[int, bool]]],
-    group: int,
-) -> list[Need]:
-    needs: set[Need] = set()
-    for a, b in pairs:
-        for op, remote in touches[a]:
-            from_peers = remote and items.group[a] == group
-            for other, to_peers in touches[b]:
-                if from_peers or (to_peers and items.group[b] == group):
-                    needs.add((op, other, a, b))
-    return sorted(needs, key=_by_later)
+def _path(a: _Use, b: _Use, group_a: int, group_b: int) -> Path:
+    """What must lie between two uses besides the order of each rank. See [Note: needs]."""
+    same = group_a == group_b
+    if same and (a.release or b.handshake):
+        return ()
+    path = (group_a,) if a.late else ()
+    return (*path, group_b) if b.early and not (same and path) else path
 
 
-def _by_later(need: Need) -> tuple[int, Need]:
-    return need[1], need
+def _between(uses: list[list[_Use]], items: Items, i: int, j: int) -> Iterable[_Need]:
+    """Needs of bytes that item j has after item i; after itself, from run to run."""
+    groups = int(items.group[i]), int(items.group[j])
+    for a, b in product(uses[i], uses[j]):
+        path = _path(a, b, *groups)
+        if path and (i != j or a.write or b.write):
+            yield _Need(a, b, (i, j), path)
 
 
-def _own_needs(
-    problem: Problem,
-    items: Items,
-    touches: list[list[tuple[int, bool]]],
-    line: _Line,
-    group: int,
-) -> set[Need]:
-    """Needs between the operations of one item: from here to peers, and from peers to here."""
-    order = line.order
-    owner = {name: i for i, names in enumerate(items.members) for name in names}
-    writes = {(owner[a.buffer], order.index[a.operation]) for a in problem.accesses if a.write}
-    needs: set[Need] = set()
-    for i, mine in enumerate(touches):
-        if items.group[i] != group or not any(remote for _, remote in mine):
-            continue
-        written: list[int] = []
-        shared: list[int] = []
-        for op, remote in mine:
-            if remote:
-                needs.update((x, op, i, i) for x in written if order.precedes(x, op))
-                # In a total order, who follows this operation follows its meetings, too.
-                if order.chains == 1 and op in line.handshakes:
-                    written.clear()
-                if order.chains == 1 and op in line.releases:
-                    shared.clear()
-                else:
-                    shared.append(op)
-                continue
-            needs.update(
-                (x, op, i, i)
-                for x in shared
-                if order.precedes(x, op) and ((i, op) in writes or (i, x) in writes)
-            )
-            if (i, op) in writes:
-                written.append(op)
-    return needs
+def _own(uses: list[_Use], items: Items, item: int, order: Order) -> Iterable[_Need]:
+    """Needs between ordered uses of one item, one of which writes."""
+    if not any(u.early or u.late for u in uses):
+        return
+    group = int(items.group[item])
+    before: list[_Use] = []
+    for b in uses:
+        for a in before:
+            path = _path(a, b, group, group)
+            if path and (a.write or b.write) and order.precedes(a.end, b.start):
+                yield _Need(a, b, (item, item), path)
+        # In a total order, who follows a meeting follows what came before it.
+        if order.chains == 1 and b.start == b.end and (b.handshake or b.release):
+            before.clear()
+        before.append(b)
 
 
-class _Line:
-    """Where one group synchronises, and the barriers added to it."""
+# -- where groups meet ---------------------------------------------------------------------------
 
-    def __init__(self, problem: Problem, order: Order, group: str) -> None:
+
+class _Meetings:
+    """Where groups meet, and the barriers added. See [Note: levels].
+
+    Attributes:
+        added: ``{operation: [(group, items)]}``: barriers before it, in the order they run.
+    """
+
+    def __init__(
+        self, problem: Problem, order: Order, groups: Sequence[str], paths: set[Path]
+    ) -> None:
         self.order = order
-        self.handshakes: set[int] = set()
-        self.releases: set[int] = set()
-        for op in problem.operations:
-            if op.group == group:
-                if op.handshake:
-                    self.handshakes.add(order.index[op.name])
-                if op.release:
-                    self.releases.add(order.index[op.name])
-        self.added: dict[int, set[tuple[int, int]]] = {}
+        number = {name: g for g, name in enumerate(groups)}
+        parts = {p[i:j] for p in paths for i in range(len(p)) for j in range(i + 1, len(p) + 1)}
+        self.paths = sorted(parts, key=lambda p: (len(p), p))
+        self.calls: dict[int, tuple[int, bool]] = {}  # where a meeting begins: group, release
+        self.ends: dict[int, list[int]] = {}  # where calls end: where those begin
+        ended: set[int] = set()
+        for o in problem.operations:
+            at = order.index[o.name]
+            if o.group in number and (o.meets or o.handshake or o.release):
+                self.calls[at] = number[o.group], o.release
+            if o.ends:
+                self.ends[at] = sorted(order.index[name] for name in o.ends)
+                ended.update(self.ends[at])
+        self.later = ended & self.calls.keys()
+        self.added: dict[int, list[tuple[int, set[int]]]] = {}
+        self.last: dict[Path, Row] = {}  # when the run is over
+        self.ahead: dict[int, dict[Path, bool]] = {}  # what a run has led along before it
 
-    def unsettled(self, needs: list[Need]) -> list[Need]:
-        """Those that neither of the two operations meets itself."""
-        return [n for n in needs if n[0] not in self.releases and n[1] not in self.handshakes]
-
-    def meet(self, needs: list[Need]) -> None:
+    def meet(self, needs: Iterable[_Need], around: Iterable[_Need]) -> None:
         """Add a barrier before each operation that needs one and has none in time.
 
         Args:
-            needs: Within one run of the program, sorted by their later operation.
+            needs: Within one run of the program.
+            around: From one run to the next; where they end is looked at.
         """
-        if not needs:
-            return
         order = self.order
-        asked: dict[int, list[Need]] = {}
-        for need in needs:
-            asked.setdefault(need[1], []).append(need)
-        events = sorted(asked.keys() | self.handshakes | self.releases)
-        runs = order.run[np.asarray(events, dtype=np.int64)]
+        asked: dict[int, list[_Need]] = {need.later.start: [] for need in around}
+        watched = {*asked}
+        for need in sorted(needs, key=lambda n: (n.later.start, n.earlier.end, n.items, n.path)):
+            asked.setdefault(need.later.start, []).append(need)
         by_run: dict[int, list[int]] = {}
-        for op, run in zip(events, runs.tolist(), strict=True):
-            by_run.setdefault(run, []).append(op)
+        for op in sorted({*asked, *self.calls, *self.ends}):
+            by_run.setdefault(int(order.run[op]), []).append(op)
         bounds = np.searchsorted(order.links[:, 1], np.arange(len(order.before) + 1)).tolist()
         sources = order.links[:, 0].tolist()
-        # Per run and chain, how many operations have finished on all ranks when the run ends.
-        done = np.zeros_like(order.before)
-        for run in range(len(done)):
-            row = done[run]
-            for p in sources[bounds[run] : bounds[run + 1]]:
-                np.maximum(row, done[p], out=row)
+        runs, width = order.before.shape[0], order.chains + 1
+        done = {p: np.zeros((runs, width), dtype=np.int32) for p in self.paths}
+        begun: dict[int, dict[Path, Row]] = {}
+        for run in range(runs):
+            rows = {p: done[p][run] for p in self.paths}
+            for source in sources[bounds[run] : bounds[run + 1]]:
+                for p in self.paths:
+                    np.maximum(rows[p], done[p][source], out=rows[p])
             for op in by_run.get(run, ()):
-                self._pass(op, row, asked.get(op, []))
+                rows[()] = self._local(op)
+                self._pass(op, rows, asked.get(op, ()), begun)
+                if op in watched:
+                    self.ahead[op] = {p: bool(rows[p][-1]) for p in self.paths}
+                self._follow(op, rows, begun)
+        self.last = {p: table.max(axis=0, initial=0) for p, table in done.items()}
 
-    def _pass(self, op: int, row: NDArray[np.int32], needs: list[Need]) -> None:
-        order = self.order
-        start = order.entry(np.asarray([op], dtype=np.int64))[0]
-        if op in self.handshakes:
-            np.maximum(row, start, out=row)
-        late = [n for n in needs if row[order.chain[n[0]]] < order.pos[n[0]]]
-        if late:
-            np.maximum(row, start, out=row)
-            self.added.setdefault(op, set()).update((n[2], n[3]) for n in late)
-        if op in self.releases:
-            start[order.chain[op]] = order.pos[op]
-            np.maximum(row, start, out=row)
+    def _local(self, op: int) -> Row:
+        """What is over on this rank when an operation starts."""
+        entry = self.order.entry(np.asarray([op], dtype=np.int64))[0]
+        return np.append(entry, 1).astype(np.int32)
 
-    def meet_around(self, needs: list[Need]) -> None:
+    def _pass(
+        self,
+        op: int,
+        rows: dict[Path, Row],
+        needs: Iterable[_Need],
+        begun: dict[int, dict[Path, Row]],
+    ) -> None:
+        """An operation is about to start: what it needs, and what it begins."""
+        for need in needs:
+            for group in need.path[self._level(need, rows) :]:
+                self._add(op, group, need)
+                self._raise(group, rows, rows)
+        if op in self.later:
+            begun[op] = {p: row.copy() for p, row in rows.items()}
+
+    def _follow(self, op: int, rows: dict[Path, Row], begun: dict[int, dict[Path, Row]]) -> None:
+        """It is over: who has met in it."""
+        if op in self.calls and op not in self.later:
+            group, release = self.calls[op]
+            if release:
+                local = rows[()].copy()
+                local[self.order.chain[op]] = self.order.pos[op]
+                rows[()] = local
+            self._raise(group, rows, rows)
+        for start in self.ends.get(op, ()):
+            if start in begun:
+                self._raise(self.calls[start][0], rows, begun[start])
+
+    def _raise(self, group: int, rows: dict[Path, Row], since: Mapping[Path, Row]) -> None:
+        """A group has met: it began the meeting when things were as in ``since``."""
+        for p in self.paths:
+            if p[-1] == group:
+                np.maximum(rows[p], since[p[:-1]], out=rows[p])
+
+    def _level(self, need: _Need, rows: Mapping[Path, Row]) -> int:
+        """How far along its path the earlier use of a need is over."""
+        chain, place = self.order.chain[need.earlier.end], self.order.pos[need.earlier.end]
+        levels = range(len(need.path), 0, -1)
+        return next((k for k in levels if rows[need.path[:k]][chain] >= place), 0)
+
+    def _add(self, op: int, group: int, need: _Need) -> None:
+        self.added.setdefault(op, []).append((group, set()))
+        self._concern(op, need)
+
+    def _concern(self, op: int, need: _Need) -> None:
+        for group, items in self.added[op]:
+            if group in need.path:
+                items.update(need.items)
+
+    def meet_around(self, needs: Iterable[_Need]) -> None:
         """The same from one run of the program to the next.
 
-        Any synchronisation after the earlier operation, in the old run, or before the later one,
-        in the new run, will do.
+        Any meetings after the earlier use, in the old run, or before the later one, in the new run,
+        will do.
 
         Args:
-            needs: Sorted by their later operation.
+            needs: Those that `meet` has looked at.
         """
-        if not needs:
-            return
-        order = self.order
-        starts = sorted(self.handshakes | self.added.keys())
-        meets = sorted({*starts, *self.releases})
-        latest = _extreme(order, meets, last=True)
-        first_start = _extreme(order, starts, last=False)
-        first_end = _extreme(order, sorted(self.releases), last=False)
-        earlier = np.asarray([n[0] for n in needs], dtype=np.int64)
-        later = np.asarray([n[1] for n in needs], dtype=np.int64)
-        # Operations of each chain at or before b, and strictly before b.
-        strict = order.entry(later)
-        upto = strict.copy()
-        upto[np.arange(len(later)), order.chain[later]] += 1
-        met = (order.exit(earlier) <= latest).any(axis=1)
-        met |= (upto >= first_start).any(axis=1) | (strict >= first_end).any(axis=1)
-        fresh: list[int] = []
-        for k in np.flatnonzero(~met).tolist():
-            a, b, x, y = needs[k]
+        order, fresh = self.order, list[int]()
+        for need in sorted(needs, key=lambda n: (n.later.start, n.earlier.end, n.items, n.path)):
+            level = self._level(need, self.last)
+            rest, op, end = need.path[level:], need.later.start, need.earlier.end
+            if not rest or self.ahead[op].get(rest):
+                continue
+            have = {f: [g for g, _ in self.added[f]] for f in fresh}
             settled = next(
-                (op for op in fresh if op == b or order.precedes(op, b) or order.precedes(a, op)),
+                (
+                    f
+                    for f in fresh
+                    if ((f == op or order.precedes(f, op)) and _met(have[f], rest) == len(rest))
+                    or (order.precedes(end, f) and _met(have[f], need.path) == len(need.path))
+                ),
                 None,
             )
             if settled is None:
-                fresh.append(b)
-                settled = b
-            self.added.setdefault(settled, set()).add((x, y))
-
-
-def _extreme(order: Order, ops: list[int], *, last: bool) -> Ints:
-    """Per chain, the place of the first or last of some operations; out of reach if none."""
-    place = np.full(order.chains, 0 if last else np.iinfo(np.int64).max, dtype=np.int64)
-    numbers = np.asarray(ops, dtype=np.int64)
-    (np.maximum if last else np.minimum).at(place, order.chain[numbers], order.pos[numbers])
-    return place
+                settled = op
+                if op not in fresh:
+                    fresh.append(op)
+                groups = [g for g, _ in self.added.get(op, ())]
+                for group in rest[_met(groups, rest) :]:
+                    self._add(op, group, need)
+            self._concern(settled, need)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from symmplan.model import Buffer, Problem
+    from symmplan.planner.order import Order
 
 __all__ = ["check_problem"]
 
@@ -30,7 +31,8 @@ def check_problem(problem: Problem) -> None:
 
     Raises:
         ProblemError: A name is unknown or used twice, a size or an alignment makes no sense, a
-            buffer is never accessed, or the order has a cycle.
+            buffer is never accessed, a call ends twice, before it began or without its buffers, or
+            the order has a cycle.
     """
     for kind in ("buffers", "operations", "accesses", "edges", "together", "apart"):
         count = len(getattr(problem, kind))
@@ -229,4 +231,67 @@ def _check_order(problem: Problem, operations: dict[str, Any]) -> None:
                 )
     from symmplan.planner.order import order_of
 
-    order_of(problem)
+    _check_ends(problem, operations, order_of(problem))
+
+
+def _check_ends(problem: Problem, operations: dict[str, Any], order: Order) -> None:
+    ended: dict[str, str] = {}
+    for operation in problem.operations:
+        if operation.ends and (operation.meets or operation.handshake or operation.release):
+            raise ProblemError(
+                f"operation {operation.name!r} ends a call and is one that meets",
+                expected="the facts of a call at the operation where it begins",
+                got=f"meets={operation.meets}, handshake={operation.handshake}, "
+                f"release={operation.release}",
+                fix=f"state them of {operation.ends[0]!r}",
+                operation=operation.name,
+            )
+        for name in operation.ends:
+            where = f"operation {operation.name!r} ends the call of {name!r}"
+            if name not in operations:
+                raise ProblemError(
+                    f"{where}, which is unknown",
+                    expected="an operation of the problem",
+                    got=repr(name),
+                    fix="list the operation or drop it from ends",
+                    operation=operation.name,
+                )
+            if operations[name].ends:
+                raise ProblemError(
+                    f"{where}, which is itself the end of {operations[name].ends[0]!r}",
+                    expected="a call that begins there",
+                    got="the end of one",
+                    fix="let an operation of its own begin the call",
+                    operation=operation.name,
+                )
+            if name in ended:
+                raise ProblemError(
+                    f"{where}, which ends at {ended[name]!r} already",
+                    expected="one end of each call",
+                    got=f"{ended[name]!r} and {operation.name!r}",
+                    fix="let the last of them end it",
+                    operation=operation.name,
+                )
+            if not order.precedes(order.index[name], order.index[operation.name]):
+                raise ProblemError(
+                    f"{where}, which does not happen before it",
+                    expected=f"{name!r} before {operation.name!r}",
+                    got="no such order",
+                    fix="add an edge, or put both on one stream in this order",
+                    operation=operation.name,
+                )
+            ended[name] = operation.name
+    if not ended:
+        return
+    listed = {(a.operation, a.buffer) for a in problem.accesses}
+    for name, buffer in sorted(listed):
+        if name in ended and (ended[name], buffer) not in listed:
+            raise ProblemError(
+                f"the call of {name!r} touches buffer {buffer!r} until it ends at "
+                f"{ended[name]!r}, which does not list it",
+                expected="an access by both operations",
+                got=f"none by {ended[name]!r}",
+                fix="list the buffer at the end of the call, too",
+                operation=ended[name],
+                buffer=buffer,
+            )

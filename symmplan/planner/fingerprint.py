@@ -2,7 +2,7 @@
 
 [Note: fingerprint]
     SHA-256 of canonical JSON that holds the program (operations in canonical order with stream,
-    group, handshake and release; accesses; edges; constraints), the buffers (name, bytes,
+    group and facts; accesses; edges; constraints), the buffers (name, bytes,
     alignment, pin, flags) and the decisions (segments, placements, barriers).
 
     Process groups appear as numbers by first use, because the same program runs over differently
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["fingerprint"]
 
 #: Raised when the content of the hash changes for the same plan.
-SCHEME = 1
+SCHEME = 2
 
 
 def fingerprint(plan: Plan) -> str:
@@ -56,10 +56,20 @@ def _content(plan: Plan) -> dict[str, Any]:
             for b in buffers
         ],
         "operations": [
-            [o.name, o.stream, label[o.group], o.handshake, o.release] for o in operations
+            [
+                o.name,
+                o.stream,
+                label[o.group],
+                [o.handshake, o.release, o.meets],
+                sorted(index[n] for n in o.ends),
+            ]
+            for o in operations
         ],
         "accesses": sorted(
-            {(index[a.operation], a.buffer, a.write, a.remote) for a in problem.accesses}
+            {
+                (index[a.operation], a.buffer, a.write, a.remote, a.enters, a.releases)
+                for a in problem.accesses
+            }
         ),
         "edges": sorted({(index[a], index[b]) for a, b in problem.edges}),
         "together": sorted({tuple(sorted(p)) for p in problem.together}),
@@ -72,7 +82,8 @@ def _content(plan: Plan) -> dict[str, Any]:
         "placements": [
             [name, p.segment, p.offset, p.nbytes] for name, p in sorted(plan.placements.items())
         ],
-        "barriers": sorted(
-            [index[b.before], label[b.group], sorted(b.buffers)] for b in plan.barriers
-        ),
+        "barriers": [
+            [index[b.before], label[b.group], sorted(b.buffers)]
+            for b in sorted(plan.barriers, key=lambda b: index[b.before])
+        ],
     }

@@ -168,8 +168,10 @@ class _Builder:
         after: Sequence[str] = (),
     ) -> str:
         meets = group is not None
-        self.operations.append(Operation(name, stream, group, handshake=meets, release=meets))
-        self.accesses.extend(Access(name, b, write=True, remote=meets) for b in touched)
+        self.operations.append(Operation(name, stream, group, meets=meets))
+        self.accesses.extend(
+            Access(name, b, write=True, remote=meets, enters=meets, releases=meets) for b in touched
+        )
         self.edges.extend((a, name) for a in after)
         return name
 

@@ -145,7 +145,7 @@ def _problem_tree(problem: Problem) -> dict[str, Any]:
             _tree(a)
             for a in sorted(
                 set(problem.accesses),
-                key=lambda a: (index[a.operation], a.buffer, a.write, a.remote),
+                key=lambda a: (index[a.operation], *attrs.astuple(a)),
             )
         ],
     }

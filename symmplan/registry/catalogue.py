@@ -89,10 +89,19 @@ def _spec(row: Row, schema: Schema) -> OpSpec:
     out = row.out_name
     return make_spec(
         schema,
-        [Requirement(place, signal_pad=place in row.pads) for place in row.where],
+        [
+            Requirement(
+                place,
+                signal_pad=place in row.pads,
+                enters=row.enters,
+                releases=row.releases,
+            )
+            for place in row.where
+        ],
         group=row.group,
         handshake=row.handshake,
         release=row.release,
+        meets=row.meets,
         asynchronous=row.asynchronous,
         out=out if out is not None and is_defined(out) else None,
         origin="catalogue",

@@ -59,10 +59,16 @@ def register_symm_mem_args(
             ``ProcessGroup`` or anything that holds one.
         align: Alignment in bytes of the placements, a power of two.
         signal_pad: Whether the op uses the signal pad of the segments that hold these tensors.
-        handshake: Whether the op touches no symmetric byte before every rank of the group arrived.
-            Unless it does, the plan puts a barrier where bytes are reused.
-        release: Whether the op ends only after all ranks are done with the bytes. Unless it does,
-            the plan puts a barrier before the bytes are used again.
+        handshake: Whether the op touches no symmetric byte, also none of this rank's own, before
+            every rank of the group has started it. Unless it does, the plan puts a barrier in
+            front of it where others may still be at the bytes.
+        release: Whether the op ends, on any rank, only after all ranks' accesses for it are over.
+            Unless it does, the plan puts a barrier behind it, before the bytes are used again.
+            Either of the two also says that the ranks meet in the op: what a rank did before it
+            started is over when another ends. What is declared is believed: if it is false, a rank
+            reads bytes that are not written yet or overwrites what a peer still reads, and nothing
+            but wrong numbers tells. `symmplan.testing.check_declaration` finds it, and so does
+            ``debug=True`` on CPU ranks.
         asynchronous: Whether the op only starts the work and ``wait_tensor`` of its result ends it.
         out: Qualified name of the variant that writes the results into given tensors, if any.
 
@@ -125,8 +131,8 @@ def symm_args(
         group: The schema argument that carries the process group.
         align: Alignment in bytes, a power of two.
         signal_pad: Whether the signal pad is used.
-        handshake: Whether all ranks meet before the first symmetric byte is touched.
-        release: Whether all ranks are done with the bytes when the op ends.
+        handshake: Whether no byte is touched before all ranks have started the op.
+        release: Whether the op ends only after all ranks' accesses are over.
         asynchronous: Whether ``wait_tensor`` ends the op.
         out: The out-variant, if any.
 

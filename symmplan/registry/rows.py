@@ -7,13 +7,21 @@
     declares its input, too, although torch's own implementation clones it and reduces the clone in
     place: a one-sided all-reduce reads the input where it lies.
 
-[Note: handshake and release of collectives]
-    Gathers, reduce-scatters and all-reduces make every rank wait for every other, and a rank is
-    through (at the wait, if asynchronous) only when no peer needs its bytes any more.
+[Note: facts of collectives]
+    What the process group's own collectives do, on any backend (symmplan's collectives over shared
+    memory do more, see `symmplan.memory.ops`). The words are those of [Note: peers count] in
+    `symmplan.model`.
 
-    Broadcasts and all-to-alls, and the ring forms of the others, meet pairwise: nobody touches a
-    rank's bytes before that rank arrived, but a third rank may still be on its way. That is as good
-    as a handshake unless the third rank is inside a one-sided op without release on the same bytes.
+    *meets*: what a rank gets from an all-gather, a reduce-scatter or an all-reduce depends on what
+    every rank gave, so no rank is through (at the wait) before all have started. A broadcast makes
+    the others wait for the root and for nobody else. In an all-to-all a rank waits for those that
+    send it something: with given splits that may be nobody. Neither meets, then.
+
+    *enters*, *releases*: a rank's tensors are the collective's from the moment it calls it until
+    its work ends there; that is the contract under which programs reuse them. Peers, and whoever
+    moves the bytes, touch them at no other time. But a rank's own input is read at once, whether
+    or not peers have arrived: no collective handshakes in the sense of ours, and none releases,
+    since the others may still be at theirs when this rank is through.
 
     Sources: torch's ``csrc/distributed/c10d/Functional.cpp`` and ``ProcessGroup.hpp``; NCCL's user
     guide on symmetric windows and copy-engine collectives.
@@ -41,6 +49,9 @@ class Row:
         pads: The words of ``where`` whose segment's signal pad the op uses.
         handshake: As in `OpSpec`.
         release: As in `OpSpec`.
+        meets: As in `OpSpec`.
+        enters: As in `Requirement`, for all of ``where``.
+        releases: As in `Requirement`, for all of ``where``.
         asynchronous: As in `OpSpec`.
         out: Name of the out-variant, in the same namespace.
         note: For people.
@@ -50,8 +61,11 @@ class Row:
     where: tuple[str, ...] = field(converter=_words)
     group: str = "group_name"
     pads: tuple[str, ...] = field(default="", converter=_words)
-    handshake: bool = True
-    release: bool = True
+    handshake: bool = False
+    release: bool = False
+    meets: bool = False
+    enters: bool = False
+    releases: bool = False
     asynchronous: bool = False
     out: str | None = None
     note: str = ""
@@ -62,44 +76,49 @@ class Row:
         return None if self.out is None else f"{self.op.partition('::')[0]}::{self.out}"
 
 
-def _functional(
-    name: str,
+def _collective(
+    op: str,
     where: str,
     *,
+    group: str = "group_name",
+    meets: bool = True,
     out: str | None = None,
     note: str = "",
 ) -> Row:
+    """One of the process group's collectives. See [Note: facts of collectives]."""
     return Row(
-        f"_c10d_functional::{name}",
+        op,
         where,
+        group,
+        meets=meets,
+        enters=True,
+        releases=True,
         asynchronous=True,
         out=out,
         note=note,
     )
 
 
-def _autograd(name: str, where: str) -> Row:
-    return Row(
-        f"_c10d_functional_autograd::{name}",
-        where,
-        asynchronous=True,
-        note="differentiable front of the op of that name in _c10d_functional",
-    )
+def _functional(
+    name: str, where: str, *, meets: bool = True, out: str | None = None, note: str = ""
+) -> Row:
+    return _collective(f"_c10d_functional::{name}", where, meets=meets, out=out, note=note)
 
 
-def _c10d(name: str, where: str, *, note: str = "") -> Row:
-    return Row(
-        f"c10d::{name}",
-        where,
-        group="process_group",
-        asynchronous=True,
-        note=note or "its Work ends it",
-    )
+def _autograd(name: str, where: str, *, meets: bool = True) -> Row:
+    note = "differentiable front of the op of that name in _c10d_functional"
+    return _collective(f"_c10d_functional_autograd::{name}", where, meets=meets, note=note)
+
+
+def _c10d(name: str, where: str, *, meets: bool = True, note: str = "") -> Row:
+    note = note or "its Work ends it"
+    return _collective(f"c10d::{name}", where, group="process_group", meets=meets, note=note)
 
 
 _CLONES = "torch clones the input and works in place on the clone"
 _NO_OUT = "no variant writes into given tensors: the result is staged"
-_PAIRWISE = "ranks meet pairwise"
+_PAIRWISE = "a rank waits for those that send it something"
+_ROOT = "ranks wait for the root alone; NCCL has no symmetric kernel for it"
 
 _FUNCTIONAL = (
     _functional("all_gather_into_tensor", "input return", out="all_gather_into_tensor_out"),
@@ -112,19 +131,15 @@ _FUNCTIONAL = (
     _functional("reduce_scatter_tensor", "input return", out="reduce_scatter_tensor_out"),
     _functional("reduce_scatter_tensor_out", "input out"),
     _functional("reduce_scatter_tensor_coalesced", "inputs return", note=_NO_OUT),
-    _functional("all_to_all_single", "input return", note=f"{_PAIRWISE}; {_NO_OUT}"),
-    _functional(
-        "broadcast",
-        "input return",
-        note=f"{_CLONES}; NCCL has no symmetric kernel for it",
-    ),
-    _functional("broadcast_", "input", note="NCCL has no symmetric kernel for it"),
+    _functional("all_to_all_single", "input return", meets=False, note=f"{_PAIRWISE}; {_NO_OUT}"),
+    _functional("broadcast", "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
+    _functional("broadcast_", "input", meets=False, note=_ROOT),
 )
 
 _AUTOGRAD = (
     _autograd("all_gather_into_tensor", "input return"),
     _autograd("reduce_scatter_tensor", "input return"),
-    _autograd("all_to_all_single", "input return"),
+    _autograd("all_to_all_single", "input return", meets=False),
 )
 
 _DTENSOR = (
@@ -142,8 +157,8 @@ _C10D = (
     _c10d("reduce_scatter_tensor_coalesced_", "outputs inputs"),
     _c10d("allreduce_", "tensors"),
     _c10d("allreduce_coalesced_", "tensors"),
-    _c10d("alltoall_base_", "output input", note=_PAIRWISE),
-    _c10d("broadcast_", "tensors", note="NCCL has no symmetric kernel for it"),
+    _c10d("alltoall_base_", "output input", meets=False, note=_PAIRWISE),
+    _c10d("broadcast_", "tensors", meets=False, note=_ROOT),
 )
 
 #: Torch's own collectives.

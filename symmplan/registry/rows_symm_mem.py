@@ -2,8 +2,10 @@
 
 [Note: handshake and release of kernels]
     Kernels that synchronize with all peers through the signal pad before their first and after
-    their last remote access handshake and release. ``one_shot_all_reduce_copy`` fills its buffer
-    before the first synchronization, so it does not handshake.
+    their last access of symmetric bytes handshake and release. ``one_shot_all_reduce_copy`` fills
+    its own buffer before the first synchronization, so it does not handshake; but peers read that
+    buffer only behind it, so it enters. The ``_low_contention_*`` ops synchronize in the same way,
+    on a stream of their own which the wait waits for.
 
     For NVSHMEM's collectives the OpenSHMEM contract is taken, not an implementation: the caller
     sees to it that destinations are ready on all ranks, and only the local part is done on return.
@@ -36,12 +38,19 @@ def _kernel(
     out: str | None = None,
     note: str = "",
 ) -> Row:
-    """An op that synchronizes through the signal pad of all it declares."""
+    """An op that synchronizes through the signal pad of all it declares.
+
+    Without ``handshake`` it touches its own bytes before.
+    """
     return Row(
         f"symm_mem::{name}",
         where,
         pads=where,
         handshake=handshake,
+        release=True,
+        meets=True,
+        enters=True,
+        releases=True,
         asynchronous=asynchronous,
         out=out,
         note=note,
@@ -49,7 +58,7 @@ def _kernel(
 
 
 def _one_sided(name: str, where: str, *, pads: str = "", note: str = "") -> Row:
-    return Row(f"symm_mem::{name}", where, pads=pads, handshake=False, release=False, note=note)
+    return Row(f"symm_mem::{name}", where, pads=pads, note=note)
 
 
 def _fused(name: str, note: str) -> Row:
@@ -110,11 +119,17 @@ SYMM_MEM: tuple[Row, ...] = (
     Row(
         "symm_mem::nccl_reduce_scatter_offset",
         "input",
+        handshake=True,
+        release=True,
+        meets=True,
         note="NCCL memory; synchronizes without the signal pad; out may be ordinary memory",
     ),
     Row(
         "symm_mem::nccl_all_to_all_nd",
         "input",
+        handshake=True,
+        release=True,
+        meets=True,
         note="NCCL memory; synchronizes without the signal pad; out may be ordinary memory",
     ),
     _one_sided(

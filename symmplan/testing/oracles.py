@@ -132,72 +132,139 @@ def lowest_peak(
     return best
 
 
-def unsynchronised(plan: Plan) -> list[tuple[str, str, str]]:
-    """Reuses of bytes that peers may still or already touch, as (operation, operation, group).
+#: Four ranks in two rows and two columns: the groups of a plan, by name, are rows, columns, all.
+_MEMBERS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),))
 
-    The program is written down twice in a row with the plan's barriers, and every pair of accesses
-    to common bytes is looked at.
+
+def unsynchronised(plan: Plan) -> list[tuple[str, str, int, tuple[int, int]]]:
+    """Accesses of common bytes that nothing orders: (operation, operation, rank, makers).
+
+    The program is written down for four ranks, twice in a row, with the plan's barriers. Its
+    moments are the starts and ends of calls on each rank, and of each rank's accesses of each
+    rank's bytes; what must come before what is followed from moment to moment.
 
     Args:
-        plan: A plan of a small problem.
+        plan: A plan of a small problem with at most three groups.
     """
-    problem = plan.problem
-    before = happens_before(problem)
-    remote: dict[str, dict[str, bool]] = {}
-    writers: dict[str, set[str]] = {}
-    for access in problem.accesses:
-        ops = remote.setdefault(access.buffer, {})
-        ops[access.operation] = ops.get(access.operation, False) or access.remote
-        writers.setdefault(access.buffer, set())
-        if access.write:
-            writers[access.buffer].add(access.operation)
-    group = {b.name: b.group for b in problem.buffers}
-    pool = {n: p for p in _pools(problem) for n in p}
-    found = []
-    for x, y in product(sorted(remote), repeat=2):
+    before = happens_before(plan.problem)
+    world = _World(plan, before)
+    pool = {n: p for p in _pools(plan.problem) for n in p}
+    found: list[tuple[str, str, int, tuple[int, int]]] = []
+    for (x, a), (y, b) in product(world.touches, repeat=2):
         p, q = plan.placements[x], plan.placements[y]
         if p.segment != q.segment or p.offset >= q.end or q.offset >= p.end:
             continue
-        for (a, a_remote), (b, b_remote) in product(remote[x].items(), remote[y].items()):
-            wanted = ({group[x]} if a_remote else set()) | ({group[y]} if b_remote else set())
-            for g in sorted(wanted):
-                if y not in pool[x] and (a, b) in before and not _meets(plan, before, a, b, g, 0):
-                    found.append((a, b, g))
-                if not _meets(plan, before, a, b, g, 1):
-                    found.append((a, b, g))
-    for names in sorted(dict.fromkeys(map(tuple, map(sorted, _pools(problem))))):
-        ops = {}
-        for name in names:
-            for op, far in remote[name].items():
-                ops[op] = ops.get(op, False) or far
-        writes = set().union(*(writers[name] for name in names))
-        for (a, a_far), (b, b_far) in product(ops.items(), repeat=2):
-            changed = a in writes or (a_far and b in writes)
-            apart = a_far != b_far and changed and (a, b) in before
-            if apart and not _meets(plan, before, a, b, group[names[0]], 0):
-                found.append((a, b, group[names[0]]))
+        one = y in pool[x]
+        if one and not (world.writes(a, pool[x]) or world.writes(b, pool[x])):
+            continue
+        for runs in (0, 1):
+            if not runs and (world.end(a), b) not in before:
+                continue
+            makers = product(world.makers(x, a), world.makers(y, b))
+            for (maker, rank), (other, same) in makers:
+                first = ("done", 0, a, x, maker, rank)
+                second = ("touch", runs, b, y, other, same)
+                if rank == same and second not in world.after(first):
+                    found.append((a, b, rank, (maker, other)))
     return found
 
 
-def _meets(plan: Plan, before: set[tuple[str, str]], a: str, b: str, group: str, runs: int) -> bool:
-    """Whether the group meets after operation a and before the bytes of b, ``runs`` runs later."""
+class _World:
+    """The moments of a plan's program on four ranks. See `unsynchronised`."""
 
-    def precedes(x: tuple[int, str], y: tuple[int, str]) -> bool:
-        return x[0] < y[0] or (x[0] == y[0] and (x[1], y[1]) in before)
+    def __init__(self, plan: Plan, before: set[tuple[str, str]]) -> None:
+        self.plan = plan
+        self.calls = {o.name: o for o in plan.problem.operations}
+        names = sorted({b.group for b in plan.problem.buffers})
+        self.members = dict(zip(names, _MEMBERS, strict=False))
+        self.group = {b.name: b.group for b in plan.problem.buffers}
+        listed = {(a.buffer, a.operation) for a in plan.problem.accesses}
+        #: Buffers and the calls that touch them; the end of a call is no touch of its own.
+        self.touches = sorted(
+            (n, o) for n, o in listed if not any((n, s) in listed for s in self.calls[o].ends)
+        )
+        self.next: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
+        self._after: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
+        for rank, runs in product(range(4), (0, 1)):
+            self._program(rank, runs, before)
+        for runs, (name, op) in product((0, 1), self.touches):
+            self._accesses(runs, name, op)
 
-    barred = {x.before for x in plan.barriers if x.group == group}
-    first, last = (0, a), (runs, b)
-    for run in range(runs + 1):
-        for o in plan.problem.operations:
-            at = (run, o.name)
-            starts = (o.handshake and o.group == group) or o.name in barred
-            if starts and precedes(first, at) and (at == last or precedes(at, last)):
-                return True
-            if (
-                o.release
-                and o.group == group
-                and (at == first or precedes(first, at))
-                and precedes(at, last)
-            ):
-                return True
-    return False
+    def end(self, op: str) -> str:
+        return next((o.name for o in self.calls.values() if op in o.ends), op)
+
+    def writes(self, op: str, names: frozenset[str]) -> bool:
+        own = (op, self.end(op))
+        found = (a for a in self.plan.problem.accesses if a.buffer in names)
+        return any(a.write for a in found if a.operation in own)
+
+    def peers(self, group: str | None, rank: int) -> tuple[int, ...]:
+        sets = self.members.get(group or "", ())
+        return next((s for s in sets if rank in s), (rank,))
+
+    def makers(self, buffer: str, op: str) -> list[tuple[int, int]]:
+        """(who, whose bytes) of the accesses of a buffer by a call."""
+        found = [a for a in self.plan.problem.accesses if (a.buffer, a.operation) == (buffer, op)]
+        far = any(a.remote for a in found)
+        group = self.group[buffer]
+        return [(m, r) for r in range(4) for m in (self.peers(group, r) if far else (r,))]
+
+    def after(self, moment: tuple[object, ...]) -> set[tuple[object, ...]]:
+        if moment not in self._after:
+            seen: set[tuple[object, ...]] = set()
+            todo = [moment]
+            while todo:
+                for other in self.next.get(todo.pop(), ()):
+                    if other not in seen:
+                        seen.add(other)
+                        if other[0] != "touch":  # whether it happens is not known
+                            todo.append(other)
+            self._after[moment] = seen
+        return self._after[moment]
+
+    def _edge(self, first: tuple[object, ...], second: tuple[object, ...]) -> None:
+        self.next.setdefault(first, set()).add(second)
+
+    def _program(self, rank: int, run: int, before: set[tuple[str, str]]) -> None:
+        """Order on one rank, and where it meets others."""
+        for name, op in self.calls.items():
+            start, over = ("start", run, name, rank), ("over", run, self.end(name), rank)
+            self._edge(start, ("over", run, name, rank))
+            self._edge(start, over)
+            if op.meets or op.handshake or op.release:
+                for peer in self.peers(op.group, rank):
+                    self._edge(("start", run, name, peer), over)
+            reached: tuple[object, ...] = ("barred", run, name, rank)
+            for k, barrier in enumerate(b for b in self.plan.barriers if b.before == name):
+                for peer in self.peers(barrier.group, rank):
+                    self._edge(("barrier", run, name, k, peer), ("behind", run, name, k, rank))
+                self._edge(reached, ("barrier", run, name, k, rank))
+                reached = ("behind", run, name, k, rank)
+            self._edge(reached, start)
+            self._edge(("over", 0, name, rank), ("barred", 1, name, rank))
+            for other in self.calls:
+                self._edge(("over", 0, other, rank), ("barred", 1, name, rank))
+        for a, b in before:
+            self._edge(("over", run, a, rank), ("barred", run, b, rank))
+
+    def _accesses(self, run: int, name: str, op: str) -> None:
+        call = self.calls[op]
+        facts = [a for a in self.plan.problem.accesses if (a.buffer, a.operation) == (name, op)]
+        enters = all(a.enters for a in facts if a.remote)
+        releases = all(a.releases for a in facts if a.remote)
+        ours = call.group == self.group[name]
+        for maker, rank in self.makers(name, op):
+            touch, done = (
+                ("touch", run, op, name, maker, rank),
+                ("done", run, op, name, maker, rank),
+            )
+            self._edge(touch, done)
+            begun, ended = {maker}, {maker}
+            begun |= {rank} if enters else set()
+            ended |= {rank} if releases else set()
+            begun |= set(self.peers(call.group, maker)) if call.handshake and ours else set()
+            ended |= set(self.peers(call.group, maker)) if call.release and ours else set()
+            for r in begun:
+                self._edge(("start", run, op, r), touch)
+            for r in ended:
+                self._edge(done, ("over", run, self.end(op), r))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+from attrs import evolve
 from hypothesis import strategies as st
 
 from symmplan.model import Access, Buffer, Operation, Problem
@@ -74,16 +75,20 @@ def problems(
     flags = st.booleans() if remote else st.just(False)
     streams = draw(st.integers(1, max_streams))
     count = draw(st.integers(1, max_operations))
+    on = [draw(st.integers(0, streams - 1)) for _ in range(count)]
     operations = tuple(
         Operation(
             name=f"o{i}",
-            stream=f"s{draw(st.integers(0, streams - 1))}",
+            stream=f"s{on[i]}",
             group=draw(st.sampled_from((None, *groups))) if remote else None,
             handshake=draw(flags),
             release=draw(flags),
+            meets=draw(flags),
+            ends=draw(_ends(on, i)) if remote else (),
         )
         for i in range(count)
     )
+    operations = _once(operations)
     forward = list(combinations(range(count), 2))
     edges = draw(st.lists(st.sampled_from(forward), max_size=count)) if forward else []
     buffers: list[Buffer] = []
@@ -92,8 +97,17 @@ def problems(
         buffers.append(draw(_buffer(f"b{i}", max_bytes, aligns, groups, constraints, pins)))
         touched = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True))
         accesses.extend(
-            Access(f"o{o}", f"b{i}", write=draw(st.booleans()), remote=draw(flags)) for o in touched
+            Access(
+                f"o{o}",
+                f"b{i}",
+                write=draw(st.booleans()),
+                remote=draw(flags),
+                enters=draw(flags),
+                releases=draw(flags),
+            )
+            for o in touched
         )
+    accesses += _at_ends(operations, accesses)
     together: list[tuple[str, str]] = []
     apart: list[tuple[str, str]] = []
     if constraints and len(buffers) > 1:
@@ -113,6 +127,35 @@ def problems(
         apart=apart,
         shared_groups=shared,
     )
+
+
+def _ends(on: list[int], at: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """Calls of the same stream that may end at an operation."""
+    earlier = [f"o{i}" for i in range(at) if on[i] == on[at]]
+    if not earlier:
+        return st.just(())
+    return st.one_of(st.just(()), st.sampled_from(earlier).map(lambda name: (name,)))
+
+
+def _once(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """Each call ends once, and what ends one is none itself."""
+    ended: set[str] = set()
+    kept: list[Operation] = []
+    for operation in operations:
+        ending = {o.name for o in kept if o.ends}
+        ends = tuple(name for name in operation.ends if name not in ended | ending)
+        ended.update(ends)
+        plain = evolve(operation, handshake=False, release=False, meets=False)
+        kept.append(evolve(plain if ends else operation, ends=ends))
+    return tuple(kept)
+
+
+def _at_ends(operations: tuple[Operation, ...], accesses: list[Access]) -> list[Access]:
+    """What calls touch they touch until they end."""
+    ends = {name: o.name for o in operations for name in o.ends}
+    listed = {(a.operation, a.buffer) for a in accesses}
+    missing = {(ends[o], b): None for o, b in sorted(listed) if o in ends}
+    return [Access(o, b) for o, b in missing if (o, b) not in listed]
 
 
 @st.composite

@@ -15,6 +15,7 @@ from attrs import frozen
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops, traceable
 from symmplan.integrate.compile.crossing import reasons
+from symmplan.integrate.compile.lowering import check_collectives
 from symmplan.integrate.compile.pool import Pool
 from symmplan.integrate.compile.records import Record, Settings
 from symmplan.integrate.compile.unit import Unit
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.choice import Choice
+    from symmplan.integrate.compile.lowering import Collectives
     from symmplan.model import Plan
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
@@ -94,12 +96,16 @@ class CompileBackend:
         choose: Literal["auto", "measure", "placed"] = "auto",
         bind: bool = False,
         debug: bool = False,
+        collectives: Collectives = "auto",
     ) -> None:
         _refuse("inner compiler", inner, ("inductor", "eager"))
         _refuse("memory backend", memory, _memory_names())
         _refuse("way to choose", choose, ("auto", "measure", "placed"))
         traceable.load()  # before Dynamo traces
-        self.settings = Settings(inner, memory, effort, timeout, choose, debug, bind)
+        check_collectives(collectives)
+        self.settings = Settings(
+            inner, memory, effort, timeout, choose, debug, bind, collectives=collectives
+        )
         self.__name__ = "symmplan"
         self._graphs = 0
         self._records: list[Record] = []
@@ -251,6 +257,7 @@ def backend(
     choose: Literal["auto", "measure", "placed"] = "auto",
     bind: bool = False,
     debug: bool = False,
+    collectives: Collectives = "auto",
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
 
@@ -284,6 +291,9 @@ def backend(
             resized, as FSDP2 does.
         debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
             wrong lifetime shows in the results. Slow.
+        collectives: ``"process group"`` lets the process group's own collectives run on the
+            placements, as they do on devices; ``"auto"`` takes those of the memory backend where
+            it has any (``"shm"`` has).
 
     Returns:
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
@@ -299,7 +309,16 @@ def backend(
         ``BackendCompilerFailed``, as with every backend: its text has symmplan's, its
         ``inner_exception`` is symmplan's error. What fails in a run arrives as it is.
     """
-    return CompileBackend(inner, memory, effort, timeout, choose=choose, bind=bind, debug=debug)
+    return CompileBackend(
+        inner,
+        memory,
+        effort,
+        timeout,
+        choose=choose,
+        bind=bind,
+        debug=debug,
+        collectives=collectives,
+    )
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:

@@ -7,13 +7,14 @@ catalogue says what the *op* wants, a row what *this way of running it* wants.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from attrs import evolve, frozen
 from torch import fx
 
 from symmplan.capture.graphs import overload_of
+from symmplan.errors import BackendError
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import spec_for
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Site
     from symmplan.model import OpSpec, Requirement
 
-__all__ = ["Lowering", "Lowerings"]
+__all__ = ["Collectives", "Lowering", "Lowerings", "check_collectives"]
+
+#: Whose collectives run. See `Lowerings`.
+Collectives: TypeAlias = Literal["auto", "process group"]
 
 
 @frozen
@@ -141,14 +145,17 @@ class Lowerings:
 
     Attributes:
         memory: Name of the memory backend.
+        collectives: Whose collectives run: ``"auto"`` for the memory backend's own where it has
+            any, ``"process group"`` for the process group's.
     """
 
     memory: str
+    collectives: Collectives = "auto"
 
     @property
     def table(self) -> Mapping[str, Lowering]:
         """The rows of this backend."""
-        return _SHM if self.memory == "shm" else _C10D
+        return _SHM if self.memory == "shm" and self.collectives == "auto" else _C10D
 
     def row(self, spec: OpSpec) -> Lowering | None:
         """How a declared op is to be run, or None to call it as it is."""
@@ -170,9 +177,11 @@ class Lowerings:
         if spec is None:
             return None
         row = self.row(spec)
-        if row is not None and row.target.startswith("symmplan::"):
-            return evolve(spec, handshake=True, release=True, asynchronous=False)
-        return spec
+        if row is None:
+            return spec
+        if row.target.startswith("symmplan::"):
+            return evolve(spec, handshake=True, release=True, meets=True, asynchronous=False)
+        return evolve(spec, fills=(("inputs" if row.each else "input", "return"),) * row.inplace)
 
     def skip(self, spec: OpSpec, requirement: Requirement) -> str | None:
         """Why a requirement need not or cannot be met on this backend, or None to meet it."""
@@ -203,6 +212,22 @@ class Lowerings:
             if without and len(without) < len(needed):
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
         return found
+
+
+def check_collectives(given: str) -> None:
+    """Whether there are such collectives.
+
+    Raises:
+        BackendError: There are not.
+    """
+    if given not in get_args(Collectives):
+        raise BackendError(
+            f"unknown collectives {given!r}",
+            expected=" or ".join(map(repr, get_args(Collectives))),
+            got=repr(given),
+            fix='leave it out, or pass collectives="process group" to run the process group\'s own '
+            "collectives on placements",
+        )
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:

@@ -136,9 +136,15 @@ class Shared:
         self._last = plan
 
     def _barrier(self) -> None:
-        for segment in self.arena.segments.values():
-            for group in segment.spec.groups:
-                segment.meeting(group).barrier()
+        meetings = {
+            group: segment.meeting(group)
+            for segment in self.arena.segments.values()
+            for group in segment.spec.groups
+        }
+        # Whoever one group has met may have yet to meet another: each comes before each other once.
+        groups = list(meetings)
+        for group in (*groups, *groups[:-1]):
+            meetings[group].barrier()
 
     def _is_unmet(self, plan: Plan) -> bool:
         if id(plan) not in self._unmet:
@@ -304,7 +310,11 @@ def _groups_of(plan: Plan) -> list[str]:
 
 
 def _unmet(plan: Plan) -> bool:
-    """Whether an operation touches peers' bytes without meeting all ranks before and after."""
+    """Whether peers touch a rank's bytes before it starts the operation, or after it has ended."""
     operations = {o.name: o for o in plan.problem.operations}
-    found = (operations[a.operation] for a in plan.problem.accesses if a.remote)
-    return any(not (o.handshake and o.release) for o in found)
+    found = ((operations[a.operation], a) for a in plan.problem.accesses if a.remote)
+    return any(
+        not (o.handshake or a.enters) or not (o.release or a.releases)
+        for o, a in found
+        if not o.ends
+    )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.choice import Choice
     from symmplan.integrate.compile.crossing import Given
     from symmplan.integrate.compile.emit import SegmentInput
+    from symmplan.integrate.compile.lowering import Collectives
     from symmplan.integrate.compile.unit import Unit
     from symmplan.model import Placement, Plan
 
@@ -31,6 +32,7 @@ class Settings:
         choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
         debug: Overwrite every placement when its buffer dies, so that a late reader shows.
         bind: Keep static inputs of declared ops in symmetric memory.
+        collectives: Whose collectives run, see `Lowerings`.
     """
 
     inner: str
@@ -40,6 +42,7 @@ class Settings:
     choose: Literal["auto", "measure", "placed"]
     debug: bool
     bind: bool
+    collectives: Collectives = "auto"
 
     def chooses(self, device: torch.device) -> bool:
         """Whether collectives are measured before they are planned."""

@@ -124,12 +124,12 @@ class _Declared:
                 # Made here because a later op wants it, though this one need not have it.
                 if home.node is node and home.path not in results:
                     results[home.path] = self.emitter.view(home.buffer, self._fake(node, home.path))
-            before = node.prev
             if row is not None:
                 results = self._lower(node, row, overload, bound, results)
             else:
+                before = node.prev
                 results = self._as_it_is(node, spec.out, overload, bound, results)
-            self.emitter.first[self.captured.prefix + node.name] = before.next
+                self.emitter.first[self.captured.prefix + node.name] = before.next
         synchronous = not spec.asynchronous
         self._finish(node, sites, results, staged, synchronous=synchronous)
 
@@ -166,18 +166,27 @@ class _Declared:
         group = resolve_group_name(spec, overload, node.args, node.kwargs)
         bound = {**bound, spec.group: group}
         target = overload_named(row.target)
-        if not row.each:
-            source = bound["input"]
-            out = self._out(row, bound, results.get(()), node, ())
-            self._run_row(row, target, bound, source, out)
-            return {(): out}
-        found: dict[tuple[int, ...], fx.Node] = {}
-        for i, source in enumerate(bound["inputs"]):
-            element = {**bound, "input": source}
-            out = self._out(row, element, results.get((i,)), node, (i,))
-            self._run_row(row, target, element, source, out)
-            found[(i,)] = out
-        return found
+        elements: dict[tuple[int, ...], dict[str, Any]] = {(): bound}
+        if row.each:
+            elements = {(i,): {**bound, "input": x} for i, x in enumerate(bound["inputs"])}
+        outs = {
+            path: self._out(row, element, results.get(path), node, path)
+            for path, element in elements.items()
+        }
+        before = node.prev
+        for path in outs if row.inplace else ():
+            copy = self.emitter.call(
+                torch.ops.aten.copy_.default, (outs[path], elements[path]["input"])
+            )
+            elements[path] = {**elements[path], "input": outs[path]}
+            for site in self.captured.at(node):
+                if site.kind == "result" and site.path == path and site.buffer is not None:
+                    self.emitter.first[copy_in_name(self.captured.prefix, site)] = copy
+                    before = node.prev
+        for path, element in elements.items():
+            self._run_row(target, element, outs[path])
+        self.emitter.first[self.captured.prefix + node.name] = before.next
+        return outs
 
     def _out(
         self,
@@ -199,13 +208,7 @@ class _Declared:
             {"dtype": like.dtype, "device": like.device},
         )
 
-    def _run_row(
-        self, row: Lowering, target: Any, bound: dict[str, Any], source: fx.Node, out: fx.Node
-    ) -> None:
-        values = {**bound, "input": source}
-        if row.inplace:
-            self.emitter.call(torch.ops.aten.copy_.default, (out, source))
-            values["input"] = out
+    def _run_row(self, target: Any, values: dict[str, Any], out: fx.Node) -> None:
         args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
         has_out = any(a.name == "out" for a in target._schema.arguments)
         self.emitter.call(target, tuple(args), {"out": out} if has_out else {})
@@ -244,8 +247,11 @@ class _Declared:
                 value = self.emitter.getitem(value, index)
             made[path] = value
             if path in results:
-                self.emitter.call(torch.ops.aten.copy_.default, (results[path], value))
+                copy = self.emitter.call(torch.ops.aten.copy_.default, (results[path], value))
                 made[path] = results[path]
+                for site in self.captured.at(node):
+                    if site.kind == "result" and site.path == path and site.buffer is not None:
+                        self.emitter.first[copy_in_name(self.captured.prefix, site)] = copy
         return made
 
     def _finish(

@@ -37,7 +37,7 @@ from symmplan.integrate.compile.running import bytes_of
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.planner import plan as plan_problem
-from symmplan.planner.barriers import barriers_of
+from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
 
@@ -96,7 +96,7 @@ class Unit:
             if overload is not None and spec is not None:
                 names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
         backend = resolve_backend(self.settings.memory, self.device, resolve_groups(names))
-        lowerings = Lowerings(backend.name)
+        lowerings = Lowerings(backend.name, self.settings.collectives)
         if names:
             self.lowerings = lowerings
         return lowerings
@@ -171,7 +171,7 @@ class Unit:
         # part also gets the barriers that it needs when it follows itself.
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         kept = self.residents.barriers(part)
-        self.barriers[part] = tuple(dict.fromkeys(_points([*plan.barriers, *alone, *kept])))
+        self.barriers[part] = in_turn(*map(_points, (plan.barriers, alone, kept)))
         places = given_of(module, captured, plan, fixed=fixed)
         self._save(module, captured, plan)
         inputs = rewrite(
@@ -268,8 +268,9 @@ class Unit:
         if any(plan.placements[name] != place for name, place in before.placements.items()):
             return False
         compiled = {o.name for o in before.problem.operations}
-        inserted = {point for points in self.barriers.values() for point in points}
-        return all(p in inserted for p in _points(plan.barriers) if p[0] in compiled)
+        inserted = [point for points in self.barriers.values() for point in points]
+        asked = (p for p in _points(plan.barriers) if p[0] in compiled)
+        return len(in_turn(inserted, asked)) == len(inserted)
 
     def enter(self, rewritten: Rewritten, args: list[Any]) -> None:
         """Begin to run a part: add to its inputs what it takes of the segments.

@@ -223,7 +223,9 @@ class _Builder:
                 for act in due:
                     for target in self._behind(act, events[: current + 1]) or [tail]:
                         target.append(act)
-            elif kind == "in" or (event.call.kind != "op"):
+            elif kind == "in":
+                _before_copy(event, operation.name).extend(due)
+            elif event.call.kind != "op":
                 event.before += due
             elif kind in ("out", "back"):
                 event.copied += due
@@ -276,6 +278,17 @@ class _Poison:
     def __call__(self) -> None:
         if self.lent is None or not self.lent.held:
             self.view.fill_(255)
+
+
+def _before_copy(event: Event, operation: str) -> list[Callable[[], None]]:
+    """Where barriers run that belong before a copy into a placement."""
+    where = operation.rpartition(":")[0].rpartition(":")[2].partition(".")[2]
+    head, _, rest = where.partition(".")
+    index = tuple(int(i) for i in rest.split(".")) if rest else ()
+    for stage in event.stages:
+        if (stage.head, stage.index) == (head, index):
+            return stage.ready
+    return event.filling if event.row is not None else event.landing
 
 
 def _hand_over(

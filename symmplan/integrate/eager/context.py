@@ -13,6 +13,8 @@ from symmplan.integrate.eager.session import ACTIVE, Session
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from symmplan.integrate.compile.lowering import Collectives
+
 __all__ = ["eager", "empty", "out"]
 
 
@@ -24,6 +26,7 @@ def eager(
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = 300.0,
     debug: bool = False,
+    collectives: Collectives = "auto",
 ) -> Session:
     """A session in which declared ops run in planned symmetric memory.
 
@@ -38,9 +41,13 @@ def eager(
         effort: How hard the planner tries.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+        collectives: ``"process group"`` lets the process group's own collectives run on the
+            placements, as they do on devices; ``"auto"`` takes those of the memory backend where
+            it has any (``"shm"`` has).
 
     Raises:
-        BackendError: The memory backend does not serve this device or group.
+        BackendError: The memory backend does not serve this device or group, or there are no such
+            collectives.
 
     Collective: no; entering, `Session.step` and leaving are.
     """
@@ -66,6 +73,7 @@ def eager(
         effort=effort,
         timeout=timeout,
         debug=debug,
+        collectives=collectives,
     )
 
 

@@ -194,6 +194,8 @@ def front_of(
             if stages:
                 found = list(found)
                 for i, stage in stages:
+                    for act in stage.ready:
+                        act()
                     if stage.copy_in:
                         stage.view.copy_(found[i])
                     found[i] = stage.view

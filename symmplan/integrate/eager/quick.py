@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.c10d import Functional
     from symmplan.integrate.eager.lanes import Lanes
-    from symmplan.integrate.eager.schedule import Event, Lent
+    from symmplan.integrate.eager.schedule import Event, Lent, Stage
 
 __all__ = ["MISS", "Line", "Quick", "quick_call", "quick_memory"]
 
@@ -93,7 +93,7 @@ class _Arguments:
     lists: list[tuple[int, tuple[tuple[Any, Any, int], ...]]] = field(factory=list)
     groups: list[tuple[int, Any]] = field(factory=list)
     values: list[tuple[int, Any]] = field(factory=list)
-    stages: list[tuple[int, torch.Tensor, bool]] = field(factory=list)
+    stages: list[tuple[int, Stage]] = field(factory=list)
 
     def key(self) -> Any:
         return (
@@ -102,7 +102,7 @@ class _Arguments:
             tuple(self.lists),
             tuple((i, id(group)) for i, group in self.groups),
             tuple((i, v.__class__, tuple(v) if isinstance(v, list) else v) for i, v in self.values),
-            tuple((i, id(view), copy_in) for i, view, copy_in in self.stages),
+            tuple((i, id(s.view), s.copy_in, tuple(map(id, s.ready))) for i, s in self.stages),
         )
 
 
@@ -119,7 +119,7 @@ def _arguments(event: Event, args: Sequence[Any], form: Functional | None) -> _A
             found.tensors.append((i, value.shape, value.dtype, addresses.pop(id(value), 0)))
             stage = stages.pop(id(value), None)
             if stage is not None:
-                found.stages.append((i, stage.view, stage.copy_in))
+                found.stages.append((i, stage))
         elif isinstance(value, list) and value and all(isinstance(x, torch.Tensor) for x in value):
             wants = tuple((x.shape, x.dtype, addresses.pop(id(x), 0)) for x in value)
             found.lists.append((i, wants))
@@ -241,7 +241,10 @@ def quick_call(
         call = _plainly(event, fits, expected)
     if call is None:
         return None, None
-    acts = (*event.before, *event.ready, *event.copied, *event.after)
+    acts = (
+        *(*event.before, *event.filling, *event.ready),
+        *(*event.landing, *event.copied, *event.after),
+    )
     key = (
         event.call.op,
         event.stream,
@@ -294,12 +297,14 @@ def _as_called(
     return call
 
 
-def _staged(args: Any, stages: tuple[tuple[int, torch.Tensor, bool], ...]) -> list[Any]:
+def _staged(args: Any, stages: tuple[tuple[int, Stage], ...]) -> list[Any]:
     given = list(args)
-    for i, view, copy_in in stages:
-        if copy_in:
-            view.copy_(given[i])
-        given[i] = view
+    for i, stage in stages:
+        for act in stage.ready:
+            act()
+        if stage.copy_in:
+            stage.view.copy_(given[i])
+        given[i] = stage.view
     return given
 
 
@@ -319,10 +324,14 @@ def _plainly(
             at = names.index(argument.name) if argument.name in names else -1
             order.append((argument.name if argument.kwarg_only else "", at))
     original, after = compat.redispatch_of(event.call.op), compat.keyset_after_select()
+    landing = tuple(event.landing)
 
     def make(keys: Any, given: Any, out: torch.Tensor) -> None:
         if variant is None:
-            out.copy_(original(keys & after, *given))
+            result = original(keys & after, *given)
+            for act in landing:
+                act()
+            out.copy_(result)
             return
         chosen, named = [], {}
         for name, at in order:
@@ -361,8 +370,6 @@ def _by_row(
     behind_own = not _is_another(event)  # it is declared, too: go past the session's kernel
 
     def make(keys: Any, given: Any, out: torch.Tensor) -> None:
-        if inplace:
-            out.copy_(given[source])
         if launch is not None:
             launch(out, given[source])
             return
@@ -374,7 +381,7 @@ def _by_row(
         else:
             target(*chosen)
 
-    return _into(event, fits, expected, make, within)
+    return _into(event, fits, expected, make, within, source if inplace else -1)
 
 
 def _lean(
@@ -387,6 +394,8 @@ def _lean(
     row, lent = event.row, event.lent.get((), event.leaving.get(()))
     late = () if event.leaving else event.copied
     if event.before or event.ready or late or event.after:
+        return None
+    if any(stage.ready for stage in event.stages):
         return None
     if row is None or row.inplace or row.each or len(args) != len(event.names):
         return None
@@ -416,9 +425,10 @@ def _lean(
             return give()
 
         return bound
-    if len(expected.stages) > 1 or expected.stages[0][0] != source or not expected.stages[0][2]:
+    at, stage = expected.stages[0]
+    if len(expected.stages) > 1 or at != source or not stage.copy_in:
         return None
-    copy = expected.stages[0][1].copy_
+    copy = stage.view.copy_
 
     def staged(args: Any) -> Any:
         if not fits(args):
@@ -440,17 +450,19 @@ def _into(
     expected: _Arguments,
     make: Callable[[Any, Any, torch.Tensor], None],
     within: int = -1,
+    fills: int = -1,
 ) -> Callable[[Any, Any], Any] | None:
     """An op with one result: where it is written, and what the program gets of it.
 
-    ``within`` is the argument that it writes; -1 if it is none.
+    ``within`` is the argument that it writes, ``fills`` the one that is copied there first, for an
+    op that works in place; -1 if it is none.
     """
     lent: Lent | None = event.lent.get((), event.leaving.get(()))
     place = event.results.get(())
     if place is not None and lent is None and event.waits:
         return None
     stages = tuple(expected.stages)
-    first, ready = tuple(event.before), tuple(event.ready)
+    first, filling, ready = tuple(event.before), tuple(event.filling), tuple(event.ready)
     copied = () if event.leaving else tuple(event.copied)
     after = tuple(event.after)
     like = event.shapes[()]
@@ -465,13 +477,17 @@ def _into(
             for act in first:
                 act()
             given = _staged(args, stages) if stages else args
-            for act in ready:
-                act()
             out = place
             if within >= 0:
                 out = args[within]
             elif out is None:
                 out = torch.empty(shape, dtype=dtype, device=device or _device(args))
+            for act in filling:
+                act()
+            if fills >= 0:
+                out.copy_(given[fills])
+            for act in ready:
+                act()
             make(keys, given, out)
             for act in copied:
                 act()

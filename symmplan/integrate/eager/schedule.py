@@ -74,6 +74,7 @@ class Stage:
         view: The placement.
         copy_in: Whether the op reads it.
         copy_back: Whether the op writes it.
+        ready: Barriers before it is copied in.
     """
 
     head: str
@@ -81,6 +82,7 @@ class Stage:
     view: torch.Tensor
     copy_in: bool
     copy_back: bool
+    ready: list[Callable[[], None]] = field(factory=list)
 
 
 @define(eq=False)
@@ -116,7 +118,10 @@ class Event:
         claims: Those, each with a buffer on its bytes whose placement nobody may hold any more.
         stages: See `Stage`.
         binds: See `Bound`.
-        ready: Barriers between staging and the op itself.
+        filling: Barriers between staging and the copy that an op which works in place makes of
+            its input.
+        ready: Barriers between that and the op itself.
+        landing: Barriers between the op and the copies of results into their placements.
         results: ``{path: placement}`` of results.
         lent: ``{path: Lent}`` of those results that stay there.
         leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
@@ -143,7 +148,9 @@ class Event:
     claims: list[tuple[str, str, Lent]] = field(factory=list)
     stages: list[Stage] = field(factory=list)
     binds: list[Bound] = field(factory=list)
+    filling: list[Callable[[], None]] = field(factory=list)
     ready: list[Callable[[], None]] = field(factory=list)
+    landing: list[Callable[[], None]] = field(factory=list)
     results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], Lent] = field(factory=dict)
     leaving: dict[tuple[int, ...], Lent] = field(factory=dict)

@@ -63,15 +63,18 @@ def serve(
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
     for stage in event.stages:
         tensor = _at(values[stage.head], stage.index)
+        for act in stage.ready:
+            act()
         if stage.copy_in:
             stage.view.copy_(tensor)
         values[stage.head] = _put(values[stage.head], stage.index, stage.view)
         swapped[id(tensor)] = stage.view
         if stage.copy_back:
             back.append((tensor, stage.view))
-    for act in event.ready:
+    by_row = event.row is not None and not (form is not None and event.row.target[:5] == "_c10d")
+    for act in () if by_row else event.ready:
         act()
-    if event.row is not None and not (form is not None and event.row.target[:5] == "_c10d"):
+    if by_row:
         results = _run_row(event, values)
         work = None
     elif event.variant is not None:
@@ -165,36 +168,36 @@ def _run_row(event: Event, values: dict[str, Any]) -> dict[tuple[int, ...], torc
     assert row is not None
     if event.group:
         values[event.group_argument] = event.group
-    if not row.each:
-        return {(): _run_once(event, values, values["input"], ())}
-    return {
-        (i,): _run_once(event, {**values, "input": source}, source, (i,))
-        for i, source in enumerate(values["inputs"])
-    }
+    elements: dict[tuple[int, ...], dict[str, Any]] = {(): values}
+    if row.each:
+        elements = {(i,): {**values, "input": x} for i, x in enumerate(values["inputs"])}
+    outs = {path: _out(event, element, path) for path, element in elements.items()}
+    for act in event.filling:
+        act()
+    for path, out in outs.items() if row.inplace else ():
+        out.copy_(elements[path]["input"])
+        elements[path] = {**elements[path], "input": out}
+    for act in event.ready:
+        act()
+    schema = event.target._schema
+    for path, element in elements.items():
+        args = [element[a.name] for a in schema.arguments if not a.kwarg_only]
+        if schema.arguments[-1].name == "out":
+            event.target(*args, out=outs[path])
+        else:
+            event.target(*args)
+    return outs
 
 
-def _run_once(
-    event: Event, values: dict[str, Any], source: torch.Tensor, path: tuple[int, ...]
-) -> torch.Tensor:
+def _out(event: Event, values: dict[str, Any], path: tuple[int, ...]) -> torch.Tensor:
+    """What the op that runs by its row writes."""
     row = event.row
     assert row is not None
-    if row.out != "return":
-        out = values[row.out]
-    else:
-        out = event.results.get(path)
-        if out is None:
-            like = event.shapes[path]
-            out = torch.empty(like.shape, dtype=like.dtype, device=source.device)
-    if row.inplace:
-        out.copy_(source)
-        values["input"] = out
-    schema = event.target._schema
-    args = [values[a.name] for a in schema.arguments if not a.kwarg_only]
-    if schema.arguments[-1].name == "out":
-        event.target(*args, out=out)
-    else:
-        event.target(*args)
-    return out  # type: ignore[no-any-return]
+    out = values[row.out] if row.out != "return" else event.results.get(path)
+    if out is None:
+        like = event.shapes[path]
+        out = torch.empty(like.shape, dtype=like.dtype, device=values["input"].device)
+    return out
 
 
 def _run_variant(event: Event, values: dict[str, Any]) -> dict[tuple[int, ...], torch.Tensor]:
@@ -216,6 +219,8 @@ def _copied(event: Event, result: Any) -> dict[tuple[int, ...], torch.Tensor] | 
         return None
     found: dict[tuple[int, ...], torch.Tensor] = {}
     tensors = {(): result} if isinstance(result, torch.Tensor) else dict(_leaves(result))
+    for act in event.landing:
+        act()
     for path, tensor in tensors.items():
         place = event.results.get(path)
         if place is not None:

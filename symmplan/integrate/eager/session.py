@@ -10,7 +10,7 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.compile.lowering import Lowerings
+from symmplan.integrate.compile.lowering import Lowerings, check_collectives
 from symmplan.integrate.eager.faults import REDO, Faults, ends_within, public
 from symmplan.integrate.eager.kernels import install
 from symmplan.integrate.eager.lanes import Lanes, streams_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from symmplan.integrate.compile.lowering import Collectives
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
@@ -53,10 +54,12 @@ class Session:
         effort: Literal["fast", "optimal"],
         timeout: float,
         debug: bool,
+        collectives: Collectives = "auto",
     ) -> None:
+        check_collectives(collectives)
         name = compat.world_name() if group is None else compat.group_name(group)
         groups = resolve_groups([name])
-        lowerings = Lowerings(resolve_backend(memory, device, groups).name)
+        lowerings = Lowerings(resolve_backend(memory, device, groups).name, collectives)
         streams = streams_of(device)
         self._settings = Settings(groups, lowerings, device, streams, effort, timeout, debug)
         self._state: Literal["new", "recording", "frozen", "released"] = "new"

@@ -1,17 +1,21 @@
-"""Is every reuse of bytes that peers touch synchronised? See [Note: peers count] in the model.
+"""Is every use of bytes that peers touch ordered with theirs? See [Note: peers count] in the model.
 
-For each group and operation, two tables say up to where each stream is finished *on all ranks*:
-when the operation starts, and when it has ended. A handshake or barrier raises them to all that
-precedes the operation, a release to the operation itself, and edges carry them on.
+The program is written down twice in a row, with the plan's barriers as operations of their own. In
+it, for every two accesses that need an order, one asks *who must have been heard of*: first the
+peers that may still be at the earlier access, then those that may be at the later one already. A
+chain of hearsay is followed through the meetings of one group after the other: a table says, for
+each operation, up to where each stream was over when what this rank has heard of was said.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from attrs import evolve, frozen
 
+from symmplan.model import Operation
+from symmplan.planner.verify.clocks import Clocks
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
@@ -20,13 +24,38 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from symmplan.model import Plan
-    from symmplan.planner.verify.clocks import Clocks
     from symmplan.planner.verify.sharing import Reuse
     from symmplan.planner.verify.users import User
 
-    Need = tuple[int, int, int, int]  # earlier operation, later operation, both users
-
 __all__ = ["check_barriers"]
+
+
+class _Span(NamedTuple):
+    """A call that touches a user's bytes: names of the operations where it begins and ends."""
+
+    begin: str
+    end: str
+    changes: bool
+    touches_unasked: bool  # peers, before this rank has begun it
+    lingers: bool  # peers, after it has ended here
+    gated: bool  # nobody at all before everybody has begun it
+    drained: bool  # everybody is done when it ends
+
+
+class _Need(NamedTuple):
+    earlier: _Span
+    later: _Span
+    users: tuple[int, int]
+    runs: int  # 1 if the later one is of the program's next run
+    heard: tuple[str, ...]  # groups, in this order
+
+
+@frozen
+class _Written:
+    """A program with its barriers, twice in a row."""
+
+    operations: tuple[Operation, ...]
+    edges: tuple[tuple[str, str], ...]
 
 
 def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) -> None:
@@ -42,179 +71,194 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
         VerificationError: A barrier is missing (``barrier``) or makes no sense
             (``unknown_barrier``).
     """
-    barred = _barred(plan, clocks)
-    touches = [sorted({(clocks.number[o], remote) for o, remote in u.accesses}) for u in users]
-    within: dict[str, set[Need]] = {}
-    across: dict[str, set[Need]] = {}
-    for needs, pairs in ((within, reuse.pairs), (across, reuse.wraps)):
-        for a, b in pairs:
-            for op, remote in touches[a]:
-                for other, other_remote in touches[b]:
-                    if remote:
-                        _need(needs, users[a].group, (op, other, a, b), clocks)
-                    if other_remote:
-                        _need(needs, users[b].group, (op, other, a, b), clocks)
-    for need in _handed_over(users, clocks):
-        within.setdefault(users[need[2]].group, set()).add(need)
-    for group in sorted(within.keys() | across.keys()):
-        _check_within(group, sorted(within.get(group, ())), users, barred, clocks)
-        _check_across(group, sorted(across.get(group, ())), users, barred, clocks)
-
-
-def _need(needs: dict[str, set[Need]], group: str, need: Need, clocks: Clocks) -> None:
-    """Note what is not settled by the two operations themselves."""
-    earlier, later = clocks.operations[need[0]], clocks.operations[need[1]]
-    if (earlier.group == group and earlier.release) or (later.group == group and later.handshake):
+    _check_known(plan, clocks)
+    spans = _spans(plan, users)
+    needs = [n for a, b in reuse.pairs for n in _needs(spans, users, a, b, 0)]
+    needs += (n for a, b in reuse.wraps for n in _needs(spans, users, a, b, 1))
+    needs += (
+        n
+        for u, mine in enumerate(spans)
+        if any(s.touches_unasked or s.lingers for s in mine)
+        for n in _needs(spans, users, u, u, 0)
+        if clocks.number[n.earlier.end] < clocks.number[n.later.begin]
+    )
+    if not needs:
         return
-    needs.setdefault(group, set()).add(need)
+    ordered = clocks.ordered(
+        np.asarray([clocks.number[n.earlier.end] for n in needs], dtype=np.int64),
+        np.asarray([clocks.number[n.later.begin] for n in needs], dtype=np.int64),
+    )
+    needs = [n for n, holds in zip(needs, ordered.tolist(), strict=True) if holds or n.runs]
+    _check(needs, users, Clocks(_twice(plan)))
 
 
-def _handed_over(users: list[User], clocks: Clocks) -> list[Need]:
-    """Ordered operations of one user, one of them ours alone and one also the peers'.
-
-    Left out are pairs that only read, and what peers read before and we read after.
-    """
-    found: list[Need] = []
-    for u, user in enumerate(users):
-        far = {clocks.number[o] for o, remote in user.accesses if remote}
-        if not far:
-            continue
-        near = {clocks.number[o] for o, _ in user.accesses} - far
-        writers = {clocks.number[o] for o in user.writers}
-        for sources, targets in (
-            (near & writers, far),
-            (far & writers, near),
-            (far - writers, near & writers),
-        ):
-            found += ((x, y, u, u) for x, y in _following(sources, targets, clocks))
-    if not found:
-        return []
-    table = np.asarray(found, dtype=np.int64)
-    ordered = clocks.ordered(table[:, 0], table[:, 1])
-    return [need for need, holds in zip(found, ordered.tolist(), strict=True) if holds]
-
-
-def _following(sources: set[int], targets: set[int], clocks: Clocks) -> Iterator[tuple[int, int]]:
-    """Pairs of a source and a target behind it; in a total order the nearest stands for all."""
-    behind = sorted(targets)
-    for x in sorted(sources):
-        k = bisect_right(behind, x)
-        for y in behind[k : k + 1] if clocks.streams == 1 else behind[k:]:
-            yield x, y
-
-
-def _barred(plan: Plan, clocks: Clocks) -> set[tuple[int, str]]:
+def _check_known(plan: Plan, clocks: Clocks) -> None:
     groups = {b.group for b in plan.problem.buffers}
     names = {b.name for b in plan.problem.buffers}
-    barred = set()
     for barrier in plan.barriers:
-        unknown = [n for n in barrier.buffers if n not in names]
-        if barrier.before not in clocks.number or barrier.group not in groups or unknown:
+        known = barrier.before in clocks.number and barrier.group in groups
+        if not known or not barrier.buffers or not names.issuperset(barrier.buffers):
             fail(
                 "unknown_barrier",
                 f"the barrier before {barrier.before!r} over {barrier.group!r} names what the "
-                "problem does not have",
-                expected="an operation, a group and buffers of the problem",
+                "problem does not have, or no buffer",
+                expected="an operation, a group and at least one buffer of the problem",
                 got=repr(barrier),
                 barrier=barrier,
             )
-        barred.add((clocks.number[barrier.before], barrier.group))
-    return barred
 
 
-def _check_within(
-    group: str,
-    needs: list[Need],
-    users: list[User],
-    barred: set[tuple[int, str]],
-    clocks: Clocks,
-) -> None:
-    if not needs:
-        return
-    table = np.asarray(needs, dtype=np.int64)
-    earlier, later = table[:, 0], table[:, 1]
-    stream = clocks.stream[earlier]
-    good = np.zeros(len(table), dtype=bool)
-    for low, reached in clocks.blocks():
-        finished = _finished(group, low, reached, barred, clocks)
-        inside = (stream >= low) & (stream < low + reached.shape[1])
-        good[inside] = (
-            finished[later[inside], stream[inside] - low] >= clocks.place[earlier[inside]]
-        )
-    for k in np.flatnonzero(~good)[:1].tolist():
-        _missing(group, needs[k], users, clocks, "")
+def _spans(plan: Plan, users: list[User]) -> list[list[_Span]]:
+    calls = {o.name: o for o in plan.problem.operations}
+    ended_at = {begun: o.name for o in plan.problem.operations for begun in o.ends}
+    found: list[list[_Span]] = []
+    for user in users:
+        touching = {(a.operation, a.buffer) for a in user.accesses}
+        mine: dict[tuple[str, str], _Span] = {}
+        for access in user.accesses:
+            ends = calls[access.operation].ends
+            if any((begun, access.buffer) in touching for begun in ends):
+                continue  # it is the end of those
+            call = calls[access.operation]
+            end = ended_at.get(call.name, call.name)
+            ours = call.group == user.group
+            gated, drained = ours and call.handshake, ours and call.release
+            span = _Span(
+                begin=call.name,
+                end=end,
+                changes=any(
+                    a.write
+                    and (
+                        a.operation == call.name
+                        or (a.operation == end and (call.name, a.buffer) in touching)
+                    )
+                    for a in user.accesses
+                ),
+                touches_unasked=access.remote and not access.enters and not gated,
+                lingers=access.remote and not access.releases and not drained,
+                gated=gated,
+                drained=drained,
+            )
+            other = mine.get((span.begin, span.end), span)
+            mine[span.begin, span.end] = span._replace(
+                touches_unasked=span.touches_unasked or other.touches_unasked,
+                lingers=span.lingers or other.lingers,
+            )
+        found.append(list(mine.values()))
+    return found
 
 
-def _finished(
-    group: str,
-    low: int,
-    reached: NDArray[np.int32],
-    barred: set[tuple[int, str]],
-    clocks: Clocks,
+def _needs(
+    spans: list[list[_Span]], users: list[User], first: int, second: int, runs: int
+) -> Iterator[_Need]:
+    before, after = users[first].group, users[second].group
+    for a in spans[first]:
+        for b in spans[second]:
+            if first == second and not (a.changes or b.changes):
+                continue
+            if before == after and (a.drained or b.gated):
+                continue
+            heard = [before] if a.lingers else []
+            if b.touches_unasked and after not in heard:
+                heard.append(after)
+            if heard:
+                yield _Need(a, b, (first, second), runs, tuple(heard))
+
+
+def _twice(plan: Plan) -> _Written:
+    """The program with its barriers before their operations, and all of it once more behind."""
+    barred: dict[str, list[Operation]] = {}
+    for k, barrier in enumerate(plan.barriers):
+        node = Operation(f"\0barrier{k}", group=barrier.group, meets=True)
+        barred.setdefault(barrier.before, []).append(node)
+    operations: list[Operation] = []
+    edges: list[tuple[str, str]] = []
+    streams = dict.fromkeys(o.stream for o in plan.problem.operations)
+    for run in range(2):
+        if run:  # one run is over before the next begins
+            operations += (Operation(f"\0over {s}", stream=s) for s in streams)
+            operations += (Operation(f"\0again {s}", stream=s) for s in streams)
+            edges += ((f"\0over {s}", f"\0again {t}") for s in streams for t in streams if s != t)
+        for op in plan.problem.operations:
+            for node in (*barred.get(op.name, ()), op):
+                operations.append(
+                    evolve(
+                        node,
+                        name=_named(node.name, run),
+                        stream=op.stream,
+                        ends=tuple(_named(begun, run) for begun in node.ends),
+                    )
+                )
+        for a, b in plan.problem.edges:
+            first = barred[b][0].name if b in barred else b
+            edges.append((_named(a, run), _named(first, run)))
+    return _Written(tuple(operations), tuple(edges))
+
+
+def _named(name: str, run: int) -> str:
+    return f"{name}\0{run}"
+
+
+def _check(needs: list[_Need], users: list[User], clocks: Clocks) -> None:
+    for heard in sorted({n.heard for n in needs}):
+        mine = [n for n in needs if n.heard == heard]
+        earlier = np.asarray([clocks.number[_named(n.earlier.end, 0)] for n in mine])
+        later = np.asarray([clocks.number[_named(n.later.begin, n.runs)] for n in mine])
+        stream = clocks.stream[earlier]
+        good = np.zeros(len(mine), dtype=bool)
+        for low, reached in clocks.blocks():
+            table = _heard(heard, low, reached, clocks)
+            inside = (stream >= low) & (stream < low + reached.shape[1])
+            good[inside] = (
+                table[later[inside], stream[inside] - low] >= clocks.place[earlier[inside]]
+            )
+        for k in np.flatnonzero(~good)[:1].tolist():
+            _missing(mine[k], users)
+
+
+def _heard(
+    groups: tuple[str, ...], low: int, reached: NDArray[np.int32], clocks: Clocks
 ) -> NDArray[np.int32]:
-    """Per operation and stream, how many operations are finished everywhere when it starts."""
-    started = np.zeros_like(reached)
-    rows = list(started)
-    for i, op in enumerate(clocks.operations):
-        row = rows[i]
-        own = int(clocks.stream[i]) - low
-        if (op.handshake and op.group == group) or (i, group) in barred:
-            np.maximum(row, reached[i], out=row)
-            if 0 <= own < len(row):
-                row[own] = clocks.place[i] - 1
-        ended = row
-        if op.release and op.group == group:
-            ended = np.maximum(row, reached[i])
-        for j in clocks.after[i]:
-            np.maximum(rows[j], ended, out=rows[j])
-    return started
-
-
-def _check_across(
-    group: str,
-    needs: list[Need],
-    users: list[User],
-    barred: set[tuple[int, str]],
-    clocks: Clocks,
-) -> None:
-    """From one run of the program to the next, any synchronisation behind or ahead will do."""
-    if not needs:
-        return
-    count = len(clocks.operations)
-    ahead = [False] * count  # the group meets at or before this operation's first byte
-    for i, op in enumerate(clocks.operations):
-        member = op.group == group
-        ahead[i] = ahead[i] or (member and op.handshake) or (i, group) in barred
-        if ahead[i] or (member and op.release):
+    """Per operation and stream, how much was over for those it has heard of when it starts."""
+    own = np.flatnonzero((clocks.stream >= low) & (clocks.stream < low + reached.shape[1]))
+    told: NDArray[np.int32] = reached.copy()
+    told[own, clocks.stream[own] - low] = clocks.place[own] - 1
+    later = {begun for o in clocks.operations for begun in o.ends}
+    for level, group in enumerate(groups):
+        table = np.zeros_like(reached)
+        rows = list(table)
+        for i, op in enumerate(clocks.operations):
+            over = rows[i]
+            meets = op.group == group and (op.meets or op.handshake or op.release)
+            if meets and op.name not in later:
+                # What the peers have done before it and, if all are done when it ends, in it.
+                over = np.maximum(over, reached[i] if op.release and not level else told[i])
+            for begun in op.ends:
+                j = clocks.number[begun]
+                call = clocks.operations[j]
+                if call.group == group and (call.meets or call.handshake or call.release):
+                    over = np.maximum(over, told[j])
             for j in clocks.after[i]:
-                ahead[j] = True
-    behind = [False] * count  # it meets after this operation's last byte
-    for i in range(count - 1, -1, -1):
-        op = clocks.operations[i]
-        behind[i] = (op.group == group and op.release) or any(
-            behind[j]
-            or (clocks.operations[j].group == group and clocks.operations[j].handshake)
-            or (j, group) in barred
-            for j in clocks.after[i]
-        )
-    for need in needs:
-        if not behind[need[0]] and not ahead[need[1]]:
-            _missing(group, need, users, clocks, " of the program's next run")
+                np.maximum(rows[j], over, out=rows[j])
+        told = table
+    return told
 
 
-def _missing(group: str, need: Need, users: list[User], clocks: Clocks, when: str) -> None:
-    op, other, a, b = need
-    first, second = users[a], users[b]
+def _missing(need: _Need, users: list[User]) -> None:
+    first, second = users[need.users[0]], users[need.users[1]]
+    op, other = need.earlier.begin, need.later.begin
     low, high = max(first.offset, second.offset), min(first.end, second.end)
+    when = " of the program's next run" if need.runs else ""
+    groups = ", then ".join(repr(g) for g in need.heard)
     fail(
         "barrier",
         f"bytes [{low}, {high}) of segment {first.segment!r} pass from buffer "
-        f"{first.names[0]!r} (operation {clocks.names[op]!r}) to {second.names[0]!r} (operation "
-        f"{clocks.names[other]!r}{when}) while peers of group {group!r} may still use them",
-        expected=f"a handshake, release or barrier over {group!r} in between",
+        f"{first.names[0]!r} (operation {op!r}) to {second.names[0]!r} (operation {other!r}{when}) "
+        f"while peers of group {groups} may still use them, or use them already",
+        expected=f"a meeting or barrier over {groups} in between",
         got="none",
         buffers=(first.names[0], second.names[0]),
-        operations=(clocks.names[op], clocks.names[other]),
-        group_name=group,
+        operations=(op, other),
+        group_name=need.heard[0],
         segment=first.segment,
     )

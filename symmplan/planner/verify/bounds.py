@@ -176,7 +176,7 @@ def _proven(where: str, witnesses: list[User], unit: int, proof: str, clocks: Cl
 
 def _compatible(users: list[User], clocks: Clocks) -> tuple[User, User] | None:
     """Two of the users of which one comes entirely before the other, if there are such."""
-    ops = [np.asarray(sorted({clocks.number[o] for o, _ in u.accesses})) for u in users]
+    ops = [np.asarray(sorted({clocks.number[a.operation] for a in u.accesses})) for u in users]
     if len(users) < 2 or max(int(o[0]) for o in ops) <= min(int(o[-1]) for o in ops):
         return None  # all are live at one instant of a linear extension
     flat = np.concatenate(ops)

@@ -7,7 +7,7 @@ treated some columns at a time, so memory stays bounded.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from symmplan.model import Problem
+    from symmplan.model import Operation
 
     Ints = NDArray[np.int64]
     Table = NDArray[np.int32]
@@ -25,6 +25,18 @@ __all__ = ["Clocks"]
 
 #: Columns treated at a time.
 BLOCK = 128
+
+
+class Ordered(Protocol):
+    """What has an order: a problem, or the like."""
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Those of one stream run in the order listed."""
+
+    @property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """Pairs (earlier, later) of operation names, beyond the order of streams."""
 
 
 class Clocks:
@@ -38,7 +50,7 @@ class Clocks:
         streams: Number of streams.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Ordered) -> None:
         streams: dict[str, int] = {}
         listed = problem.operations
         stream = [streams.setdefault(op.stream, len(streams)) for op in listed]

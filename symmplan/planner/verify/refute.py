@@ -65,7 +65,11 @@ def lower_peak(users: list[User], claimed: int, clocks: Clocks) -> int | None:
 def _clash(a: User, b: User, clocks: Clocks) -> bool:
     if a.persistent or b.persistent:
         return True
-    pairs = [(clocks.number[x], clocks.number[y]) for x, _ in a.accesses for y, _ in b.accesses]
+    pairs = [
+        (clocks.number[x.operation], clocks.number[y.operation])
+        for x in a.accesses
+        for y in b.accesses
+    ]
     first = np.asarray([p[0] for p in pairs], dtype=np.int64)
     second = np.asarray([p[1] for p in pairs], dtype=np.int64)
     return not (clocks.ordered(first, second).all() or clocks.ordered(second, first).all())

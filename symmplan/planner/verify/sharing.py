@@ -94,7 +94,7 @@ def check_sharing(plan: Plan, users: list[User], clocks: Clocks) -> Reuse:
         VerificationError: Two of them do (``overlap``).
     """
     number = clocks.number
-    ops = [sorted({number[o] for o, _ in u.accesses}) for u in users]
+    ops = [sorted({number[a.operation] for a in u.accesses}) for u in users]
     space = {s.name: _Bytes(s.nbytes) for s in plan.segments}
     pairs: set[tuple[int, int]] = set()
     for u in sorted(range(len(users)), key=lambda k: (ops[k][0], users[k].names)):

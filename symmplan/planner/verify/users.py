@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 if TYPE_CHECKING:
-    from symmplan.model import Plan
+    from symmplan.model import Access, Plan
 
 __all__ = ["User", "users_of"]
 
@@ -25,8 +25,7 @@ class User:
         align: Strictest alignment among them, in bytes.
         persistent: Whether one of them is bound for the whole program.
         pinned: Whether one of them has a fixed offset.
-        accesses: Operation names and whether peers take part.
-        writers: Operations that may change bytes.
+        accesses: Who touches them, and how.
     """
 
     names: tuple[str, ...]
@@ -37,8 +36,7 @@ class User:
     align: int
     persistent: bool
     pinned: bool
-    accesses: tuple[tuple[str, bool], ...] = field(repr=False)
-    writers: frozenset[str] = field(repr=False)
+    accesses: tuple[Access, ...] = field(repr=False)
 
 
 def users_of(plan: Plan) -> list[User]:
@@ -51,12 +49,9 @@ def users_of(plan: Plan) -> list[User]:
     for a, b in plan.problem.together:
         links.setdefault(a, []).append(b)
         links.setdefault(b, []).append(a)
-    touched: dict[str, list[tuple[str, bool]]] = {}
-    writers: dict[str, set[str]] = {}
+    touched: dict[str, list[Access]] = {}
     for access in plan.problem.accesses:
-        touched.setdefault(access.buffer, []).append((access.operation, access.remote))
-        if access.write:
-            writers.setdefault(access.buffer, set()).add(access.operation)
+        touched.setdefault(access.buffer, []).append(access)
     buffers = {b.name: b for b in plan.problem.buffers}
     seen: set[str] = set()
     users: list[User] = []
@@ -78,7 +73,6 @@ def users_of(plan: Plan) -> list[User]:
                 persistent=any(b.persistent for b in merged),
                 pinned=any(b.offset is not None for b in merged),
                 accesses=tuple(a for n in names for a in touched[n]),
-                writers=frozenset(o for n in names for o in writers.get(n, ())),
             )
         )
     return users
