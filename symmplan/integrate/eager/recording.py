@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
 
+#: Arguments of all-to-alls that differ from rank to rank.
+_SPLITS = ("output_split_sizes", "input_split_sizes")
+
 
 @frozen
 class Settings:
@@ -148,7 +151,13 @@ class Recording:
         self._recorder.__enter__()
 
     def _meet_at_op(self, op: Any, args: Any, kwargs: Any) -> None:
-        """Before a declared op is recorded: do all ranks call the same?"""
+        """Before a declared op is recorded: do all ranks call the same?
+
+        How many rows go to whom is each rank's own affair.
+        """
+        names = [a.name for a in op._schema.arguments]
+        args = [x for name, x in zip(names, args, strict=False) if name not in _SPLITS]
+        kwargs = {name: x for name, x in kwargs.items() if name not in _SPLITS}
         given = (signature(args), signature(kwargs))
         meet(self._settings, str(op.name()), repr(public(given)))
 
