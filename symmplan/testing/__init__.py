@@ -19,6 +19,15 @@ from symmplan.planner.instances import (
     waves,
 )
 from symmplan.testing.conformance import Packer, check_offsets, check_packer
+from symmplan.testing.explorer import (
+    TinyBuffer,
+    TinyCall,
+    TinyPlan,
+    TinyProgram,
+    Verdict,
+    WrongRead,
+    explore,
+)
 from symmplan.testing.oracles import (
     conflicts,
     happens_before,
@@ -31,10 +40,17 @@ from symmplan.testing.strategies import interval_lists, interval_problems, probl
 
 __all__ = [
     "Packer",
+    "TinyBuffer",
+    "TinyCall",
+    "TinyPlan",
+    "TinyProgram",
+    "Verdict",
+    "WrongRead",
     "check_offsets",
     "check_packer",
     "conflicts",
     "cut_rectangle",
+    "explore",
     "fsdp_program",
     "happens_before",
     "heaviest_set",

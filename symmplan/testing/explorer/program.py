@@ -1,0 +1,202 @@
+"""Tiny programs, where their buffers lie, and the threads that they become."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from symmplan.testing.explorer.behaviours import BEHAVIOURS, Parts
+from symmplan.testing.explorer.machine import Flag, Post, Step, Thread, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping
+
+__all__ = ["TinyBuffer", "TinyCall", "TinyPlan", "TinyProgram", "threads_of"]
+
+
+def _tuple(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values.split() if isinstance(values, str) else values)
+
+
+@frozen
+class TinyBuffer:
+    """Memory that every rank has.
+
+    Attributes:
+        name: Unique in its program.
+        cells: Its size in cells, each of which is read and written whole.
+        group: The group over which it is symmetric; says nothing to the machine.
+    """
+
+    name: str
+    cells: int = 1
+    group: str = "all"
+
+
+@frozen
+class TinyCall:
+    """One step of a program, the same on all ranks.
+
+    Attributes:
+        name: Unique in its program.
+        kind: One of `BEHAVIOURS`, or ``"wait"``.
+        reads: Names of the buffers that it is given to read, in one string or a tuple.
+        writes: Names of the buffers that it is given to write.
+        group: The group whose ranks take part.
+        handshake: All ranks of the group meet before it touches the first byte.
+        release: All ranks of the group meet after it touched the last byte.
+        asynchronous: It only starts here; a call of kind ``"wait"`` ends it.
+        of: For ``"wait"``: the call that ends here.
+        transport: How a collective moves bytes: ``"wire"``, ``"push"``, ``"pull"`` or ``"copy"``.
+        root: Where a broadcast comes from, as a rank of the group.
+        empty: Pairs (from, to) of ranks of the group between which an all-to-all moves nothing.
+        early: It reads its own inputs before it meets anybody, whatever ``handshake`` says.
+        late: It writes its own results after it met everybody, whatever ``release`` says.
+    """
+
+    name: str
+    kind: str
+    reads: tuple[str, ...] = field(default=(), converter=_tuple)
+    writes: tuple[str, ...] = field(default=(), converter=_tuple)
+    group: str = "all"
+    handshake: bool = False
+    release: bool = False
+    asynchronous: bool = False
+    of: str = ""
+    transport: str = "wire"
+    root: int = 0
+    empty: tuple[tuple[int, int], ...] = ()
+    early: bool = False
+    late: bool = False
+
+
+@frozen
+class TinyProgram:
+    """What all ranks run, again and again.
+
+    Attributes:
+        ranks: How many.
+        buffers: Their memory.
+        calls: The steps, in order.
+        groups: ``{name: ranks of each group of that name}``; ``"all"`` has all ranks and is there
+            without being listed.
+        iterations: How often it runs.
+
+    Raises:
+        ValueError: A name is unknown or used twice, or an asynchronous call has no wait.
+    """
+
+    ranks: int
+    buffers: tuple[TinyBuffer, ...]
+    calls: tuple[TinyCall, ...]
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(factory=dict)
+    iterations: int = 2
+
+    def __attrs_post_init__(self) -> None:
+        for kind, values in (("buffers", self.buffers), ("calls", self.calls)):
+            names = [v.name for v in values]
+            if len({*names}) < len(names):
+                raise ValueError(f"two {kind} have one name: {sorted(names)}")
+        known = {b.name for b in self.buffers}
+        pending: set[str] = set()
+        for call in self.calls:
+            if call.kind == "wait":
+                if call.of not in pending:
+                    raise ValueError(f"{call.name!r} waits for {call.of!r}, which is not under way")
+                pending.remove(call.of)
+                continue
+            if call.kind not in BEHAVIOURS:
+                raise ValueError(f"{call.name!r}: kind {call.kind!r} is none of {[*BEHAVIOURS]}")
+            known_ways = BEHAVIOURS[call.kind].transports
+            if call.transport not in known_ways:
+                what = f"{call.name!r}: transport {call.transport!r}"
+                raise ValueError(f"{what} is none of {[*known_ways]}")
+            if unknown := {*call.reads, *call.writes} - known:
+                raise ValueError(f"{call.name!r} names unknown buffers {sorted(unknown)}")
+            self.members(call.group)
+            if call.asynchronous:
+                pending.add(call.name)
+        if pending:
+            raise ValueError(f"nobody waits for {sorted(pending)}")
+
+    def members(self, group: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group of a name.
+
+        Raises:
+            ValueError: There is none of that name.
+        """
+        if group in self.groups:
+            return self.groups[group]
+        if group != "all":
+            raise ValueError(f"there is no group {group!r}, only {['all', *self.groups]}")
+        return (tuple(range(self.ranks)),)
+
+
+@frozen
+class TinyPlan:
+    """Where buffers lie, and what is run besides the program.
+
+    Attributes:
+        cells: ``{buffer: its cells}``; cells may be anything hashable, and buffers share bytes
+            where they name the same cell. Buffers left out have memory of their own.
+        barriers: Pairs (call, group): the group's ranks meet right before that call.
+    """
+
+    cells: Mapping[str, tuple[Hashable, ...]] = field(factory=dict)
+    barriers: tuple[tuple[str, str], ...] = ()
+
+    def of(self, buffer: TinyBuffer) -> tuple[Hashable, ...]:
+        """The cells of a buffer."""
+        return self.cells.get(buffer.name) or tuple((buffer.name, i) for i in range(buffer.cells))
+
+
+def threads_of(program: TinyProgram, plan: TinyPlan, *, apart: bool = False) -> tuple[Thread, ...]:
+    """What the ranks run.
+
+    Args:
+        program: The program.
+        plan: Where its buffers lie.
+        apart: Whether all ranks meet before and after each call, and every asynchronous call is
+            waited for where it starts.
+    """
+    cells = {b.name: plan.of(b) for b in program.buffers}
+    mains: list[list[Step]] = [[] for _ in range(program.ranks)]
+    threads: list[Thread] = []
+    for iteration in range(program.iterations):
+        ends: dict[str, list[Parts]] = {}
+        for call in program.calls:
+            where = (call.name, iteration)
+            if apart:
+                _meet(mains, program.members("all"), ("before", *where))
+            for i, (before, group) in enumerate(plan.barriers):
+                if before == call.name:
+                    _meet(mains, program.members(group), ("barrier", i, *where))
+            if call.kind == "wait":
+                for parts in ends.pop(call.of, ()):
+                    parts.end(mains)
+                continue
+            behaviour = BEHAVIOURS[call.kind]
+            for ranks in program.members(call.group):
+                parts = Parts(call, iteration, ranks, cells, behaviour)
+                behaviour.run(parts)
+                threads += parts.threads
+                for rank in ranks:
+                    mains[rank].append(Post(parts.start(rank)))
+                ends.setdefault(call.name, []).append(parts)
+            if apart or not call.asynchronous:
+                for parts in ends.pop(call.name):
+                    parts.end(mains)
+            if apart:
+                _meet(mains, program.members("all"), ("after", *where))
+    own = (Thread(rank, "", 0, "main", tuple(steps)) for rank, steps in enumerate(mains))
+    return (*threads, *own)
+
+
+def _meet(
+    mains: list[list[Step]], groups: tuple[tuple[int, ...], ...], name: tuple[Flag, ...]
+) -> None:
+    for ranks in groups:
+        for rank in ranks:
+            mains[rank].append(Post((name, rank)))
+            mains[rank].append(Wait(tuple((name, r) for r in ranks)))
