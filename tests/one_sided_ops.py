@@ -30,12 +30,14 @@ def slow(rank: int, most: float, seed: int, late: dict[str, float] | None = None
     _PAUSES.update(most=most, seed=random.Random(1000 * seed + rank), late=late or {})
 
 
-def pause(op: str = "") -> None:
-    """A pause as `slow` asked for; most are short, so that ranks overtake each other."""
+def pause(on: torch.Tensor, op: str = "") -> None:
+    """A pause as `slow` asked for, on a tensor's device; they differ, so that ranks overtake."""
     wanted = _PAUSES["late"].get(op, 0.0)
     if _PAUSES["most"]:
         wanted += _PAUSES["most"] * _PAUSES["seed"].choice((0.0, 0.0, 0.1, 1.0))
-    if wanted:
+    if wanted and on.is_cuda:
+        torch.cuda._sleep(int(wanted * 1.8e9))  # cycles
+    elif wanted:
         time.sleep(wanted)
 
 
@@ -72,13 +74,13 @@ class _Op:
         self.name = f"{kind}{handshake}{release}"
 
     def begin(self, placed) -> None:
-        pause(f"{self.name}:begin")
+        pause(placed.tensor, f"{self.name}:begin")
         if self.handshake:
             placed.barrier()
-        pause(self.name)
+        pause(placed.tensor, self.name)
 
     def end(self, placed) -> None:
-        pause(f"{self.name}:end")
+        pause(placed.tensor, f"{self.name}:end")
         if self.release:
             placed.barrier()
 
@@ -93,7 +95,7 @@ class _Op:
         for shift in range(placed.world_size):
             rank = (placed.rank + shift) % placed.world_size
             parts.append((rank, placed.peer(rank).clone()))
-            pause()
+            pause(x)
         self.end(placed)
         return _sum([part for _, part in sorted(parts, key=lambda p: p[0])])
 
@@ -127,7 +129,7 @@ class _Op:
             return
         self.begin(placed)
         seen = given.peer((given.rank - 1) % given.world_size) + 1
-        pause()
+        pause(x)
         placed.peer((placed.rank + 1) % placed.world_size).copy_(seen)
         self.end(placed)
 
@@ -154,13 +156,13 @@ class _Op:
             placed.peer((rank + 1) % size)[second] = x[first] * 2
         else:
             seen = placed.peer((rank - 1) % size)[first] + 1
-            pause()
+            pause(x)
             placed.peer((rank + 1) % size)[second] = seen
         self.end(placed)
 
 
-def _pausing(_x: torch.Tensor) -> None:
-    pause("pause")
+def _pausing(x: torch.Tensor) -> None:
+    pause(x, "pause")
 
 
 @functools.cache

@@ -41,8 +41,12 @@ def _setup(rank, world_size):
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
 
 
-def _expected(program, rank):
-    return [run(program, _GROUPS, *make_inputs(program, rank, t)) for t in range(TURNS)]
+def _inputs(program, rank, turn, device):
+    return [x.to(device) for x in make_inputs(program, rank, turn)]
+
+
+def _expected(program, rank, turns, device):
+    return [run(program, _GROUPS, *_inputs(program, rank, t, device)) for t in range(turns)]
 
 
 def _same(got, expected, turn):
@@ -52,18 +56,30 @@ def _same(got, expected, turn):
     return []
 
 
-def _eager(rank, world_size, program, way, most, seed, late=None):
+def _eager(
+    rank,
+    world_size,
+    program,
+    way,
+    most,
+    seed,
+    late=None,
+    *,
+    turns=TURNS,
+    device="cpu",
+    memory="shm",
+):
     import one_sided_ops
 
     import symmplan
 
     one_sided_ops.slow(rank, 0.0, seed)
-    expected = _expected(program, rank)
+    expected = _expected(program, rank, turns, device)
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
-    with symmplan.eager(timeout=60.0, memory="shm", collectives=way) as session:
-        for turn in range(TURNS):
-            got = run(program, _GROUPS, *make_inputs(program, rank, turn))
+    with symmplan.eager(timeout=60.0, memory=memory, collectives=way) as session:
+        for turn in range(turns):
+            got = run(program, _GROUPS, *_inputs(program, rank, turn, device))
             # What is compared is copied first: a wrong number must not hold up this rank alone.
             wrong += _same([x.clone() for x in got], expected[turn], turn)
             del got
@@ -73,23 +89,38 @@ def _eager(rank, world_size, program, way, most, seed, late=None):
     return wrong, len(plan.barriers), len(plan.placements)
 
 
-def _compiled(rank, world_size, program, way, most, seed, late=None, inner="eager"):
+def _compiled(
+    rank,
+    world_size,
+    program,
+    way,
+    most,
+    seed,
+    late=None,
+    *,
+    turns=TURNS,
+    device="cpu",
+    memory="shm",
+    inner="eager",
+):
     import one_sided_ops
 
     import symmplan
 
     one_sided_ops.slow(rank, 0.0, seed)
-    expected = _expected(program, rank)
+    expected = _expected(program, rank, turns, device)
     torch._dynamo.reset()
-    backend = symmplan.backend(inner=inner, memory="shm", timeout=60.0, collectives=way)
+    backend = symmplan.backend(
+        inner=inner, memory=memory, timeout=60.0, choose="placed", collectives=way
+    )
     compiled = torch.compile(
         lambda *tensors: run(program, _GROUPS, *tensors), backend=backend, fullgraph=True
     )
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
     try:
-        for turn in range(TURNS):
-            got = compiled(*make_inputs(program, rank, turn))
+        for turn in range(turns):
+            got = compiled(*_inputs(program, rank, turn, device))
             wrong += _same(got, expected[turn], turn)
         for plan in backend.plans:
             plan.verify()
@@ -188,14 +219,14 @@ SEEN = {
 }
 
 
-def _late(rank, world_size, program, way, work):
+def _late(rank, world_size, program, way, work, **more_of_it):
     """Every rank late, at every op that peers take part in: before it, or in it."""
     wrong, counts = [], set()
     ops = [kind for kind, *_ in program.steps if kind[-2:].isdigit()]
     for who in range(world_size):
         for moments in (("", ":end"), (":begin",)):
             late = {who: {op + moment: 0.004 for op in ops for moment in moments}}
-            found, *more = work(rank, world_size, program, way, 0.0, 0, late)
+            found, *more = work(rank, world_size, program, way, 0.0, 0, late, **more_of_it)
             wrong += [(late, text) for text in found]
             counts.add(tuple(more))
     return wrong, *counts

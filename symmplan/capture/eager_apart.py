@@ -92,15 +92,15 @@ def run_apart(func: Any, args: Any, kwargs: Any, spec: OpSpec, scratch: Scratch 
         form.written.copy_(clones[id(form.written)][1])
         return form.results(compat.finished_work())
     result = tree_map(finished, result)
+    if placed:
+        assert scratch is not None
+        scratch.over()  # before anything is copied back: peers may write it until then
     named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             for x in tree_leaves(named.get(argument.name)):
                 if _is_tensor(x):
                     x.copy_(clones[id(x)][1])
-    if placed:
-        assert scratch is not None
-        scratch.over()
     return result
 
 
