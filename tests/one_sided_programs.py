@@ -166,7 +166,7 @@ def make_inputs(program: Program, rank: int, turn: int) -> list[torch.Tensor]:
 def run(program: Program, groups: list[str], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Execute the program; ``groups`` are torch's names of its process groups."""
     ops, own, size = torch.ops._c10d_functional, torch.ops.one_sided, program.world
-    *values, idle = tensors
+    values, idle = list(tensors[:-1]), tensors[-1]
     for kind, *operands in program.steps:
         x = values[operands[0]] if operands else idle
         if kind in NAMES:
@@ -223,6 +223,7 @@ def _collective(ops, kind, x, more, group, values, size) -> list[torch.Tensor]:
         else:
             made = ops.all_reduce_coalesced(pair, "sum", group)
         return [end(t) for t in made]
+    x = x.contiguous()  # not every torch does that by itself
     rows = x.shape[0] // size
     equal = [rows] * size
     if name == "exchange":

@@ -211,6 +211,19 @@ SEEN = {
         ),
         (2, 4, 5),
     ),
+    "a collective that is left out": (
+        *("process group", (2, 3)),
+        (("push00", 0, 0), ("send", 1, 0, 0)),
+        (1, 2),
+    ),
+    "an argument that is left out of a buffer": (
+        *("auto", (2, 3)),
+        (
+            *(("both10", 0, 0), ("part", 1), ("push_00", 1, 0), ("read_01", 2, 0)),
+            *(("both01", 1, 1), ("push00", 0, 0), ("read_11", 4, 1)),
+        ),
+        (1, 3),
+    ),
     "a result that is copied where it is before it is read": (
         *("auto", (2, 3)),
         (("push11", 0, 0), ("read01", 1, 0), ("reduce", 1, 0), ("read00", 3, 0)),

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Decider", "Request", "element_where", "requests_of"]
 
+_SHUNNED = "an op whose own argument is left out uses it, too"
+
 
 def element_where(where: str, path: tuple[int, ...]) -> str:
     """``"inputs"`` and ``(0,)`` -> ``"inputs.0"``."""
@@ -99,6 +101,7 @@ class Decider:
         refused: ``{node: why its tensors are to be left out}``.
         symbols: Where the graph's inputs give the symbols of sizes.
         keep: The inputs that may lie in symmetric memory from run to run.
+        shunned: Representatives of storages that stay in ordinary memory. See [Note: left out].
     """
 
     prefix: str
@@ -112,6 +115,7 @@ class Decider:
     refused: Mapping[fx.Node, str]
     symbols: Mapping[Any, Any]
     keep: frozenset[fx.Node]
+    shunned: frozenset[Value] = frozenset()
 
     homes: dict[Value, Home] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
@@ -120,8 +124,25 @@ class Decider:
     kept: dict[Value, Kept] = field(init=False, factory=dict)
     #: Storages of which an op wrote a staged copy: from there on the copy counts.
     copied: set[Value] = field(init=False, factory=set)
+    #: Storages that arguments of users' ops were left out with.
+    _left: set[Value] = field(init=False, factory=set)
+
+    def misplaced(self) -> frozenset[Value]:
+        """Storages in placements that an op uses whose argument was left out.
+
+        [Note: left out]
+            A one-sided op that gets an ordinary tensor goes its own other way. If the tensor lies
+            in a placement for the sake of another op, it goes the one-sided way, unplanned, maybe
+            over a group that the segment never met. So such a storage stays in ordinary memory, and
+            the other ops' tensors are copied. The process group's collectives take any memory.
+        """
+        homes = self.homes
+        given = {root for root, home in homes.items() if home.write == "given"}
+        return frozenset(r for r in self._left - given if self.buffer_of(r) is not None)
 
     def _leave_out(self, request: Request, reason: str) -> None:
+        if request.kind == "argument" and request.spec.origin != "catalogue":
+            self._left.add(self.values.find(request.value))
         fake = self.values.tensors[request.value]
         nbytes = bound(fake.untyped_storage().nbytes())
         name = f"{self.prefix}{request.value[0].name}"
@@ -214,6 +235,8 @@ class Decider:
             reason = "it leaves the graph"
         elif self._untraceable(root):
             reason = "its aliases cannot be followed"
+        elif root in self.shunned:
+            reason = _SHUNNED
         if reason is not None:
             if not self._only_waited(value):
                 self._leave_out(request, f"{reason}, and it is used other than through one wait")
@@ -323,6 +346,8 @@ class Decider:
             if self.buffers[home.buffer].group != request.group:
                 return f"its storage is symmetric over group {self.buffers[home.buffer].group}"
             return None
+        if root in self.shunned:
+            return _SHUNNED
         origin = self._origin(root)
         if origin[0].op != "call_function":
             return self._why_not_kept(request, root, origin)

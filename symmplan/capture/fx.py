@@ -25,7 +25,7 @@ from attrs import define, evolve, field
 from torch import fx
 
 from symmplan.capture.bounds import sources
-from symmplan.capture.decide import Decider, requests_of
+from symmplan.capture.decide import Decider, Request, requests_of
 from symmplan.capture.graphs import (
     argument_nodes,
     called,
@@ -159,33 +159,32 @@ class _Builder:
             classes.setdefault(self.values.find(value), []).append(value)
         ends = [n for n in self.graph.nodes if is_wait(n)]
         waits = {n: self._waits_of(n, ends) for n, s in declared if s.asynchronous}
-        self.decider = Decider(
-            prefix=self.prefix,
-            order=self.order,
-            values=self.values,
-            classes=classes,
-            escaping=self._escaping(waits),
-            waits=waits,
-            producer=self.producer,
-            skip=self.skip,
-            refused=self.refused or {},
-            symbols=sources(self.graph),
-            keep=self.keep,
-        )
-        for node, buffer in given.items():
-            root = self.values.find((node, ()))
-            self.decider.homes.setdefault(root, Home(buffer.name, node, (), "given"))
-            self.decider.buffers[buffer.name] = buffer
         requests = [r for node, spec in declared for r in requests_of(node, spec, self.values)]
         self.specs = dict(declared)
-        for request in requests:
-            if request.kind == "result":
-                self.decider.result(request)
-        for request in requests:
-            if request.kind == "argument":
-                self.decider.argument(request)
+        shunned: frozenset[Value] = frozenset()
+        while True:
+            self.decider = Decider(
+                prefix=self.prefix,
+                order=self.order,
+                values=self.values,
+                classes=classes,
+                escaping=self._escaping(waits),
+                waits=waits,
+                producer=self.producer,
+                skip=self.skip,
+                refused=self.refused or {},
+                symbols=sources(self.graph),
+                keep=self.keep,
+                shunned=shunned,
+            )
+            self._decide(requests, given)
+            more = self.decider.misplaced()
+            if not more:
+                break
+            shunned |= more
         self.decider.unplanned += self._hidden()
         sites = sorted(self.decider.sites, key=lambda s: self.order[s.node])
+        self._plain(sites, ends)
         saved = self._saved()
         problem, residence = self._problems(sites, saved, given)
         return Captured(
@@ -201,6 +200,33 @@ class _Builder:
             saved=saved,
             given={node: buffer.name for node, buffer in given.items()},
         )
+
+    def _decide(self, requests: Sequence[Request], given: Mapping[fx.Node, Buffer]) -> None:
+        """All results before all arguments."""
+        for node, buffer in given.items():
+            root = self.values.find((node, ()))
+            self.decider.homes.setdefault(root, Home(buffer.name, node, (), "given"))
+            self.decider.buffers[buffer.name] = buffer
+        for request in requests:
+            if request.kind == "result":
+                self.decider.result(request)
+        for request in requests:
+            if request.kind == "argument":
+                self.decider.argument(request)
+
+    def _plain(self, sites: Sequence[Site], ends: Sequence[fx.Node]) -> None:
+        """Ops that are left out run as they are: asynchronously, if that is what they are."""
+        placed = {s.node for s in sites if s.buffer is not None}
+        placed |= {h.node for h in self.decider.homes.values() if h.write == "declared"}
+        for node, spec in self.specs.items():
+            overload = called(node)
+            plain = None if overload is None else spec_for(overload)
+            if node in placed or plain is None or plain.asynchronous == spec.asynchronous:
+                continue
+            found = self._waits_of(node, ends)
+            if found:
+                self.specs[node] = plain
+                self.decider.waits[node] = found
 
     def _given(self) -> dict[fx.Node, Buffer]:
         """The inputs that lie in placements; those of one buffer become one storage."""

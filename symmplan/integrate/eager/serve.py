@@ -44,7 +44,12 @@ def serve(
     """
     original = event.call.op.redispatch
     if not event.placed:
-        return original(behind, *args, **kwargs)
+        for act in event.ready:
+            act()
+        result = original(behind, *args, **kwargs)
+        for act in event.after:
+            act()
+        return result
     values = bound_values(event, *((args, kwargs) if form is None else (form.args, form.kwargs)))
     for bound in event.binds:
         tensor = _at(values[bound.head], bound.index)
