@@ -74,6 +74,7 @@ __all__ = [
     "has_nccl_backend",
     "has_process_groups",
     "in_backward",
+    "is_registered",
     "keyset_after_select",
     "known_groups",
     "nccl_window_allocator",
@@ -122,6 +123,17 @@ def group_by_name(name: str) -> ProcessGroup:
     except (LookupError, RuntimeError, ValueError) as error:
         raise LookupError(name) from error
     return group
+
+
+def is_registered(group: ProcessGroup) -> bool:
+    """Whether torch still knows ``group``; not once it was destroyed, whatever has its name now."""
+    known = getattr(dist.distributed_c10d._world, "pg_map", None)
+    if known is not None:
+        return group in known
+    try:
+        return group_by_name(group_name(group)) is group
+    except LookupError:
+        return False
 
 
 def group_name(group: ProcessGroup) -> str:

@@ -18,7 +18,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.process import ProcessIdentity, this_process
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
@@ -29,7 +29,13 @@ __all__ = ["agree", "compare_notes"]
 _LARGEST_PLAN = 1 << 30
 
 
-def agree(plan: Plan, groups: Mapping[str, Any] | None = None, timeout: float = 300.0) -> None:
+def agree(
+    plan: Plan,
+    groups: Mapping[str, Any] | None = None,
+    timeout: float = 300.0,
+    *,
+    watch: Callable[[], None] | None = None,
+) -> None:
     """Check that all ranks of all groups of ``plan`` hold the same plan.
 
     Args:
@@ -37,6 +43,8 @@ def agree(plan: Plan, groups: Mapping[str, Any] | None = None, timeout: float = 
         groups: ``{name in the plan: process group}`` for names that torch does not know. Groups
             that this rank's plan does not use take part all the same.
         timeout: Seconds that each wait for the peers may take.
+        watch: Called now and then while this rank waits; what it raises is raised on every rank
+            that takes part.
 
     Raises:
         AgreementError: Plans differ. Raised on every rank of the group; ``ranks`` are two that
@@ -46,7 +54,7 @@ def agree(plan: Plan, groups: Mapping[str, Any] | None = None, timeout: float = 
     Collective: yes, over every group of the plan and of ``groups``.
     """
     names = [group for spec in plan.segments for group in spec.groups]
-    exchange = Exchange(resolve_groups([*names, *(groups or ())], groups), timeout)
+    exchange = Exchange(resolve_groups([*names, *(groups or ())], groups), timeout, watch)
     try:
         compare_notes(plan, exchange, memory="")
         exchange.round("agreed", b"")

@@ -5,6 +5,9 @@
     one counter for each group (how often the owner has arrived) and what the owner says about its
     current call. There is no lock that a killed process could keep, and nothing to reset.
 
+    Beside its counter a rank says how far its program is (see `Meeting.tell`): words in the same
+    cache line, which cost nobody anything until somebody waits long enough to look.
+
     A call's notes have two slots, used alternately. A rank that is one arrival ahead writes the
     other slot, and it cannot be two ahead, because it waits for everyone in between.
 
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["ControlArea", "Meeting", "control_nbytes", "part_starts"]
 
 _LINE = 8  # words of 8 bytes: a cache line, so that one rank's stores do not disturb another's
+_PROGRESS = slice(1, 4)  # of a group's part, behind the counter
 _NOTE = 64  # bytes of a call's note; the last 8 number the arrival, so that none passes for another
 _STATUS, _HEADER = 0, _LINE
 _WELL, _BROKEN, _RELEASED = 0, 1, 2
@@ -135,6 +139,9 @@ class Meeting:
         segment: Name of the segment, for messages.
         timeout: Seconds that a barrier may take unless it says otherwise.
         on_failure: Called with the error of a failed barrier.
+
+    Attributes:
+        watch: Called now and then while a barrier waits; what it raises ends the wait.
     """
 
     def __init__(
@@ -155,7 +162,10 @@ class Meeting:
         self._segment = segment
         self._timeout = timeout
         self._on_failure = on_failure
+        self.watch: Callable[[], None] | None = None
         self._mine = parts[group.rank]
+        self._said = [0, 0, 0]
+        self._progress = [part[_PROGRESS] for part in parts]
         self._others = [(rank, part[:1]) for rank, part in enumerate(parts) if rank != group.rank]
         slots = [[part[_LINE + i * _slot_words(group.size) :] for part in parts] for i in range(2)]
         self._notes = [[memoryview(p[: _NOTE // 8].data).cast("B") for p in slot] for slot in slots]
@@ -194,6 +204,25 @@ class Meeting:
         self._notes[count & 1][self._group.rank][:] = padded
         return padded
 
+    def tell(self, progress: Sequence[int]) -> None:
+        """Say how far this rank's program is, in three numbers. They become visible in order."""
+        mine = self._progress[self._group.rank]
+        for i, value in enumerate(progress):
+            if value != self._said[i]:
+                self._fence()
+                mine[i] = self._said[i] = value
+
+    def told(self) -> list[tuple[int, ...]]:
+        """What each rank said last, each number at least as new as those behind it."""
+        found = []
+        for words in self._progress:
+            last = []
+            for i in reversed(range(len(words))):
+                last.append(int(words[i]))
+                self._fence()
+            found.append(tuple(reversed(last)))
+        return found
+
     def free_words(self) -> list[list[int]]:
         """What every rank gave as ``free`` in the last `enter`."""
         return [words.tolist() for words in self._free[self._count & 1]]
@@ -202,6 +231,8 @@ class Meeting:
         """Let go of the memory, mine and the peers'."""
         self._mine = np.zeros(1, dtype=np.int64)
         self._areas.clear()
+        self._progress.clear()
+        self.watch = None
         self._others.clear()
         self._notes.clear()
         self._free.clear()
@@ -256,6 +287,8 @@ class Meeting:
         A rank that gave up counts even if it had arrived: it no longer takes part. One that
         arrived and then released its arena, or ended, did all that was asked of it.
         """
+        if self.watch is not None:
+            self.watch()
         for rank, counter in self._others:
             status = self._areas[rank].status
             if status == _BROKEN:

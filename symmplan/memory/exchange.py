@@ -27,11 +27,11 @@ from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, Run
 from symmplan.memory.process import ProcessIdentity, is_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.memory.groups import Group
 
-__all__ = ["Exchange", "error_as_data", "error_from_data", "was_told"]
+__all__ = ["Exchange", "error_as_data", "error_from_data", "processes_of", "was_told"]
 
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
@@ -47,13 +47,20 @@ class Exchange:
     Args:
         groups: Every group that takes part; groups of one rank cost nothing.
         timeout: Seconds that each round may take.
+        watch: Called now and then while a round waits; what it raises ends the wait.
 
     Collective: yes, over every group.
     """
 
-    def __init__(self, groups: Mapping[str, Group], timeout: float) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        timeout: float,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
         self.groups = dict(groups)
         self.timeout = timeout
+        self._watch = watch
         # Known from the first exchange on; rounds then notice when a process ends.
         self._processes: dict[str, Sequence[ProcessIdentity]] = {}
         for name, group in groups.items():
@@ -115,6 +122,8 @@ class Exchange:
             if not waiting:
                 break
             if thorough:
+                if self._watch is not None:
+                    self._watch()
                 next_look = now + _LIVENESS_PERIOD
             if now >= deadline:
                 raise self._timed_out(waiting[0], phase)
@@ -248,6 +257,11 @@ class Exchange:
             phase=phase,
             timeout=self.timeout,
         )
+
+
+def processes_of(process_group: Any) -> tuple[ProcessIdentity, ...]:
+    """The ranks' processes, in order; empty before the group's first exchange of plans."""
+    return _KNOWN.get(process_group, ())
 
 
 def was_told(error: BaseException) -> bool:

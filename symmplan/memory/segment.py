@@ -94,6 +94,19 @@ class Rendezvous:
         """The barrier that ends what `enter` began."""
         self.barrier()
 
+    def tell(self, progress: Sequence[int]) -> None:
+        """Say how far this rank's program is, in three numbers, where peers see it at no cost."""
+
+    def told(self) -> list[tuple[int, ...]]:
+        """What each rank said last, each number at least as new as those behind it.
+
+        Empty if ranks cannot say so here.
+        """
+        return []
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Call ``look`` now and then while a barrier waits; what it raises ends the wait."""
+
     def release(self) -> None:
         """Let go of the peers' memory."""
         self._peers = ()

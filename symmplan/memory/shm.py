@@ -30,7 +30,7 @@ from symmplan.memory.shm_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
@@ -111,6 +111,18 @@ class ShmRendezvous(Rendezvous):
     def free_words(self) -> list[list[int]]:
         """See `Meeting.free_words`."""
         return self._meeting.free_words()
+
+    def tell(self, progress: Sequence[int]) -> None:
+        """See `Meeting.tell`."""
+        self._meeting.tell(progress)
+
+    def told(self) -> list[tuple[int, ...]]:
+        """See `Meeting.told`."""
+        return self._meeting.told()
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """See `Meeting.watch`."""
+        self._meeting.watch = look
 
     def release(self) -> None:
         """Let go of the peers' memory."""

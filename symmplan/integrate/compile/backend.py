@@ -264,8 +264,11 @@ def backend(
     Dynamic sizes are planned for the bound that ``torch._dynamo.mark_dynamic(x, dim, max=...)``
     declares, others for the next power of two. A larger size is compiled and planned again: all
     ranks agree on the new plan and replace their segments, a warning of the logger ``symmplan``
-    says so, and ``stats.replans`` counts it. A rank that outgrows its plan alone ends in an error
-    on all ranks.
+    says so, and ``stats.replans`` counts it.
+
+    A rank may be given a smaller batch than its peers: what it compiles alone runs without them as
+    long as its declared tensors are those of a graph that all ranks have agreed on. If they are
+    not, or if it outgrows its plan alone, all ranks raise an `AgreementError`.
 
     Args:
         inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.

@@ -6,7 +6,18 @@ cost more than the collective saves. So before a graph is planned each of its co
 both ways at its size, with its copies, and beside as many matrix products as the graph has between
 its start and its wait. What does not gain clearly stays out of the plan, with the two times as the
 reason.
+
 A case is measured once in a process. See [Note: what is timed] in `symmplan.integrate.measuring`.
+
+[Note: who measures]
+    All ranks of a group must measure the same, or nobody. So what decides it, and under what the
+    result is found again, is the same on all of them: the collective, its sizes, its process group
+    and whether any products run beside it. How many do depends on the rest of the graph, and so on
+    a batch that may be smaller on one rank: the first graph with a case decides for later ones, and
+    of several such collectives in it that with most products.
+
+    A process group is known by itself and not by its name: another one may have had that before,
+    and other ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +25,10 @@ from __future__ import annotations
 import math
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
@@ -54,7 +66,7 @@ _ALIGN = 256
 
 @frozen
 class _Case:
-    """What is measured once: two collectives with the same case take the same time."""
+    """What is measured once: two collectives with the same case take about the same time."""
 
     op: str
     memory: str
@@ -64,14 +76,15 @@ class _Case:
     others: tuple[tuple[str, Any], ...]
     copied_in: bool
     copied_out: bool
-    beside: int
+    alone: bool
+    beside: int = field(eq=False)
 
     @property
     def key(self) -> list[Any]:
         """What must be the same on all ranks; the names of groups may differ."""
         return [
             *(self.op, self.memory, self.dtype, list(self.numels)),
-            *(self.copied_in, self.copied_out, self.beside),
+            *(self.copied_in, self.copied_out, self.alone),
         ]
 
 
@@ -115,7 +128,8 @@ class Choice:
         )
 
 
-_FOUND: dict[_Case, Choice] = {}
+#: By process group. See [Note: who measures].
+_FOUND: WeakKeyDictionary[Any, dict[_Case, Choice]] = WeakKeyDictionary()
 
 
 def forget() -> None:
@@ -124,7 +138,11 @@ def forget() -> None:
 
 
 def refused(
-    captured: Captured, lowerings: Lowerings, device: torch.device, timeout: float
+    captured: Captured,
+    lowerings: Lowerings,
+    device: torch.device,
+    timeout: float,
+    gather: Callable[[Mapping[str, Any]], None],
 ) -> tuple[dict[fx.Node, str], list[Choice]]:
     """Which collectives are to stay as they are, and what was measured.
 
@@ -133,6 +151,7 @@ def refused(
         lowerings: How each op is run on the memory backend.
         device: Where its tensors lie.
         timeout: Seconds that ranks wait for each other.
+        gather: Waits until all ranks of the groups it is given have come to measure.
 
     Returns:
         ``{node: reason}`` and every choice, in graph order.
@@ -150,18 +169,31 @@ def refused(
         case = None if row is None else _case(captured, node, row, lowerings.memory, flops[node])
         if case is not None:
             cases[node] = case
-    new = [c for c in dict.fromkeys(cases.values()) if c not in _FOUND]
+    names = dict.fromkeys(c.group for c in cases.values())
+    groups = {n: g.process_group for n, g in resolve_groups(names).items()}
+    if any(group is None for group in groups.values()):
+        return {}, []  # without torch.distributed there is no other way
+    most: dict[_Case, _Case] = {}
+    for case in cases.values():
+        have = most.setdefault(case, case)
+        if case.beside > have.beside:
+            most[case] = case
+    new = [c for case, c in most.items() if case not in _found(groups[case.group])]
     # Where nothing is new nobody is waited for: ranks that compile other collectives than their
     # peers have something new, or another plan.
     if new:
         # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
-            names = [c.group for c in cases.values()]
-            thread.submit(_measure, new, names, lowerings, device, timeout).result()
-    choices = {node: _FOUND[case] for node, case in cases.items()}
+            thread.submit(_measure, new, groups, lowerings, device, timeout, gather).result()
+    choices = {node: _found(groups[case.group])[case] for node, case in cases.items()}
     reasons = {node: c.reason for node, c in choices.items() if not c.placed}
     return reasons, list(dict.fromkeys(choices.values()))
+
+
+def _found(group: Any) -> dict[_Case, Choice]:
+    """What was measured over a process group."""
+    return _FOUND.setdefault(group, {})
 
 
 def _case(
@@ -188,6 +220,7 @@ def _case(
         others=tuple(sorted((k, _plain(v)) for k, v in bound.items())),
         copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
         copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
+        alone=not flops,
         beside=1 << max(0, math.ceil(math.log2(flops))) if flops else 0,
     )
 
@@ -199,17 +232,16 @@ def _plain(value: Any) -> Any:
 @own_work
 def _measure(
     cases: Sequence[_Case],
-    names: Sequence[str],
+    groups: Mapping[str, Any],
     lowerings: Lowerings,
     device: torch.device,
     timeout: float,
+    gather: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Time the cases, and let the slowest rank count."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    groups = {n: g.process_group for n, g in resolve_groups(names).items()}
-    if any(group is None for group in groups.values()):
-        return
+    gather(groups)
     leader = leaders(groups)
     mine: dict[str, list[_Case]] = {name: [] for name in dict.fromkeys(leader.values())}
     for case in cases:
@@ -221,7 +253,7 @@ def _measure(
     times = _times(cases, groups, lowerings, device, timeout)
     for case, seconds in slowest(times, lambda case: case.group, groups, timeout).items():
         plain, placed = seconds["plain"], seconds["placed"]
-        _FOUND[case] = Choice(
+        _found(groups[case.group])[case] = Choice(
             op=case.op,
             group=case.group,
             dtype=case.dtype,

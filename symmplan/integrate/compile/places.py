@@ -214,6 +214,7 @@ class Places:
     arenas: list[Arena] = field(init=False, factory=list)
     _all: list[Place] = field(init=False, factory=list)
     _away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
+    _used: list[tuple[Any, tuple[int | None, ...]]] = field(init=False, factory=list)
 
     @property
     def count(self) -> int:
@@ -242,8 +243,24 @@ class Places:
         begin = len(self.of(process_group))
         made = [Place(begin + i, process_group, b) for i, b in enumerate(placed)]
         self._all += made
+        self.use(process_group, [p.number for p in made])
         self.arenas.append(arena)
         return made
+
+    def use(self, process_group: Any, numbers: Sequence[int | None]) -> None:
+        """Remember which placements the inputs of a graph have, on all ranks alike."""
+        if not self.were_used(process_group, numbers):
+            self._used.append((process_group, tuple(numbers)))
+
+    def were_used(self, process_group: Any, numbers: Sequence[int | None]) -> bool:
+        """Whether a graph's inputs had these placements, all of them, on all ranks.
+
+        Then a graph that one rank compiles alone may have them, too, and nobody need be asked.
+        """
+        wanted = tuple(numbers)
+        return None not in wanted and any(
+            group is process_group and used == wanted for group, used in self._used
+        )
 
     def check_others(self, copies: Sequence[Copy], args: Sequence[Any]) -> None:
         """A run must not be given the old tenant of a placement beside a copy.

@@ -23,6 +23,9 @@
     lies before each run: what is copied on entry must be so before peers touch the bytes. Where a
     graph may copy back on entry what it needs in place, another lies before that: peers may still
     read what was there.
+
+    Plans that show peers the same (see [Note: what peers see] in `symmplan.planner.visible`) count
+    as one graph here: a rank may have compiled its own for a smaller batch, and no peer knows.
 """
 
 from __future__ import annotations
@@ -37,18 +40,20 @@ from attrs import define, evolve, field
 from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import Lane, Zone, overlap
 from symmplan.integrate.compile.places import Places
+from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import give_back, obtain, synchronize
+from symmplan.planner.visible import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from symmplan.integrate.compile.records import Rewritten
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
 
-__all__ = ["Pool", "Shared", "structure_of"]
+__all__ = ["Pool", "Shared", "group_names", "is_unmet", "structure_of"]
 
 
 def structure_of(plan: Plan) -> Any:
@@ -65,6 +70,8 @@ class Shared:
         device: Where they lie.
         groups: The process groups that they met.
         copies: How many crossing tensors were copied, by reason.
+        progress: How far the ranks are.
+        agreed: The first plan of each kind that all ranks have agreed on.
         lanes: The bytes of each crossing buffer that a graph has had so far.
         released: Whether the segments were given back.
     """
@@ -73,6 +80,8 @@ class Shared:
     device: torch.device
     groups: list[Any]
     copies: Counter[str]
+    progress: Progress
+    agreed: dict[Any, Plan] = field(init=False, factory=dict)
     lanes: dict[Placement, Lane] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
     _overlaps: dict[Rewritten, tuple[int, list[Lane]]] = field(init=False, factory=dict)
@@ -82,14 +91,20 @@ class Shared:
     _stream: Any = field(init=False, default=None)
 
     def enter(
-        self, plan: Plan, prepare: Callable[[], None] = lambda: None, *, writes: bool = False
+        self,
+        plan: Plan,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        writes: bool = False,
+        groups: Collection[Any] = (),
     ) -> None:
         """Begin a run of a graph that follows ``plan``. See [Note: turns].
 
         Args:
-            plan: The plan.
+            plan: The plan, as `Pool.take` returned it.
             prepare: What this rank has to do before peers touch the bytes.
             writes: Whether that may write them.
+            groups: The process groups of whatever the graph has in symmetric memory.
 
         Raises:
             RunError: A graph that uses the same segments is running: inside it, or in another
@@ -106,6 +121,7 @@ class Shared:
                 fix="compile one of them with a symmplan.backend() of its own",
             )
         try:
+            self.progress.run(groups)
             self._follow()
             if writes and self._is_unmet(plan):
                 self._barrier()
@@ -148,7 +164,7 @@ class Shared:
 
     def _is_unmet(self, plan: Plan) -> bool:
         if id(plan) not in self._unmet:
-            self._unmet[id(plan)] = (plan, _unmet(plan))
+            self._unmet[id(plan)] = (plan, is_unmet(plan))
         return self._unmet[id(plan)][1]
 
     def lane(self, place: Placement) -> Lane:
@@ -194,6 +210,7 @@ class Shared:
         """
         self.clear()
         self.released = True
+        self.progress.remove(self.arena)
         synchronize(self.device)
         give_back([self.arena])
 
@@ -223,53 +240,93 @@ class Pool:
     places: Places = field(init=False, factory=Places)
     copies: Counter[str] = field(init=False, factory=Counter)
     bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
+    progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
     _zones: list[Zone] = field(init=False, factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.progress = Progress(self.timeout)
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
 
-    def take(self, plan: Plan, memory: str, device: torch.device) -> Shared:
+    def take(
+        self,
+        plan: Plan,
+        memory: str,
+        device: torch.device,
+        barriers: Iterable[tuple[int, str]] | None = None,
+    ) -> tuple[Shared, Plan]:
         """Agree on a plan, and find or make segments for it.
 
-        Collective: yes, over the plan's groups.
+        Args:
+            plan: The plan.
+            memory: Name of the memory backend.
+            device: Where the segments lie.
+            barriers: What its graphs run besides the program, if that is more than the plan says;
+                as for `symmplan.planner.visible.visible`.
+
+        Returns:
+            The segments, and the first plan that showed peers the same.
+
+        Raises:
+            AgreementError: The ranks' plans differ, or a peer runs an old graph meanwhile.
+            BackendError, PeerTimeoutError, PeerLostError: As `symmplan.memory.realize`.
+
+        Collective: yes, over the plan's groups, unless its like was agreed before.
         """
         if self.released:
             raise _released()
         key = (memory, device, structure_of(plan))
-        named = {n: g.process_group for n, g in resolve_groups(_groups_of(plan)).items()}
+        named = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
         groups = list(named.values())
         shared = self._shared.get(key)
         if shared is not None and shared.groups != groups:
+            del self._shared[key]
             shared.clear()
+            self.progress.remove(shared.arena)
             shared.arena.release()  # of a process group that is gone; another has its name
             shared = None
+        shown = visible(plan, barriers)
+        # Names of groups, which fingerprints leave out, are this rank's own affair.
+        problem = shown.problem
+        names = (*(b.group for b in problem.buffers), *(o.group for o in problem.operations))
+        like = (shown.fingerprint, names)
+        if shared is not None and like in shared.agreed:
+            return shared, shared.agreed[like]
+        agree(shown, timeout=self.timeout, watch=self.progress.plan(named))
         if shared is None:
-            arena = self._obtain(plan, memory, device, named)
-            shared = self._shared[key] = Shared(arena, device, groups, self.copies)
-            return shared
+            arena = self._obtain(shown, memory, device, named)
+            shared = self._shared[key] = Shared(arena, device, groups, self.copies, self.progress)
+        else:
+            self._grow(shared, shown, memory, named)
+        shared.agreed[like] = plan
+        return shared, plan
+
+    def _grow(self, shared: Shared, plan: Plan, memory: str, groups: dict[str, Any]) -> None:
+        """Make room for a plan that all ranks have agreed on."""
         have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
         larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
-        wanted = evolve(plan, segments=tuple(larger))
         if all(s.nbytes == have[s.name] for s in larger):
-            agree(wanted, timeout=self.timeout)
-            return shared
+            return
+        device = shared.device
         synchronize(device)  # before all ranks meet: then nobody uses the old ones
-        arena = self._obtain(wanted, memory, device, named)
+        arena = self._obtain(evolve(plan, segments=tuple(larger)), memory, device, groups)
         old = shared.arena
         shared.move(arena)
         if shared.lanes:
             synchronize(device)  # what was saved has been copied
+        self.progress.remove(old)
         give_back([old])
-        return shared
 
     def _obtain(
         self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]
     ) -> Arena:
         arena, made = obtain(plan, groups, memory=memory, device=device, timeout=self.timeout)
         self.rendezvous += arena.rendezvous if made else 0
+        self.progress.add(arena)
         return arena
 
     def zone(self, zone: Zone) -> None:
@@ -292,10 +349,13 @@ class Pool:
         Collective: no.
         """
         self.released = True
+        for arena in self.places.arenas:
+            self.progress.remove(arena)
         self.places.release()
         for shared in self._shared.values():
             if not shared.released:
                 shared.release()
+        self.progress.release()
 
 
 def _released() -> ReleasedError:
@@ -305,11 +365,12 @@ def _released() -> ReleasedError:
     )
 
 
-def _groups_of(plan: Plan) -> list[str]:
+def group_names(plan: Plan) -> list[str]:
+    """Names of the groups that a plan's segments meet."""
     return [group for spec in plan.segments for group in spec.groups]
 
 
-def _unmet(plan: Plan) -> bool:
+def is_unmet(plan: Plan) -> bool:
     """Whether peers touch a rank's bytes before it starts the operation, or after it has ended."""
     operations = {o.name: o for o in plan.problem.operations}
     found = ((operations[a.operation], a) for a in plan.problem.accesses if a.remote)

@@ -69,6 +69,11 @@ class Rewritten:
     writes: tuple[Placement, ...]
     owner: Unit
 
+    @property
+    def copies_back(self) -> bool:
+        """Whether its entry may copy into placements what it needs there."""
+        return any(given.needed for given in self.given)
+
 
 @define(eq=False)
 class Record:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from symmplan._compat import is_registered
 from symmplan._compat_autograd import static_inputs
 from symmplan.errors import ReleasedError
 from symmplan.memory import realize
@@ -117,6 +118,30 @@ class Residents:
         known = self._parts.get(part)
         return () if known is None else [b for p in known.plans.values() for b in p.barriers]
 
+    def settle(self, part: str, args: Sequence[Any]) -> None:
+        """Before a part first runs: find or make the placements of its kept inputs.
+
+        Args:
+            part: The part.
+            args: Its inputs.
+
+        Collective: yes, over the groups of the kept inputs, unless all of them lie where the inputs
+        of another graph did on all ranks.
+        """
+        if part in self._parts and part not in self._tables:
+            self._tables[part] = self._settle(part, args)
+
+    def forget(self, part: str) -> None:
+        """Let `settle` find the placements of a part anew, those of groups that are gone."""
+        self._tables.pop(part, None)
+        for key, place in list(self._places.items()):
+            if not is_registered(place.process_group):
+                del self._places[key]
+
+    def groups(self, part: str) -> list[str]:
+        """Names of the process groups of a part's kept inputs."""
+        return list(self._parts[part].plans) if part in self._parts else []
+
     def enter(self, part: str, args: list[Any]) -> list[Copy]:
         """Before a part runs: see that its kept inputs lie in their placements.
 
@@ -126,14 +151,10 @@ class Residents:
 
         Returns:
             The copies that `leave` has to end.
-
-        Collective: the first time, over the groups of the kept inputs.
         """
         if part not in self._parts:
             return []
-        table = self._tables.get(part)
-        if table is None:
-            table = self._tables[part] = self._settle(part, args)
+        table = self._tables[part]
         if self.pool.released:
             raise ReleasedError(
                 "a compiled graph ran after its backend was released",
@@ -202,12 +223,19 @@ class Residents:
                     and place.bytes.numel() == plan.placements[guest.buffer].nbytes
                 )
                 numbers.append(place.number if place is not None and fits else None)
-            (said,) = tell(
-                "places", {group: numbers}, {group: process_group}, self.timeout
-            ).values()
+            if not places.were_used(process_group, numbers):
+                self.pool.progress.gather({group: process_group})
+                (said,) = tell(
+                    "places", {group: numbers}, {group: process_group}, self.timeout
+                ).values()
+                numbers = [
+                    n if all(_same(other, numbers, i) for other in said) else None
+                    for i, n in enumerate(numbers)
+                ]
+                places.use(process_group, numbers)
             by_number = {p.number: p for p in here.values()}
-            for i, (guest, number) in enumerate(zip(mine, numbers, strict=True)):
-                if number is not None and all(_same(other, numbers, i) for other in said):
+            for guest, number in zip(mine, numbers, strict=True):
+                if number is not None:
                     self._places[(guest.name, group)] = by_number[number]
         new = [g for g in mine if (g.name, group) not in self._places]
         key = f"{part} {group}"
@@ -216,9 +244,11 @@ class Residents:
             return
         final = _planned(plan.problem, new)
         self.plans[key] = final
+        self.pool.progress.gather({group: process_group})
         arena = realize(
             final, memory=self._parts[part].memory, device=self.device, timeout=self.timeout
         )
+        self.pool.progress.add(arena)
         self.pool.rendezvous += arena.rendezvous
         made = places.add(process_group, [arena.tensor(g.buffer) for g in new], arena)
         for guest, place in zip(new, made, strict=True):

@@ -29,7 +29,7 @@ from symmplan.integrate.compile.parts import (
     writes_of,
 )
 from symmplan.integrate.compile.poison import plan_poison
-from symmplan.integrate.compile.pool import structure_of
+from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
 from symmplan.integrate.compile.records import Record, Rewritten, Settings
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
@@ -39,6 +39,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
+from symmplan.planner.order import order_of
 from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ class Unit:
     lowerings: Lowerings | None = field(init=False, default=None)
     plans: dict[str, Plan] = field(init=False, factory=dict)
     barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
+    order: dict[str, tuple[str, ...]] = field(init=False, factory=dict)
+    parts: dict[str, Rewritten] = field(init=False, factory=dict)
     shared: dict[str, Shared] = field(init=False, factory=dict)
+    agreed: dict[str, Plan] = field(init=False, factory=dict)
+    groups: dict[str, list[Any]] = field(init=False, factory=dict)
     taken: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
     zone: Zone | None = field(init=False, default=None)
@@ -151,7 +156,13 @@ class Unit:
             reasons |= partly
             captured = capture(refused=reasons)
         if self.settings.chooses(self.device):
-            slower, choices = refused(captured, lowerings, self.device, self.settings.timeout)
+            slower, choices = refused(
+                captured,
+                lowerings,
+                self.device,
+                self.settings.timeout,
+                self.pool.progress.gather,
+            )
             self.record.choices += choices
             if slower:
                 reasons |= slower
@@ -172,6 +183,7 @@ class Unit:
         alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
         kept = self.residents.barriers(part)
         self.barriers[part] = in_turn(*map(_points, (plan.barriers, alone, kept)))
+        self.order[part] = tuple(o.name for o in captured.problem.operations)
         places = given_of(module, captured, plan, fixed=fixed)
         self._save(module, captured, plan)
         inputs = rewrite(
@@ -183,7 +195,9 @@ class Unit:
             fake_mode,
         )
         leaves = {i: plan.placements[buffer] for i, buffer in captured.saved.items()}
-        return Rewritten(part, inputs, leaves, places, writes_of(captured, plan, places), self)
+        written = writes_of(captured, plan, places)
+        self.parts[part] = Rewritten(part, inputs, leaves, places, written, self)
+        return self.parts[part]
 
     def cross(self, module: fx.GraphModule, part: str) -> tuple[Sequence[int], dict[str, Buffer]]:
         """The outputs that only the backward gets, and the inputs that lie in placements.
@@ -278,13 +292,19 @@ class Unit:
         Collective: the first time, over the groups of the plan; it agrees and allocates.
         """
         part = rewritten.part
-        shared = self.shared.get(part)
-        if shared is None:
-            shared = self._settle(part)
+        if not all(map(compat.is_registered, self.groups.get(part, ()))):
+            self._forget(part)
+        shared = self.shared.get(part) or self._settle(part)
+        if part not in self.groups:
+            self.residents.settle(part, args)
+            names = [*group_names(self.agreed[part]), *self.residents.groups(part)]
+            members = resolve_groups(names).values()
+            self.groups[part] = [g.process_group for g in members if g.process_group is not None]
         shared.enter(
-            self.plans[part],
+            self.agreed[part],
             functools.partial(take_over, shared, rewritten, args),
-            writes=any(given.needed for given in rewritten.given),
+            writes=rewritten.copies_back,
+            groups=self.groups[part],
         )
         try:
             arena, taken = self.taken.get(part, (None, []))
@@ -313,14 +333,41 @@ class Unit:
         """End the run of a part."""
         self.shared[rewritten.part].leave()
 
+    def _forget(self, part: str) -> None:
+        """A process group of a part is gone. Another may have its name, and other ranks."""
+        for known in (self.groups, self.shared, self.agreed, self.taken):
+            known.pop(part, None)
+        self.residents.forget(part)
+
     def _settle(self, part: str) -> Shared:
         assert self.lowerings is not None
         plan = self.plans[part]
-        shared = self.pool.take(plan, self.lowerings.memory, self.device)
+        shared, agreed = self.pool.take(
+            plan, self.lowerings.memory, self.device, self._inserted(plan)
+        )
         for name, other in self.plans.items():
             if other is plan:
-                self.shared[name] = shared
+                self.shared[name], self.agreed[name] = shared, agreed
         return shared
+
+    def _inserted(self, plan: Plan) -> list[tuple[int, str]]:
+        """``(place in the plan's order, group)`` of the barriers that its parts run.
+
+        Also of those that a part may run on its entry, or make all later ones run. See
+        [Note: turns] in `symmplan.integrate.compile.pool`.
+        """
+        index = order_of(plan.problem).index
+        groups = [g for s in plan.segments for g in s.groups] if is_unmet(plan) else []
+        found: list[tuple[int, str]] = []
+        for part, points in self.barriers.items():
+            if self.plans[part] is not plan:
+                continue
+            mine = [index[name] for name in self.order[part]]
+            end = max(mine) + 1  # where its output is
+            found += [(min(mine), g) for g in groups if self.parts[part].copies_back]
+            found += [(index.get(before, end), group) for before, group in points]
+            found += [(end, g) for g in groups if self.parts[part].saved]
+        return found
 
 
 def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:

@@ -1,0 +1,274 @@
+"""How far each rank is: who plans a new graph while its peers run an old one.
+
+[Note: a rank that plans alone]
+    A rank may be given a smaller batch than its peers, and compile for it alone. If its new plan
+    shows its peers what one has shown that was agreed before, it runs with that and nobody has to
+    know. If not, this rank waits for peers that do not plan, and they wait for it in a collective.
+
+    So each rank says, in words that peers see (see `symmplan.memory.segment.Rendezvous.tell`), how
+    many runs of planned graphs it has begun, how often it began to plan, and for which run it did
+    so last; for each process group. Ranks run the same program, so their counts are equal at the
+    same place in it. Who has begun the run that a peer plans for, without having planned as often,
+    runs an old graph in its place. Both sides look: who plans while it waits for the others, who
+    runs when a run begins and while it waits in a barrier.
+
+    Who runs an old graph was awaited in an exchange. It joins that only to say what is wrong, so
+    that all ranks have made the same number of exchanges after it and the group is as good as
+    before.
+
+[Note: boards]
+    Where ranks share their segments' control words (CPU ranks of one host) the words lie beside the
+    counters of its barriers, and who waits there looks. On devices a rank's host waits in CUDA, if
+    at all, and its words need a place of their own: a board, a small piece of shared memory of the
+    host. Ranks look there when a run begins, before anything is launched, and while they wait for
+    an agreement. Groups of several hosts have no board: to look at their store in each run would
+    cost them a round trip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from attrs import define, field
+
+from symmplan.errors import AgreementError, SymmplanError
+from symmplan.memory import realize
+from symmplan.memory.exchange import Exchange, processes_of
+from symmplan.memory.groups import resolve_groups
+from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.planner import plan as plan_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from symmplan.memory.arena import Arena
+    from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Rendezvous
+
+__all__ = ["Progress"]
+
+_LOG = logging.getLogger("symmplan")
+
+#: More plannings than this are not caught up with: what a peer says is bounded.
+_MOST_MISSED = 8
+
+
+@define(eq=False)
+class _Counts:
+    """What this rank says to one process group.
+
+    Attributes:
+        runs: How many runs of planned graphs it has begun.
+        plannings: How often it began to plan.
+        planned_for: Which run it last planned for, counted from 1.
+        boards: Where it says so.
+        made: A board that is nothing else.
+    """
+
+    runs: int = 0
+    plannings: int = 0
+    planned_for: int = 0
+    boards: list[Rendezvous] = field(factory=list)
+    made: Arena | None = None
+
+    def tell(self, boards: Iterable[Rendezvous]) -> None:
+        for board in boards:
+            # In this order: a planning is seen with what it is for, a run with what was planned.
+            board.tell((self.planned_for, self.plannings, self.runs))
+
+
+@define(eq=False)
+class Progress:
+    """How far the ranks of one backend's groups are. See [Note: a rank that plans alone].
+
+    Attributes:
+        timeout: Seconds that ranks wait for each other.
+    """
+
+    timeout: float
+    _counts: WeakKeyDictionary[Any, _Counts] = field(init=False, factory=WeakKeyDictionary)
+
+    def add(self, arena: Arena) -> None:
+        """Graphs will run in this arena: peers can be seen from now on.
+
+        Collective: yes, over its groups, the first time for each.
+        """
+        self._add(arena)
+        for group in _groups(arena):
+            counts = self._of(group.process_group)
+            if not counts.boards:
+                counts.made = _make(group, self.timeout)
+                if counts.made is not None:
+                    self._add(counts.made)
+
+    def _add(self, arena: Arena) -> None:
+        for board in _boards(arena):
+            counts = self._of(board.group.process_group)
+            counts.boards.append(board)
+            counts.tell([board])
+            board.watch(self.look)
+
+    def remove(self, arena: Arena) -> None:
+        """The arena is about to be released."""
+        for board in _boards(arena):
+            board.watch(None)
+            with contextlib.suppress(ValueError):
+                self._of(board.group.process_group).boards.remove(board)
+
+    def release(self) -> None:
+        """Nothing runs any more. Collective: no."""
+        for counts in self._counts.values():
+            if counts.made is not None:
+                self.remove(counts.made)
+                counts.made.release()
+        self._counts.clear()
+
+    def run(self, groups: Iterable[Any]) -> None:
+        """A run of a graph over these process groups begins, whose plan was agreed before.
+
+        Raises:
+            AgreementError: A peer plans a new graph for it, and nobody would see that later on.
+        """
+        for group in groups:
+            counts = self._of(group)
+            counts.runs += 1
+            counts.tell(counts.boards[:1])
+            if counts.made is not None:
+                self._look(counts)
+
+    def look(self) -> None:
+        """Raise if a peer plans a new graph while this rank runs an old one.
+
+        Raises:
+            AgreementError: It does.
+        """
+        for counts in list(self._counts.values()):
+            self._look(counts)
+
+    def plan(self, groups: Mapping[str, Any]) -> Callable[[], None]:
+        """This rank begins to plan for its next run, and will wait for all ranks of the groups.
+
+        Args:
+            groups: ``{name: process group}``.
+
+        Returns:
+            What raises an `AgreementError` if a peer runs an old graph instead.
+        """
+        groups = {name: group for name, group in groups.items() if group is not None}
+        for group in groups.values():
+            counts = self._of(group)
+            counts.planned_for = counts.runs + 1
+            counts.plannings += 1
+            counts.tell(counts.boards)
+        return functools.partial(self._look_for_runners, groups)
+
+    def gather(self, groups: Mapping[str, Any]) -> None:
+        """Wait until all ranks of the groups have come to plan.
+
+        Args:
+            groups: ``{name: process group}``.
+
+        Raises:
+            AgreementError: A peer runs an old graph instead.
+            PeerTimeoutError, PeerLostError: A peer did not come.
+
+        Collective: yes, over those groups.
+        """
+        watch = self.plan(groups)
+        exchange = Exchange(resolve_groups(groups, groups), self.timeout, watch)
+        try:
+            exchange.round("planning", b"")
+            exchange.finish()
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+
+    def _of(self, group: Any) -> _Counts:
+        counts = self._counts.get(group)
+        if counts is None:
+            counts = self._counts[group] = _Counts()
+        return counts
+
+    def _look(self, counts: _Counts) -> None:
+        for board in counts.boards:
+            for rank, (planned_for, plannings, _) in enumerate(board.told()):
+                if plannings > counts.plannings and counts.runs >= planned_for > 0:
+                    error = _differ(board.group, planning=rank, running=board.group.rank)
+                    self._join_all(error)
+                    raise error
+
+    def _look_for_runners(self, groups: Mapping[str, Any]) -> None:
+        for group in groups.values():
+            counts = self._of(group)
+            for board in counts.boards:
+                for rank, (_, plannings, runs) in enumerate(board.told()):
+                    if runs >= counts.planned_for and plannings < counts.plannings:
+                        raise _differ(board.group, planning=board.group.rank, running=rank)
+
+    def _join_all(self, error: BaseException) -> None:
+        """Take part in the exchanges in which peers wait for this rank, by failing them."""
+        for counts in self._counts.values():
+            told = [words for board in counts.boards for words in board.told()]
+            missed = max((plannings for _, plannings, _ in told), default=0) - counts.plannings
+            for _ in range(min(missed, _MOST_MISSED)):
+                group = counts.boards[0].group
+                with contextlib.suppress(Exception):  # the store may be what failed
+                    Exchange({group.name: group}, self.timeout).fail(error)
+            if missed > 0:
+                counts.plannings += missed
+                counts.planned_for = 0  # for none: it only caught up
+                counts.tell(counts.boards)
+
+
+def _met(arena: Arena) -> list[Rendezvous]:
+    met = {id(r): r for s in arena.segments.values() for r in s.rendezvous.values()}
+    return list(met.values())
+
+
+def _boards(arena: Arena) -> list[Rendezvous]:
+    """Where peers can be seen."""
+    return [r for r in _met(arena) if r.group.size > 1 and r.told()]
+
+
+def _groups(arena: Arena) -> list[Group]:
+    return list({r.group.torch_name: r.group for r in _met(arena) if r.group.size > 1}.values())
+
+
+def _make(group: Group, timeout: float) -> Arena | None:
+    """A board for a group whose segments have none; None where its hosts are several.
+
+    Collective: yes.
+    """
+    ranks = processes_of(group.process_group)
+    if len({(p.host, p.namespace) for p in ranks}) != 1:
+        return None
+    problem = Problem(
+        buffers=(Buffer("board", 64, group.name),),
+        operations=(Operation("look"),),
+        accesses=(Access("look", "board"),),
+    )
+    groups = {group.name: group.process_group}
+    try:
+        return realize(plan_problem(problem), memory="shm", groups=groups, timeout=timeout)
+    except (SymmplanError, OSError) as error:  # on all ranks; the program needs none
+        _LOG.info("no shared memory to see peers in: %s", error)
+        return None
+
+
+def _differ(group: Group, *, planning: int, running: int) -> AgreementError:
+    return AgreementError(
+        f"rank {planning} is planning a new graph, rank {running} is running an old one",
+        expected="the same plan on all ranks, or one that was agreed before",
+        got=f"a new plan on rank {planning} alone",
+        fix="give declared tensors the same sizes on every rank (drop or pad the last batch), or "
+        "declare a bound with torch._dynamo.mark_dynamic(x, dim, max=...)",
+        group=group.name,
+        rank=group.rank,
+        ranks=(planning, running),
+        planning=planning,
+        running=running,
+    )
