@@ -93,17 +93,24 @@ class CompileBackend:
         *,
         choose: Literal["auto", "measure", "placed"] = "auto",
         bind: bool = False,
-        debug: bool = False,
+        debug: bool | Literal["poison"] = False,
     ) -> None:
         _refuse("inner compiler", inner, ("inductor", "eager"))
         _refuse("memory backend", memory, _memory_names())
         _refuse("way to choose", choose, ("auto", "measure", "placed"))
+        if debug not in (False, True, "poison"):
+            raise BackendError(
+                f"unknown way to debug {debug!r}",
+                expected="False, True or 'poison'",
+                got=repr(debug),
+                fix="use True",
+            )
         traceable.load()  # before Dynamo traces
         self.settings = Settings(inner, memory, effort, timeout, choose, debug, bind)
         self.__name__ = "symmplan"
         self._graphs = 0
         self._records: list[Record] = []
-        self._pool = Pool(timeout)
+        self._pool = Pool(timeout, debug is True)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -192,7 +199,7 @@ class CompileBackend:
         Collective: no; but a rank that releases leaves the others' next collective to time out.
         """
         self._pool.release()
-        self._pool = Pool(self.settings.timeout)
+        self._pool = Pool(self.settings.timeout, self.settings.debug is True)
 
     def __call__(
         self,
@@ -250,7 +257,7 @@ def backend(
     *,
     choose: Literal["auto", "measure", "placed"] = "auto",
     bind: bool = False,
-    debug: bool = False,
+    debug: bool | Literal["poison"] = False,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
 
@@ -283,7 +290,12 @@ def backend(
             process) would be left with the old memory; and not for parameters whose storage is
             resized, as FSDP2 does.
         debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
-            wrong lifetime shows in the results. Slow.
+            wrong lifetime shows in the results; and, in shared memory, find races: each access of
+            placement bytes, by whichever rank and also inside declared ops, is compared with the
+            last ones of the other ranks, and one that nothing orders behind them ends in a
+            `RaceError` that names both. So that each op is seen, graphs in shared memory then run
+            op by op, as rewritten, also with ``inner="inductor"``. Slow. ``"poison"`` does only
+            the former, and runs what Inductor compiled.
 
     Returns:
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.

@@ -29,7 +29,8 @@ class Settings:
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
-        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+        debug: Overwrite every placement when its buffer dies, so that a late reader shows; True
+            also to look for races.
         bind: Keep static inputs of declared ops in symmetric memory.
     """
 
@@ -38,7 +39,7 @@ class Settings:
     effort: Literal["fast", "optimal"]
     timeout: float
     choose: Literal["auto", "measure", "placed"]
-    debug: bool
+    debug: bool | Literal["poison"]
     bind: bool
 
     def chooses(self, device: torch.device) -> bool:
