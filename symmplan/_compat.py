@@ -33,7 +33,7 @@ from symmplan._compat_c10d import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
@@ -68,6 +68,7 @@ __all__ = [
     "group_method_names",
     "group_name",
     "group_options",
+    "group_ranks",
     "group_store",
     "has_connection",
     "has_copy_engine_policy",
@@ -76,8 +77,10 @@ __all__ = [
     "in_backward",
     "is_registered",
     "keyset_after_select",
+    "keyset_below_modes",
     "known_groups",
     "nccl_window_allocator",
+    "no_modes",
     "nobody_looks",
     "premul_factor",
     "raise_in_thread",
@@ -100,6 +103,7 @@ __all__ = [
     "unboxed_if_group",
     "watched_handle",
     "watched_work",
+    "world",
     "world_name",
 ]
 
@@ -146,6 +150,16 @@ def world_name() -> str:
     group = dist.group.WORLD
     assert group is not None
     return group_name(group)
+
+
+def group_ranks(name: str) -> list[int]:
+    """The ranks of a group in the default process group, in the group's order."""
+    return [int(rank) for rank in dist.get_process_group_ranks(group_by_name(name))]
+
+
+def world() -> tuple[int, int]:
+    """This process's rank in the default process group, and how many ranks that has."""
+    return dist.get_rank(), dist.get_world_size()
 
 
 def group_store(group: ProcessGroup) -> Store:
@@ -518,6 +532,24 @@ def redispatch_of(op: Any) -> Callable[..., Any]:
     if getattr(op, "_pyobj_dispatcher", None) is None and hasattr(handle, "redispatch_boxed"):
         return handle.redispatch_boxed  # type: ignore[no-any-return]
     return op.redispatch  # type: ignore[no-any-return]
+
+
+def keyset_below_modes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The dispatch keys of ``op``'s kernel for ``tensors``, behind all modes."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    if tensors:
+        keys = functools.reduce(lambda a, b: a | b, map(torch._C._dispatch_keys, tensors))
+    keys = keys & keyset_after_select()
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.BackendSelect):
+        keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    return keys
+
+
+def no_modes() -> Any:
+    """A context in which no dispatch mode is active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def compiled_frame() -> int | None:

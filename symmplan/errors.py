@@ -11,7 +11,7 @@ A message that comes out of a distributed call starts with ``[group g, rank r]``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "AgreementError",
@@ -25,6 +25,7 @@ __all__ = [
     "PlanFormatError",
     "PlanningError",
     "ProblemError",
+    "RaceError",
     "ReleasedError",
     "RunError",
     "SymmplanError",
@@ -177,3 +178,50 @@ class RunError(SymmplanError, RuntimeError):
     """A program departs from its plan at run time."""
 
     rule = "program departs from its plan"
+
+
+class RaceAccess(NamedTuple):
+    """One of the two accesses of a race.
+
+    Attributes:
+        rank: Who made it; ranks are those of the default process group.
+        op: In which op; ``"aten::copy_ in mylib::push"`` for what an op does inside.
+        line: Where in the program or in the op, ``"file:line"``; empty if that is not known.
+        segment: Name of the segment.
+        owner: Whose bytes of the segment.
+        low: First byte.
+        high: One behind the last byte.
+        buffer: The buffers that lie there; empty if that is not known.
+        write: Whether it wrote.
+    """
+
+    rank: int
+    op: str
+    line: str
+    segment: str
+    owner: int
+    low: int
+    high: int
+    buffer: str
+    write: bool
+
+    def __str__(self) -> str:
+        what = f"rank {self.rank} {'writes' if self.write else 'reads'} bytes [{self.low}, "
+        what += f"{self.high}) of rank {self.owner}'s segment {self.segment!r}"
+        what += f" (buffer {self.buffer})" if self.buffer else ""
+        return f"{what} in {self.op}" + (f" at {self.line}" if self.line else "")
+
+
+class RaceError(RunError):
+    """Two accesses of the same bytes, at least one of them a write, have no order.
+
+    Raised with ``debug=True`` on shared memory. ``accesses`` has both, see `RaceAccess`; the
+    first is the one that was found last.
+    """
+
+    rule = "race on symmetric memory"
+
+    def __init__(self, what: str, **fields: Any) -> None:
+        # They may have come from a peer as plain tuples.
+        pairs = fields.pop("accesses", ())
+        super().__init__(what, accesses=tuple(RaceAccess(*pair) for pair in pairs), **fields)

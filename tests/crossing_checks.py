@@ -53,11 +53,13 @@ def check_grads(loss, leaves, expected, *, keep=False):
     torch.testing.assert_close(grads, expected[1], rtol=1e-4, atol=1e-5)
 
 
-def new_backend(inner="eager", **options):
+def new_backend(inner="eager", *, debug=False, **options):
     import symmplan
 
     torch._dynamo.reset()
-    return symmplan.backend(inner=inner, timeout=30.0, **options)
+    if debug and inner == "inductor":
+        debug = "poison"  # what is tested is Inductor's code
+    return symmplan.backend(inner=inner, timeout=30.0, debug=debug, **options)
 
 
 def held_lanes(backend):

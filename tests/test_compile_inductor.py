@@ -123,7 +123,7 @@ def _with_option(rank, size, option):
             *wanted["reorder_for_compute_comm_overlap_passes"],
             lambda nodes: ran.append(len(nodes)) or nodes,
         ]
-    backend = symmplan.backend(timeout=60.0, debug=True)
+    backend = symmplan.backend(timeout=60.0, debug="poison")
     try:
         with config.patch(force_disable_caches=True, **wanted):
             compiled = torch.compile(_loss, backend=backend, fullgraph=True)
@@ -228,7 +228,9 @@ def _cached(rank, size, directory):
         choose = "measure" if way == "left out" else "placed"
         choice._CLEARLY = 0.0  # nothing is clearly enough faster in symmetric memory
         unit.plan_problem = _padded(planner) if way == "moved" else planner
-        backend = symmplan.backend(timeout=60.0, choose=choose, debug=way == "poisoned")
+        backend = symmplan.backend(
+            timeout=60.0, choose=choose, debug=way == "poisoned" and "poison"
+        )
         try:
             with config.patch(fx_graph_cache=True, fx_graph_remote_cache=False):
                 compiled = torch.compile(_program, backend=backend, fullgraph=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from symmplan._compat import has_process_groups, world
 from symmplan.errors import ReleasedError, RunError
 from symmplan.memory.agreement import compare_notes
 from symmplan.memory.backends import resolve_backend
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
+from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Health, Segment
+from symmplan.memory.shm import ShmBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +39,7 @@ class Arena:
         rendezvous: How many (segment, group) pairs were rendezvoused.
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
+        races: Looks for races; None unless asked for, and possible.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Arena:
         *,
         timeout: float,
         frees: bool,
+        races: RaceDetector | None = None,
     ) -> None:
         self.plan = plan
         self.frees = frees
@@ -53,6 +58,7 @@ class Arena:
         self.segments = segments
         self.timeout = timeout
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
+        self.races = races
         self._released = False
 
     def __enter__(self) -> Self:
@@ -189,6 +195,8 @@ class Arena:
         if self._released:
             return
         self._released = True
+        if self.races is not None:
+            self.races.end()
         for segment in reversed(self.segments.values()):
             segment.release()
 
@@ -202,6 +210,7 @@ def realize(
     groups: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     temporary: bool = False,
+    debug: bool = False,
 ) -> Arena:
     """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
 
@@ -218,6 +227,7 @@ def realize(
         temporary: The segments will be released before the process ends, and nothing but
             collectives of process groups will use them: no peer views, no ``torch.ops.symm_mem``.
             NCCL's memory is then given back, which else is kept. Equal on all ranks.
+        debug: Look for races on shared memory: see `symmplan.memory.races`. Equal on all ranks.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.
@@ -236,8 +246,11 @@ def realize(
     exchange = Exchange(members, timeout)
     health = Health()
     segments: dict[str, Segment] = {}
+    races = None
     try:
         backend = resolve_backend(memory, device, members, temporary=temporary)
+        if debug and isinstance(backend, ShmBackend) and has_process_groups():
+            races = backend.races = RaceDetector(*world())
         compare_notes(plan, exchange, memory=backend.name)
         for spec in plan.segments:
             segments[spec.name] = backend.allocate(
@@ -255,10 +268,15 @@ def realize(
         exchange.finish()
     except BaseException as error:
         exchange.fail(error)
+        if races is not None:
+            races.end()
         for segment in segments.values():
             segment.release()
         raise
-    return Arena(plan, backend.name, segments, timeout=timeout, frees=backend.frees)
+    if races is not None:
+        races.follow(plan.placements)
+        races.begin()
+    return Arena(plan, backend.name, segments, timeout=timeout, frees=backend.frees, races=races)
 
 
 def _pairs(plan: Plan) -> list[tuple[str, str]]:

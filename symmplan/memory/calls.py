@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS
 from symmplan.memory.segment import NotSymmetricError, locate
+from symmplan.memory.touches import LIVE, WHERE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -245,11 +246,17 @@ class _Running:
         self._call = call
         self._text = text
         self._free = free
+        self._named = False
 
     def __enter__(self) -> None:
         self._call.rendezvous.enter(self._text, self._free)
+        if LIVE:
+            self._named = True
+            WHERE.ops.append(f"symmplan::{self._call.op}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._named:
+            WHERE.ops.pop()
         if error is not None:
             self._call.segment.health.break_(error)
         else:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from symmplan.memory.groups import Group
+    from symmplan.memory.races import Meetings
 
 __all__ = ["ControlArea", "Meeting", "control_nbytes", "part_starts"]
 
@@ -139,6 +140,7 @@ class Meeting:
         segment: Name of the segment, for messages.
         timeout: Seconds that a barrier may take unless it says otherwise.
         on_failure: Called with the error of a failed barrier.
+        order: Told of arrivals and meetings, if the segment is watched for races.
 
     Attributes:
         watch: Called now and then while a barrier waits; what it raises ends the wait.
@@ -154,6 +156,7 @@ class Meeting:
         segment: str,
         timeout: float,
         on_failure: Callable[[BaseException], None],
+        order: Meetings | None = None,
     ) -> None:
         parts = [area.part(start, group.size) for area, start in zip(areas, starts, strict=True)]
         self._group = group
@@ -163,6 +166,7 @@ class Meeting:
         self._timeout = timeout
         self._on_failure = on_failure
         self.watch: Callable[[], None] | None = None
+        self._order = order
         self._mine = parts[group.rank]
         self._said = [0, 0, 0]
         self._progress = [part[_PROGRESS] for part in parts]
@@ -177,6 +181,8 @@ class Meeting:
         """Wait until every rank arrived as often as this one."""
         self._arrive()
         self._wait(self._timeout if timeout is None else timeout)
+        if self._order is not None:
+            self._order.met(self._count)
 
     def enter(self, note: bytes, free: Sequence[int] = ()) -> None:
         """A barrier of ranks that are about to run ``note``.
@@ -236,9 +242,12 @@ class Meeting:
         self._others.clear()
         self._notes.clear()
         self._free.clear()
+        self._order = None
 
     def _arrive(self) -> None:
         self._count += 1
+        if self._order is not None:
+            self._order.arrive(self._count)
         self._fence()
         self._mine[0] = self._count
 
@@ -306,6 +315,8 @@ class Meeting:
             # It may have arrived just before it ended, after we looked.
             if status != _BROKEN and counter[0] >= self._count:
                 continue
+            if self._order is not None:
+                self._order.check()  # that a race was found says more
             raise PeerLostError(
                 f"{what} while this rank waited on segment {self._segment!r}",
                 fix=fix,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmplan.memory.touches import LIVE, touch, touch_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -57,6 +59,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: int) -> None:
     """Copy contiguous ``source`` of ``nbytes`` to byte ``start`` of the bytes ``target``."""
+    if LIVE:
+        touch_bytes(source.data_ptr(), nbytes, write=False)
+        touch_bytes(target.data_ptr() + start, nbytes, write=True)
     if nbytes <= _SMALL and target.is_cpu and source.is_cpu:
         ctypes.memmove(target.data_ptr() + start, source.data_ptr(), nbytes)
     else:
@@ -73,6 +78,11 @@ def reduce_into(
     All are flat, of one type and length. A target may be a source, not overlap one otherwise.
     See [Note: summing].
     """
+    if LIVE:
+        for source in sources:
+            touch(source, write=False)
+        for target in targets:
+            touch(target, write=True)
     combine = REDUCTIONS[reduction]
     dtype = sources[0].dtype
     if dtype == torch.bool:

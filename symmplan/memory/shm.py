@@ -17,6 +17,8 @@ from attrs import asdict, define, evolve, field, frozen
 from symmplan.errors import BackendError, PeerLostError
 from symmplan.memory.control import ControlArea, Meeting, control_nbytes, part_starts
 from symmplan.memory.process import ProcessIdentity, is_gone, this_process
+from symmplan.memory.race_log import RaceLog, log_nbytes
+from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.segment import Health, Rendezvous, Segment
 from symmplan.memory.shm_file import (
     SharedFile,
@@ -48,6 +50,8 @@ class _Own:
     memory: mmap.mmap | None
     control: ControlArea
     starts: dict[str, int]  # of each group's part of the control area
+    log: int = 0  # first byte of the log of accesses; 0 if nobody looks for races
+    watched: WatchedSegment | None = None
     mapped: dict[tuple[int, int], mmap.mmap] = field(factory=dict)  # peers' files, by inode
 
     def settle(self) -> None:
@@ -71,6 +75,8 @@ class _Offer:
     process: ProcessIdentity
     nbytes: int
     start: int
+    log: int
+    world_rank: int
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -84,6 +90,8 @@ class _Offer:
                 process=ProcessIdentity(**data["process"]),
                 nbytes=int(data["nbytes"]),
                 start=int(data["start"]),
+                log=int(data["log"]),
+                world_rank=int(data["world_rank"]),
             )
         except (ValueError, TypeError, KeyError) as error:
             raise _not_ours(group, f"rank {rank}") from error
@@ -138,6 +146,8 @@ class ShmBackend:
 
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}
+        #: Looks for races on the segments that are allocated from then on, if it is set.
+        self.races: RaceDetector | None = None
 
     def allocate(
         self,
@@ -151,17 +161,22 @@ class ShmBackend:
         """A nameless shared file of this rank, mapped."""
         sizes = [group.size for group in groups]
         start = _data_nbytes(spec.nbytes)
-        fd, file = create(start + control_nbytes(sizes))
+        log = start + control_nbytes(sizes)
+        races = self.races
+        fd, file = create(log + (log_nbytes(races.size) if races is not None else 0))
         try:
             memory = map_file(fd, file.nbytes)
             tensor = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes)
-            control = ControlArea(memory, start, file.nbytes - start)
+            control = ControlArea(memory, start, log - start)
+            watched = None if races is None else races.watch(spec.name, memory, log, health)
         except BaseException:
             os.close(fd)
             raise
         names = [group.name for group in groups]
         starts = dict(zip(names, part_starts(sizes), strict=True))
-        own = self._own[spec.name] = _Own(fd, file, memory, control, starts)
+        own = self._own[spec.name] = _Own(
+            fd, file, memory, control, starts, 0 if watched is None else log, watched
+        )
         health.on_break.append(control.mark_broken)
         return Segment(
             spec, self.name, tensor, timeout=timeout, health=health, on_release=own.release
@@ -177,7 +192,14 @@ class ShmBackend:
         Collective: yes.
         """
         own = self._own[segment.spec.name]
-        offer = _Offer(own.file, this_process(), segment.nbytes, own.starts[group.name])
+        offer = _Offer(
+            own.file,
+            this_process(),
+            segment.nbytes,
+            own.starts[group.name],
+            own.log,
+            0 if self.races is None else self.races.rank,
+        )
         phase = f"segment {segment.spec.name!r}"
         texts = exchange.round(phase, offer.to_json(), groups=[group.name])[group.name]
         offers = [_Offer.from_json(text, group, rank) for rank, text in enumerate(texts)]
@@ -276,7 +298,10 @@ class ShmBackend:
                 areas.append(own.control)
             else:
                 peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
-                areas.append(ControlArea(memory, start, offer.file.nbytes - start))
+                end = offer.log or offer.file.nbytes
+                areas.append(ControlArea(memory, start, end - start))
+            if own.watched is not None and offer.log:
+                _follow(own.watched, offer, memory, peers[-1])
         meeting = Meeting(
             group,
             areas,
@@ -285,8 +310,20 @@ class ShmBackend:
             segment=segment.spec.name,
             timeout=segment.timeout,
             on_failure=segment.health.break_,
+            order=None
+            if own.watched is None
+            else Meetings(own.watched, group.torch_name, [o.world_rank for o in offers]),
         )
         segment.add_rendezvous(ShmRendezvous(group, tuple(peers), meeting))
+
+
+def _follow(
+    watched: WatchedSegment, offer: _Offer, memory: mmap.mmap, tensor: torch.Tensor
+) -> None:
+    """Look for races with a peer."""
+    size = watched.detector.size
+    log = RaceLog(memory, offer.log, size)
+    watched.add_peer(offer.world_rank, log, tensor.data_ptr(), offer.nbytes)
 
 
 def _not_ours(group: Group, who: str) -> BackendError:

@@ -70,6 +70,7 @@ def obtain(
     device: torch.device,
     timeout: float,
     temporary: bool = False,
+    debug: bool = False,
 ) -> tuple[Arena, bool]:
     """Memory for ``plan``: a spare arena that all ranks have, or a new one.
 
@@ -80,6 +81,7 @@ def obtain(
         device: Where it must lie.
         timeout: Seconds that ranks wait for each other.
         temporary: As for `symmplan.memory.realize`, if it must be new.
+        debug: The same.
 
     Returns:
         The arena, and whether it is new.
@@ -100,7 +102,13 @@ def obtain(
             _SPARE.remove(spare)
             return spare.arena, False
     arena = realize(
-        plan, memory=memory, device=device, groups=groups, timeout=timeout, temporary=temporary
+        plan,
+        memory=memory,
+        device=device,
+        groups=groups,
+        timeout=timeout,
+        temporary=temporary,
+        debug=debug,
     )
     return arena, True
 

@@ -95,12 +95,19 @@ class CompileBackend:
         *,
         choose: Literal["auto", "measure", "placed"] = "auto",
         bind: bool = False,
-        debug: bool = False,
+        debug: bool | Literal["poison"] = False,
         collectives: Collectives = "auto",
     ) -> None:
         _refuse("inner compiler", inner, ("inductor", "eager"))
         _refuse("memory backend", memory, _memory_names())
         _refuse("way to choose", choose, ("auto", "measure", "placed"))
+        if debug not in (False, True, "poison"):
+            raise BackendError(
+                f"unknown way to debug {debug!r}",
+                expected="False, True or 'poison'",
+                got=repr(debug),
+                fix="use True",
+            )
         traceable.load()  # before Dynamo traces
         check_collectives(collectives)
         self.settings = Settings(
@@ -109,7 +116,7 @@ class CompileBackend:
         self.__name__ = "symmplan"
         self._graphs = 0
         self._records: list[Record] = []
-        self._pool = Pool(timeout)
+        self._pool = Pool(timeout, debug is True)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -198,7 +205,7 @@ class CompileBackend:
         Collective: no; but a rank that releases leaves the others' next collective to time out.
         """
         self._pool.release()
-        self._pool = Pool(self.settings.timeout)
+        self._pool = Pool(self.settings.timeout, self.settings.debug is True)
 
     def __call__(
         self,
@@ -256,7 +263,7 @@ def backend(
     *,
     choose: Literal["auto", "measure", "placed"] = "auto",
     bind: bool = False,
-    debug: bool = False,
+    debug: bool | Literal["poison"] = False,
     collectives: Collectives = "auto",
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
@@ -293,7 +300,12 @@ def backend(
             process) would be left with the old memory; and not for parameters whose storage is
             resized, as FSDP2 does.
         debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
-            wrong lifetime shows in the results. Slow.
+            wrong lifetime shows in the results; and, in shared memory, find races: each access of
+            placement bytes, by whichever rank and also inside declared ops, is compared with the
+            last ones of the other ranks, and one that nothing orders behind them ends in a
+            `RaceError` that names both. So that each op is seen, graphs in shared memory then run
+            op by op, as rewritten, also with ``inner="inductor"``. Slow. ``"poison"`` does only
+            the former, and runs what Inductor compiled.
         collectives: ``"process group"`` lets the process group's own collectives run on the
             placements, as they do on devices; ``"auto"`` takes those of the memory backend where
             it has any (``"shm"`` has).

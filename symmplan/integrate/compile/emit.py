@@ -114,6 +114,7 @@ class Emitter:
         given: ``{buffer: inputs of the graph}`` of what lies in placements before it begins.
         inputs: The segment inputs added so far, in order.
         first: ``{operation: the first node that stands for it now}``, where that has changed.
+        origin: The node of the program that what is emitted now belongs to; None if there is none.
     """
 
     graph: fx.Graph
@@ -124,6 +125,7 @@ class Emitter:
     given: dict[str, list[fx.Node]] = field(factory=dict)
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
+    origin: fx.Node | None = field(init=False, default=None)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
     _body: fx.Node = field(init=False)
 
@@ -229,6 +231,8 @@ class Emitter:
         kwargs = kwargs or {}
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = self._value(op, args, kwargs)
+        if self.origin is not None and "stack_trace" in self.origin.meta:
+            node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node
 
     def _value(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

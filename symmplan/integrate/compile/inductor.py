@@ -49,6 +49,7 @@ from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
 from symmplan.integrate.compile.running import noted, with_segments
 from symmplan.integrate.compile.unwrap import unwrap
+from symmplan.integrate.watching import run_by_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -138,6 +139,8 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         ordered = unwrap(gm)
         refresh_changed(gm, inputs, mode, before)
     rewritten = unit.rewrite(gm, part, mode, fixed=bool(kwargs.get("cudagraphs")))
+    if rewritten is not None and unit.watches:
+        return with_segments(run_by_nodes(gm), unit, rewritten)
     off = inductor_config.patch(_off(ordered=ordered))
     with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
         if rewritten is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.integrate.compile.refresh import fake_mode_of, refresh_values
 from symmplan.integrate.compile.running import noted, with_segments
+from symmplan.integrate.watching import run_by_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ def compile_eager(
             elif unit is not None:
                 unit.cross(gm, part)
             gm.recompile()
-            run = make_boxed_func(gm)
+            watched = unit is not None and unit.watches
+            run = run_by_nodes(gm) if watched else make_boxed_func(gm)
             if unit is None:
                 return run
             if rewritten is None:

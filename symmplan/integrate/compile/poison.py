@@ -15,6 +15,8 @@ from symmplan.capture.fx import given_name, saved_name
 from symmplan.model import Access, Operation, Problem
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import Emitter
 
@@ -66,6 +68,11 @@ def poison(emitter: Emitter, captured: Captured) -> None:
     buffers = {b.name: b for b in problem.buffers}
     at = next(n for n in emitter.graph.nodes if n.op == "output")
     by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
+    last: fx.Node | None = None  # the node of the operation before each
+    before: dict[str, fx.Node | None] = {}
+    for operation in problem.operations:
+        before[operation.name] = last
+        last = emitter.first.get(operation.name) or by_name.get(operation.name) or last
     for operation in reversed(problem.operations):
         if operation.name in (saved_name(captured.prefix), given_name(captured.prefix)):
             continue  # the ends of the graph
@@ -75,7 +82,9 @@ def poison(emitter: Emitter, captured: Captured) -> None:
         buffer = buffers[operation.name.removesuffix(":dead")]
         dtype = getattr(torch, buffer.dtype)
         like = torch.empty(buffer.nbytes // dtype.itemsize, dtype=dtype, device="meta")
+        emitter.origin = before[operation.name]
         with emitter.graph.inserting_before(at):
             view = emitter.view(buffer.name, like)
             at = emitter.call(torch.ops.symmplan.poison_.default, (view,))
         emitter.first[operation.name] = at
+    emitter.origin = None

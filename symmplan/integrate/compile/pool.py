@@ -228,6 +228,7 @@ class Pool:
 
     Attributes:
         timeout: Seconds that ranks wait for each other.
+        debug: Whether to look for races.
         rendezvous: How many (segment, group) pairs were rendezvoused.
         released: Whether `release` ran.
         copies: How many crossing tensors were copied, by reason.
@@ -235,6 +236,7 @@ class Pool:
     """
 
     timeout: float
+    debug: bool = False
     rendezvous: int = field(init=False, default=0)
     released: bool = field(init=False, default=False)
     places: Places = field(init=False, factory=Places)
@@ -324,7 +326,9 @@ class Pool:
     def _obtain(
         self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]
     ) -> Arena:
-        arena, made = obtain(plan, groups, memory=memory, device=device, timeout=self.timeout)
+        arena, made = obtain(
+            plan, groups, memory=memory, device=device, timeout=self.timeout, debug=self.debug
+        )
         self.rendezvous += arena.rendezvous if made else 0
         self.progress.add(arena)
         return arena

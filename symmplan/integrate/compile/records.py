@@ -30,7 +30,8 @@ class Settings:
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
-        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+        debug: Overwrite every placement when its buffer dies, so that a late reader shows; True
+            also to look for races.
         bind: Keep static inputs of declared ops in symmetric memory.
         collectives: Whose collectives run, see `Lowerings`.
     """
@@ -40,7 +41,7 @@ class Settings:
     effort: Literal["fast", "optimal"]
     timeout: float
     choose: Literal["auto", "measure", "placed"]
-    debug: bool
+    debug: bool | Literal["poison"]
     bind: bool
     collectives: Collectives = "auto"
 

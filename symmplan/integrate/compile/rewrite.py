@@ -102,7 +102,9 @@ class _Declared:
         makers = {h.node for h in self.captured.homes if h.write == "declared"}
         for node, sites in by_node.items():
             if node in makers or any(s.buffer is not None for s in sites):
+                self.emitter.origin = node
                 self._declared(node, sites)
+        self.emitter.origin = None
 
     def _fake(self, node: fx.Node, path: tuple[int, ...]) -> Any:
         return self.captured.values.tensors[(node, path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from symmplan.integrate.watching import Watching
 from symmplan.memory.lend import lend
 from symmplan.memory.own import own_work
 
@@ -52,6 +53,11 @@ def with_segments(
 ) -> Callable[[list[Any]], Any]:
     """Pass the segments after the graph's own inputs, and see that all is where it has to be."""
     residents, part = unit.residents, rewritten.part
+    timeout = unit.settings.timeout
+
+    def watch(args: list[Any]) -> Any:
+        with Watching(timeout):
+            return run(args)
 
     def run(args: list[Any]) -> Any:
         unit.enter(rewritten, args)
@@ -65,5 +71,6 @@ def with_segments(
         finally:
             unit.leave(rewritten)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    chosen = watch if unit.watches else run
+    chosen._boxed_call = True  # type: ignore[attr-defined]
+    return chosen

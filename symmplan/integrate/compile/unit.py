@@ -85,6 +85,12 @@ class Unit:
     def __attrs_post_init__(self) -> None:
         self.residents = Residents(self.pool, self.device, self.settings.timeout, self.record.kept)
 
+    @property
+    def watches(self) -> bool:
+        """Whether races are looked for. What runs must then be seen op by op."""
+        shared = self.lowerings is not None and self.lowerings.memory == "shm"
+        return shared and self.settings.debug is True
+
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""
         hidden = (overload for _, overload, _ in hidden_calls(module.graph, module))
@@ -306,6 +312,8 @@ class Unit:
             writes=rewritten.copies_back,
             groups=self.groups[part],
         )
+        if shared.arena.races is not None:
+            shared.arena.races.follow(self.plans[part].placements)
         try:
             arena, taken = self.taken.get(part, (None, []))
             if arena is not shared.arena or shared.arena.released:

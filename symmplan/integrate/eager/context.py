@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from symmplan import _compat
-from symmplan.errors import CaptureError
+from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.eager.session import ACTIVE, Session
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def eager(
     device: torch.device | str | None = None,
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = 300.0,
-    debug: bool = False,
+    debug: bool | Literal["poison"] = False,
     collectives: Collectives = "auto",
 ) -> Session:
     """A session in which declared ops run in planned symmetric memory.
@@ -40,17 +40,29 @@ def eager(
             CPU.
         effort: How hard the planner tries.
         timeout: Seconds that ranks wait for each other before they raise.
-        debug: Overwrite every placement when its buffer dies, so that a late reader shows.
+        debug: Overwrite every placement when its buffer dies, so that a late reader shows; and, in
+            shared memory, find races: each access of placement bytes, by whichever rank and also
+            inside declared ops, is compared with the last ones of the other ranks, and one that
+            nothing orders behind them ends in a `RaceError` that names both. Slow. ``"poison"``
+            does only the former.
         collectives: ``"process group"`` lets the process group's own collectives run on the
             placements, as they do on devices; ``"auto"`` takes those of the memory backend where
             it has any (``"shm"`` has).
 
     Raises:
+        RaceError: With ``debug=True``, from any op inside the session.
         BackendError: The memory backend does not serve this device or group, or there are no such
             collectives.
 
     Collective: no; entering, `Session.step` and leaving are.
     """
+    if debug not in (False, True, "poison"):
+        raise BackendError(
+            f"unknown way to debug {debug!r}",
+            expected="False, True or 'poison'",
+            got=repr(debug),
+            fix="use True",
+        )
     if not _compat.has_process_groups():
         raise CaptureError(
             "symmplan.eager needs torch.distributed",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.eager.session import Session
 
-__all__ = ["install"]
+__all__ = ["declared_names", "install", "overload_name"]
 
 #: Where `wait_tensor` is, which ends what results that leave the iteration wait for.
 _PENDING = "_c10d_functional"
@@ -46,14 +46,10 @@ def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
     Returns:
         What removes them.
     """
-    names = [spec.op for spec in all_specs()]
-    names += [f"{name}.default" for name in NAMES]
     libraries: dict[str, torch.library.Library] = {}
     after = _compat.keyset_after_select()
-    for name in dict.fromkeys(names):
+    for name in declared_names():
         namespace = name.partition("::")[0]
-        if namespace in _FRONTS:
-            continue
         try:
             op = overload_named(name)
         except AttributeError:
@@ -78,6 +74,18 @@ def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
             library._destroy()
 
     return remove
+
+
+def declared_names() -> dict[str, None]:
+    """The ops, with overload, that get a kernel."""
+    names = [spec.op for spec in all_specs()]
+    names += [f"{name}.default" for name in NAMES]
+    return {name: None for name in names if name.partition("::")[0] not in _FRONTS}
+
+
+def overload_name(op: Any) -> str:
+    """An op's qualified name, with overload."""
+    return f"{op._schema.name}.{op._overloadname}"
 
 
 def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ class Settings:
         streams: The device's streams; None if it has none.
         effort: How hard the planner tries.
         timeout: Seconds that ranks wait for each other.
-        debug: Whether dead placements are overwritten.
+        debug: Whether dead placements are overwritten; True also to look for races.
     """
 
     groups: Mapping[str, Group]
@@ -60,7 +60,7 @@ class Settings:
     streams: Streams | None
     effort: Literal["fast", "optimal"]
     timeout: float
-    debug: bool
+    debug: bool | Literal["poison"]
 
     @property
     def group(self) -> Group:
@@ -202,6 +202,7 @@ class Recording:
             device=settings.device,
             groups={group.name: group.process_group},
             timeout=settings.timeout,
+            debug=settings.debug is True,
         )
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode

@@ -9,7 +9,9 @@ import torch
 from symmplan import _compat
 from symmplan.errors import RunError
 from symmplan.integrate.eager.schedule import bound_values
+from symmplan.integrate.watching import watched
 from symmplan.memory.own import own_work
+from symmplan.memory.touches import LIVE
 
 if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
@@ -42,7 +44,7 @@ def serve(
 
     Collective: as the op.
     """
-    original = event.call.op.redispatch
+    original = watched(event.call.op) if LIVE else event.call.op.redispatch
     if not event.placed:
         for act in event.ready:
             act()

@@ -12,13 +12,14 @@ from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
 from symmplan.integrate.compile.lowering import Lowerings, check_collectives
 from symmplan.integrate.eager.faults import REDO, Faults, ends_within, public
-from symmplan.integrate.eager.kernels import install
+from symmplan.integrate.eager.kernels import declared_names, install, overload_name
 from symmplan.integrate.eager.lanes import Lanes, streams_of
 from symmplan.integrate.eager.quick import MISS, Line, quick_call, quick_memory
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.serve import serve, take_away
 from symmplan.integrate.eager.stats import Copy, Stats
+from symmplan.integrate.watching import Watching
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
@@ -53,7 +54,7 @@ class Session:
         device: torch.device,
         effort: Literal["fast", "optimal"],
         timeout: float,
-        debug: bool,
+        debug: bool | Literal["poison"],
         collectives: Collectives = "auto",
     ) -> None:
         check_collectives(collectives)
@@ -66,6 +67,7 @@ class Session:
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
         self._uninstall: Callable[[], None] | None = None
+        self._watching: Watching | None = None
         self._live: list[Event] = []  # the calls that are served: none once anybody failed
         self.line = Line(Lanes(None))
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
@@ -178,6 +180,12 @@ class Session:
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
         self._uninstall = install(self, [event.call.op for event in frozen.events])
+        if frozen.arena.races is not None:
+            names = declared_names()
+            self._watching = Watching(
+                self._settings.timeout, lambda op: not OWN.depth and overload_name(op) in names
+            )
+            self._watching.__enter__()
 
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
@@ -212,7 +220,8 @@ class Session:
         with self.faults.guarded():
             result = serve(event, behind, args, kwargs, form)
         self.line.at = at + 1
-        self.line.learn(at, *quick_call(event, args, kwargs, form))
+        if self._watching is None:  # short ways go past who watches
+            self.line.learn(at, *quick_call(event, args, kwargs, form))
         return result
 
     def waited(self, event: Event, tensor: torch.Tensor) -> None:
@@ -334,7 +343,8 @@ class Session:
             tensor = lent.give()
         self._run([*event.ready, *event.after])
         self.line.at = at + 1
-        self.line.learn(at, *quick_memory(event, self._run))
+        if self._watching is None:
+            self.line.learn(at, *quick_memory(event, self._run))
         return tensor
 
     # The end.
@@ -365,6 +375,9 @@ class Session:
             self._recording.stop()
             self._recording = None
         self.faults.close()
+        if self._watching is not None:
+            self._watching.__exit__(None, None, None)
+            self._watching = None
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None

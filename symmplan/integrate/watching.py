@@ -1,0 +1,361 @@
+"""Every access that a program makes to placements, told to the race detector.
+
+[Note: what is seen]
+    A dispatch mode sees all ops: those of the program, the copies that symmplan makes, and what a
+    declared op does inside, since the mode stays active for the ops that a custom op calls, and a
+    peer's bytes are tensors like others. An op of ATen reads and writes what its schema says; of
+    an op that calls no other (it may work on bare memory) the same is assumed, at its end.
+    One-sided collectives of symmplan's own report what they do, see `symmplan.memory.kernels`.
+
+    A process group's collective reads its own rank's inputs and writes its outputs between its
+    start and its wait. Ranks that it makes wait for each other have met then: a rank's wait comes
+    after the start of all its peers, or for a broadcast after that of the root. Which those are is
+    waited for here, too, and the other ranks, for which a process group may wait as well: a peer
+    that found a race never starts, and nobody shall wait for it.
+
+    Code that Inductor makes does not call ops. So compiled graphs that are watched run op by op.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from symmplan import _compat as compat
+from symmplan.capture.c10d import functional_form
+from symmplan.memory.touches import LIVE, WHERE, touch
+from symmplan.registry import bind_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Self
+
+    from symmplan.memory.races import RaceDetector, Touch
+
+__all__ = ["Watching", "run_by_nodes", "watched"]
+
+_PLAIN = ("aten", "prims", "inductor_prims", "prim")
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_WAIT = "_c10d_functional::wait_tensor"
+
+#: Ops that look at a tensor's shape and type alone.
+_SHAPES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("set_", "resize_", "record_stream", "is_pinned", "sym_size", "sym_stride", "sym_numel"),
+        *("is_same_size", "_has_same_storage_numel", "detach_", "result_type"),
+    )
+)
+
+#: The functional collectives in which a rank's wait comes after the start of all its peers.
+_MEET = (
+    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+)
+#: The same of ``c10d::`` ops that have no functional form.
+_MEET_C10D = ("barrier", "allgather_", "allgather_into_tensor_coalesced_", "allgather_coalesced_")
+
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.001
+
+_ACTIVE: list[Watching] = []
+
+
+@define(eq=False)
+class _Pending:
+    """A collective between its start and its wait."""
+
+    group: str
+    numbers: list[tuple[RaceDetector, int]]
+    others: tuple[int, ...]
+    meets: tuple[int, ...]
+    touches: list[Touch] = field(factory=list)
+    over: bool = False
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the others have started it, too; whether they have.
+
+        Raises:
+            RaceError: A rank found a race: it may never start.
+        """
+        deadline, pause = time.monotonic() + timeout, _SHORTEST_SLEEP
+        while not all(d.started(self.group, n, r) for d, n in self.numbers for r in self.others):
+            for detector, _ in self.numbers:
+                detector.check()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_SLEEP)
+        return True
+
+    def end(self) -> None:
+        """It was waited for."""
+        if self.over:
+            return
+        self.over = True
+        for touched in self.touches:
+            touched.segment.close(touched.record)
+        for detector, number in self.numbers:
+            detector.met(self.group, number, self.meets)
+
+
+class _Work:
+    """The work of a collective, for `symmplan._compat.watched_work`."""
+
+    def __init__(self, work: Any, pending: _Pending, timeout: float) -> None:
+        self._work = work
+        self._pending = pending
+        self._timeout = timeout
+
+    def wait(self, *args: Any) -> Any:
+        """Wait for it, but not for a peer that found a race."""
+        self._pending.wait(self._timeout)
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class Watching(TorchDispatchMode):
+    """Reports accesses while it is active. See [Note: what is seen].
+
+    Args:
+        timeout: Seconds that peers may take to start a collective.
+        serves: Whether an op that comes now is run by somebody else, who reports what it does.
+    """
+
+    def __init__(self, timeout: float, serves: Callable[[Any], bool] = lambda _: False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._timeout = timeout
+        self._serves = serves
+        self._pending: dict[int, list[_Pending]] = {}
+        self._handles: list[tuple[_Pending, Any]] = []
+        self._ops = 0
+
+    def __enter__(self) -> Self:
+        _ACTIVE.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _ACTIVE.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # a wrapper: let it run the ops that it is made of
+        self._ops += 1
+        name, namespace = func._schema.name, func.namespace
+        if not LIVE:
+            return func(*args, **kwargs)
+        if namespace in _PLAIN:
+            _touch(func, args, kwargs)
+            return func(*args, **kwargs)
+        if name == _WAIT:
+            return self._wait(func, args, kwargs)
+        if self._serves(func):
+            return self._inside(func, args, kwargs)
+        if namespace in _COLLECTIVES:
+            return self.collective(func, args, kwargs, functools.partial(func, *args, **kwargs))
+        before = self._ops
+        result = self._inside(func, args, kwargs)
+        if self._ops == before and namespace != "symmplan":
+            _touch(func, args, kwargs)
+        return result
+
+    def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op and see what it calls."""
+        WHERE.ops.append(func._schema.name)
+        try:
+            with self:
+                keys = compat.keyset_below_modes(func, _tensors((args, kwargs)))
+                return func.redispatch(keys, *args, **kwargs)
+        finally:
+            WHERE.ops.pop()
+
+    # Collectives of process groups.
+
+    def collective(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """A collective of a process group starts.
+
+        Args:
+            func: The op.
+            args: Its arguments.
+            kwargs: The same by name.
+            run: Runs it.
+
+        Raises:
+            RaceError: What it accesses at its start is not ordered behind what others did.
+        """
+        pending = self._started(func, args, kwargs)
+        result = run()
+        if func.namespace == "c10d":
+            return self._with_work(result, pending)
+        for tensor in _tensors((result, args, kwargs)):
+            self._pending.setdefault(tensor.untyped_storage()._cdata, []).append(pending)
+        return result
+
+    def _started(self, func: Any, args: Any, kwargs: Any) -> _Pending:
+        form = functional_form(func, args, kwargs) if func.namespace == "c10d" else None
+        if form is not None:
+            op, bound = form.op, bind_arguments(form.op, form.args, form.kwargs)
+        else:
+            op, bound = func, bind_arguments(func, args, kwargs)
+        group = _group_of(bound)
+        ranks = compat.group_ranks(group)
+        others = tuple(r for r in ranks if r != torch.distributed.get_rank())
+        meets = _who_meets(op, bound, ranks, others)
+        pending = _Pending(group, [(d, d.start(group)) for d in LIVE], others, meets)
+        unknown = func.namespace == "c10d" and form is None  # its schema says nothing of writes
+        for argument in op._schema.arguments:
+            info = argument.alias_info
+            writes = unknown or (info is not None and info.is_write)
+            for tensor in _tensors(bound.get(argument.name)):
+                touched = touch(tensor, write=writes, op=func._schema.name, lasting=True)
+                if touched is not None:
+                    pending.touches.append(touched)
+        for touched in pending.touches:
+            touched.segment.begin(touched.record)
+        return pending
+
+    def _with_work(self, result: Any, pending: _Pending) -> Any:
+        """``c10d::`` ops return a work, alone or behind their tensors."""
+        several = isinstance(result, (tuple, list))
+        boxed = result[-1] if several else result
+        work = torch.distributed.Work.unbox(boxed) if boxed is not None else None
+        if work is None:
+            pending.end()
+            return result
+        tensors = _tensors(result[:-1]) if several else []
+        written = tensors[0] if tensors else torch.empty(0)
+        inner = _Work(work, pending, self._timeout)
+        handle, watched_box = compat.watched_work(inner, pending.end, written)
+        self._handles = [(p, h) for p, h in self._handles if not p.over]
+        self._handles.append((pending, handle))
+        return (*result[:-1], watched_box) if several else watched_box
+
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = args[0].untyped_storage()._cdata
+        pending = [p for p in self._pending.pop(key, ()) if not p.over]
+        started = [p for p in pending if p.wait(self._timeout)]
+        for one in started:  # nothing of the program lies between this and the wait
+            one.end()
+        result = self._inside(func, args, kwargs)
+        for one in pending:
+            one.end()
+        return result
+
+
+def watched(op: Any) -> Callable[..., Any]:
+    """``op.redispatch``, seen by who watches: for ops that are run past the dispatch mode."""
+    if not _ACTIVE or op.namespace not in _COLLECTIVES:
+        return op.redispatch  # type: ignore[no-any-return]
+    watching = _ACTIVE[-1]
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        start = functools.partial(op.redispatch, keys, *args, **kwargs)
+        return watching.collective(op, args, kwargs, start)
+
+    return run
+
+
+def _who_meets(
+    op: Any, bound: dict[str, Any], ranks: Sequence[int], others: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The ranks whose start precedes this rank's wait."""
+    name = op._schema.name.partition("::")[2]
+    if op.namespace == "c10d":
+        return others if name in _MEET_C10D else ()
+    if name in _MEET:
+        return others
+    if name in ("broadcast", "broadcast_"):
+        root = ranks[bound["src"]]
+        return (root,) if root in others else ()
+    if name == "all_to_all_single":
+        splits = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
+        full = len(set(splits)) <= 1 and 0 not in splits and bound["input"].numel()
+        return others if full else ()
+    return ()
+
+
+def _group_of(bound: dict[str, Any]) -> str:
+    for value in bound.values():
+        if isinstance(value, torch.ScriptObject):
+            group = compat.unboxed_if_group(value)
+            if group is not None:
+                return compat.group_name(group)
+    return str(bound.get("group_name", ""))
+
+
+def _touch(func: Any, args: Any, kwargs: Any) -> None:
+    """An op accesses what its schema says."""
+    schema = func._schema
+    infos = [a.alias_info for a in schema.arguments]
+    views = [info for info in infos if info is not None]
+    if schema.name in _SHAPES or (views and not any(info.is_write for info in views)):
+        return
+    name = schema.name if not WHERE.ops else f"{schema.name} in {WHERE.ops[-1]}"
+    named = {a.name: a.alias_info for a in schema.arguments}
+    given = [*zip(infos, args, strict=False), *((named.get(k), v) for k, v in kwargs.items())]
+    for info, value in given:
+        if value is not None:
+            writes = info is not None and info.is_write
+            for tensor in _tensors(value):
+                touch(tensor, write=writes, op=name)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+class _Nodes(fx.Interpreter):
+    """Runs a graph op by op, and says where each came from."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        outer, WHERE.node = WHERE.node, (_Nodes.run_node.__code__, _line_of(n))
+        try:
+            if isinstance(n.target, torch._ops.HigherOrderOperator):
+                with compat.no_modes():
+                    return super().run_node(n)
+            return super().run_node(n)
+        finally:
+            WHERE.node = outer
+
+
+def run_by_nodes(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph as compiled code, which runs op by op so that it can be watched."""
+
+    def run(args: list[Any]) -> Any:
+        given = list(args)
+        args.clear()
+        nodes = _Nodes(module)
+        nodes.extra_traceback = False  # the error names the line
+        return nodes.run(*given, enable_io_processing=False)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _line_of(node: fx.Node) -> str:
+    """Where in the program a node came from; its name if that is not known."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [text.strip() for text in trace.splitlines() if text.strip().startswith('File "')]
+    for text in reversed(lines):
+        file, _, rest = text.removeprefix('File "').partition('", line ')
+        if "/torch/" not in file and "/symmplan/" not in file:
+            return f"{file}:{rest.partition(',')[0]}"
+    return f"node {node.name}"

@@ -1,0 +1,269 @@
+"""What a rank accessed and when, in shared memory that its peers read.
+
+[Note: race logs]
+    The file of a segment that is watched for races ends, behind its control area, with the log of
+    the rank that owns it. Only the owner writes there. It holds, as 8-byte words:
+
+    - a header: how many records, meetings and texts there are, how long the failure's text is;
+    - the owner's clock: for each rank, how far this one knows it to be;
+    - a ring of clocks that were published, each under a key and a number: what peers join when
+      they have met the owner;
+    - a ring of records, one for each range of bytes of the segment that the owner accessed, its
+      own bytes or a peer's. Of strided views the strides are kept (up to four dimensions), so that
+      columns of one matrix are not taken for the same bytes;
+    - a table of texts, which records name by number: op, line and buffer;
+    - the owner's failure, if it found a race.
+
+    Sizes are bounded. Of a rank that makes more accesses than fit between two meetings the oldest
+    are forgotten: a race with one of those is then not found. Nothing that is read is executed or
+    unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import mmap
+
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.int64]
+
+__all__ = ["OPEN", "Extent", "RaceLog", "Record", "log_nbytes"]
+
+#: The end of an access that is not over.
+OPEN = np.iinfo(np.int64).max
+
+_RECORDS, _MEETINGS, _TEXTS, _FAILURE, _HEADER = 0, 1, 2, 3, 8
+_RING, _CLOCKS, _TABLE = 2048, 512, 512
+_TEXT_WORDS, _FAILURE_WORDS = 64, 512
+_DIMENSIONS = 4
+#: number, owner, low, high, write, start, end, text, item size, dimensions, (size, stride) of each.
+_NUMBER, _OWNER, _LOW, _HIGH, _WRITE, _END, _TEXT, _ITEM = 0, 1, 2, 3, 4, 5, 6, 7
+_SHAPE = 8
+_WORDS = _SHAPE + 1 + 2 * _DIMENSIONS
+
+
+def log_nbytes(size: int) -> int:
+    """Bytes of a log where clocks have ``size`` components."""
+    words = _HEADER + size + _CLOCKS * (2 + size) + _RING * _WORDS
+    return 8 * (words + _TABLE * _TEXT_WORDS + _FAILURE_WORDS)
+
+
+@frozen
+class Extent:
+    """Bytes of a segment: those of a strided view.
+
+    Attributes:
+        low: First byte.
+        high: One behind the last byte.
+        item: Bytes of an element; of the whole range if it has no gaps.
+        shape: ``(size, stride in bytes)`` of each dimension that is not contiguous, outermost
+            first; empty if the range has no gaps, or too many dimensions to say.
+    """
+
+    low: int
+    high: int
+    item: int
+    shape: tuple[tuple[int, int], ...] = ()
+
+    def overlap(self, other: Extent) -> tuple[int, int] | None:
+        """The first run of bytes that both have; None if there is none."""
+        low, high = max(self.low, other.low), min(self.high, other.high)
+        if low >= high:
+            return None
+        if not self.shape and not other.shape:
+            return low, high
+        both = self._mask(low, high) & other._mask(low, high)
+        found = np.flatnonzero(both)
+        if not len(found):
+            return None
+        first = int(found[0])
+        gaps = np.flatnonzero(~both[first:])
+        return low + first, low + first + (int(gaps[0]) if len(gaps) else len(both) - first)
+
+    def _mask(self, low: int, high: int) -> NDArray[np.bool_]:
+        mask = np.zeros(high - low, dtype=bool)
+        if not self.shape:
+            mask[max(self.low, low) - low : min(self.high, high) - low] = True
+            return mask
+        starts = np.asarray([self.low], dtype=np.int64)
+        for size, stride in self.shape:
+            starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+        for i in range(self.item) if self.item <= 64 else ():
+            at = starts + i - low
+            mask[at[(at >= 0) & (at < len(mask))]] = True
+        if self.item > 64:
+            for start in starts.tolist():
+                mask[max(start - low, 0) : max(start + self.item - low, 0)] = True
+        return mask
+
+
+@frozen
+class Record:
+    """An access, as its rank wrote it down.
+
+    Attributes:
+        number: How many records its rank made before.
+        owner: Whose bytes.
+        extent: Which bytes of the segment.
+        write: Whether they were written.
+        text: Op, line and buffer.
+    """
+
+    number: int
+    owner: int
+    extent: Extent
+    write: bool
+    text: tuple[str, str, str]
+
+
+class RaceLog:
+    """One rank's log of one segment, mine or a peer's. See [Note: race logs].
+
+    Args:
+        memory: The file of the segment.
+        start: Where in it the log begins, in bytes.
+        size: Components of a clock.
+    """
+
+    def __init__(self, memory: mmap.mmap, start: int, size: int) -> None:
+        words = np.frombuffer(memory, dtype=np.int64, offset=start, count=log_nbytes(size) // 8)
+        parts = [_HEADER, size, _CLOCKS * (2 + size), _RING * _WORDS, _TABLE * _TEXT_WORDS]
+        ends = np.cumsum(parts).tolist()
+        self._header, self._clock, clocks, records, texts, failure = np.split(words, ends)
+        self._clocks = clocks.reshape(_CLOCKS, 2 + size)
+        self._records = records.reshape(_RING, _WORDS)
+        self._texts = texts.reshape(_TABLE, _TEXT_WORDS)
+        self._failure = failure
+        self._known: dict[tuple[str, str, str], int] = {}
+
+    # What the owner does.
+
+    def publish(self, key: int, number: int, clock: Words) -> None:
+        """Say how far the owner is at its meeting ``number`` of those named ``key``."""
+        at = int(self._header[_MEETINGS])
+        row = self._clocks[at % _CLOCKS]
+        row[0] = 0  # nobody takes it for what it was
+        row[2:] = clock
+        row[1] = number
+        row[0] = key
+        self._clock[:] = clock
+        self._header[_MEETINGS] = at + 1
+
+    def append(
+        self, owner: int, extent: Extent, end: int, text: tuple[str, str, str], *, write: bool
+    ) -> int:
+        """Write an access down; returns its number."""
+        number = int(self._header[_RECORDS])
+        row = self._records[number % _RING]
+        row[_NUMBER] = -1  # nobody takes it for what it was
+        row[_OWNER], row[_LOW], row[_HIGH], row[_WRITE] = owner, extent.low, extent.high, write
+        row[_END], row[_TEXT], row[_ITEM] = end, self._intern(text), extent.item
+        row[_SHAPE] = len(extent.shape)
+        flat = [word for pair in extent.shape for word in pair]
+        row[_SHAPE + 1 : _SHAPE + 1 + len(flat)] = flat
+        row[_NUMBER] = number
+        self._header[_RECORDS] = number + 1
+        return number
+
+    def close(self, number: int, end: int) -> None:
+        """An access that was `OPEN` is over."""
+        row = self._records[number % _RING]
+        if row[_NUMBER] == number:
+            row[_END] = end
+
+    def fail(self, text: bytes) -> None:
+        """Leave word of a race that the owner found; the first one stays."""
+        if not self._header[_FAILURE]:
+            text = text[: 8 * _FAILURE_WORDS]
+            self._failure.view(np.uint8)[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+            self._header[_FAILURE] = len(text)
+
+    def _intern(self, text: tuple[str, str, str]) -> int:
+        number = self._known.get(text)
+        if number is None:
+            number = min(int(self._header[_TEXTS]), _TABLE - 1)  # the last is for all the rest
+            room = 8 * _TEXT_WORDS // 4
+            op, line, buffer = (part.encode() for part in text)
+            parts = (op[:room], line[-2 * room + 8 :], buffer[:room])
+            data = b"\0".join(part.replace(b"\0", b"?") for part in parts)
+            self._texts[number] = 0
+            self._texts[number].view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            self._known[text] = number
+            self._header[_TEXTS] = number + 1
+        return number
+
+    # What peers do.
+
+    @property
+    def count(self) -> int:
+        """How many records the owner has made."""
+        return int(self._header[_RECORDS])
+
+    def published(self, key: int, number: int) -> Words | None:
+        """What the owner published at a meeting; None if that is not there, or not any more."""
+        rows = np.flatnonzero((self._clocks[:, 0] == key) & (self._clocks[:, 1] == number))
+        if not len(rows):
+            return None
+        row = self._clocks[rows[0]].copy()
+        return row[2:] if row[0] == key and row[1] == number else None
+
+    @property
+    def clock(self) -> Words:
+        """What the owner published last."""
+        return self._clock
+
+    def settled(self, first: int, until: int) -> int:
+        """The number of the first record, from ``first`` on, that is not over by ``until``."""
+        numbers, rows = self._rows(first)
+        late = np.flatnonzero(rows[:, _END] > until)
+        return int(numbers[late[0]]) if len(late) else first + len(numbers)
+
+    def conflicts(
+        self, first: int, until: int, owner: int, extent: Extent, *, write: bool
+    ) -> list[Record]:
+        """Accesses, from number ``first`` on, of the same bytes that are not over by ``until``."""
+        numbers, rows = self._rows(first)
+        found = rows[:, _END] > until
+        found &= rows[:, _OWNER] == owner
+        found &= (rows[:, _LOW] < extent.high) & (rows[:, _HIGH] > extent.low)
+        found &= rows[:, _NUMBER] == numbers
+        if not write:
+            found &= rows[:, _WRITE] != 0
+        records = (self._record(rows[i]) for i in np.flatnonzero(found))
+        return [r for r in records if extent.overlap(r.extent) is not None]
+
+    @property
+    def failure(self) -> bytes:
+        """The race that the owner found; empty if none."""
+        length = int(self._header[_FAILURE])
+        return self._failure.view(np.uint8)[:length].tobytes() if length else b""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the owner found a race."""
+        return bool(self._header[_FAILURE])
+
+    def _rows(self, first: int) -> tuple[Words, Words]:
+        count = self.count
+        numbers = np.arange(max(first, count - _RING), count, dtype=np.int64)
+        return numbers, self._records[numbers % _RING]
+
+    def _record(self, row: Words) -> Record:
+        words = row.tolist()
+        pairs = words[_SHAPE + 1 : _SHAPE + 1 + 2 * words[_SHAPE]]
+        shape = tuple(zip(pairs[::2], pairs[1::2], strict=True))
+        extent = Extent(words[_LOW], words[_HIGH], words[_ITEM], shape)
+        return Record(
+            words[_NUMBER], words[_OWNER], extent, bool(words[_WRITE]), self._text(words[_TEXT])
+        )
+
+    def _text(self, number: int) -> tuple[str, str, str]:
+        data = self._texts[number].tobytes().rstrip(b"\0") + b"\0\0"
+        op, line, buffer = (part.decode(errors="replace") for part in data.split(b"\0")[:3])
+        return op, line, buffer

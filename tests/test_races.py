@@ -1,0 +1,186 @@
+"""``debug=True`` in shared memory: races end in an error that names both accesses."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+import race_programs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from race_programs import PROGRAMS
+from ranks import RankPool
+
+from symmplan.memory.race_log import OPEN, Extent, RaceLog, log_nbytes
+from symmplan.memory.touches import extent_of
+
+pytestmark = pytest.mark.ranks
+
+_TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(3, timeout=40.0) as ranks:
+        ranks.run(_seed)
+        yield ranks
+
+
+def _seed(rank, world_size):
+    race_programs.seed()
+
+
+def _group(rank, world_size, name):
+    """A new group for each program: a session that fails aborts its own."""
+    import torch.distributed as dist
+
+    _, ranks, process_group, _ = PROGRAMS[name]
+    race_programs.PROCESS_GROUP[0] = process_group
+    group = dist.new_group(list(range(ranks)))
+    return group if rank < ranks else None
+
+
+def _inputs(rank, turn):
+    return torch.arange(64.0).view(8, 8) + 100 * rank + 1000 * turn
+
+
+def _eager(rank, world_size, name, kind):
+    import symmplan
+
+    program = PROGRAMS[name][0]
+    group = _group(rank, world_size, name)
+    if group is None:
+        return
+    with symmplan.eager(group, timeout=20.0, memory="shm", debug=True) as session:
+        for turn in range(_TURNS):
+            program(kind, _inputs(rank, turn), group.group_name)
+            session.step()
+
+
+def _compiled(rank, world_size, name, kind, inner):
+    import symmplan
+
+    program = PROGRAMS[name][0]
+    group = _group(rank, world_size, name)
+    if group is None:
+        return
+    group = group.group_name
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner, memory="shm", timeout=20.0, debug=True)
+    run = torch.compile(lambda x: program(kind, x, group), backend=backend, fullgraph=True)
+    try:
+        for turn in range(_TURNS):
+            run(_inputs(rank, turn))
+    finally:
+        backend.release()
+
+
+WAYS = {
+    "eager": (_eager, ()),
+    "compiled": (_compiled, ("eager",)),
+    "inductor": (_compiled, ("inductor",)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_of_the_six_is_found(pool, name, way):
+    _, ranks, _, kind = PROGRAMS[name]
+    function, more = WAYS[way]
+    outcomes = pool.outcomes(function, name, kind, *more)[:ranks]
+    assert all(o.error is not None for o in outcomes), outcomes
+    found = [o.error for o in outcomes if o.error.kind == "RaceError"]
+    assert found, [o.error.text for o in outcomes]
+    for error in found:
+        first, second = error.fields["accesses"]
+        assert "symmplan_races::" in first[1] + second[1]
+        assert first[8] or second[8]  # one of them writes
+        for access in (first, second):
+            assert f"rank {access[0]}" in error.text
+            assert access[1] in error.text  # the op
+            assert access[2] in error.text  # the line
+            assert access[2].rpartition(":")[0].endswith(".py"), access
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ops_that_meet_are_right_without_barriers(pool, name, way):
+    function, more = WAYS[way]
+    pool.run(function, name, "11", *more)
+
+
+def _strided(draw):
+    sizes = draw(st.lists(st.integers(1, 4), min_size=0, max_size=4))
+    storage = torch.arange(256, dtype=draw(st.sampled_from([torch.uint8, torch.int16])))
+    strides = [draw(st.integers(0, 6)) for _ in sizes]
+    return storage, storage.as_strided(sizes, strides, draw(st.integers(0, 40)))
+
+
+@st.composite
+def _views(draw):
+    storage, view = _strided(draw)
+    offset = (view.data_ptr() - storage.data_ptr()) if view.numel() else 0
+    spots = view.reshape(-1).tolist()
+    item = view.element_size()
+    used = {int(s) % 256 * item + i for s in spots for i in range(item)}
+    return extent_of(view, offset), used
+
+
+@given(_views(), _views())
+def test_strided_views_share_the_bytes_that_their_elements_share(one, other):
+    (extent, used), (extent_b, used_b) = one, other
+    assert extent.low == min(used)
+    assert extent.high == max(used) + 1
+    shared = extent.overlap(extent_b)
+    common = used & used_b
+    assert (shared is not None) == bool(common)
+    if shared is not None:
+        low, high = shared
+        assert low == min(common)
+        assert set(range(low, high)) <= common
+        assert high not in common
+
+
+def _log(size=3):
+    return RaceLog(mmap.mmap(-1, log_nbytes(size)), 0, size)
+
+
+def test_a_log_gives_what_was_published_and_forgets_the_oldest():
+    log = _log()
+    for number in range(1, 1001):
+        log.publish(7, number, np.asarray([number, 0, 1]))
+        log.publish(8, number, np.asarray([0, number, 0]))
+    assert log.published(7, 1000).tolist() == [1000, 0, 1]
+    assert log.published(8, 990).tolist() == [0, 990, 0]
+    assert log.published(7, 1) is None
+    assert log.published(9, 1000) is None
+    assert log.clock.tolist() == [0, 1000, 0]
+
+
+def test_a_log_finds_conflicts_that_are_not_over():
+    log = _log()
+    here = Extent(0, 64, 64)
+    log.append(1, here, 1, ("read", "a.py:1", ""), write=False)
+    number = log.append(1, here, OPEN, ("aten::copy_ in x::y", "b.py:2", "'z'"), write=True)
+    log.append(2, here, 9, ("other", "", ""), write=True)
+    log.append(1, Extent(64, 80, 16), 9, ("beside", "", ""), write=True)
+    (found,) = log.conflicts(0, 5, 1, Extent(32, 80, 48), write=False)[:1]
+    assert (found.number, found.write) == (number, True)
+    assert found.text == ("aten::copy_ in x::y", "b.py:2", "'z'")
+    assert log.settled(0, 5) == number
+    log.close(number, 5)
+    assert log.conflicts(0, 5, 1, here, write=True) == []
+    assert log.settled(0, 9) == log.count
+
+
+def test_a_log_is_bounded():
+    log = _log()
+    for i in range(5000):
+        log.append(0, Extent(i, i + 1, 1), i, (f"op {i}", "f.py:1" * 100, "ö" * 300), write=True)
+    found = log.conflicts(0, -1, 0, Extent(0, 5000, 5000), write=False)
+    assert found[-1].number == 4999
+    assert found[0].number > 0
+    assert log._text(0)[0] == "op 0"
+    assert log._text(0)[1].endswith("f.py:1")
