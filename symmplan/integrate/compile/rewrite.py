@@ -324,8 +324,8 @@ class _Declared:
                 back = self.emitter.call(torch.ops.aten.clone.default, (view,))
         self.emitter.first[copy_back_name(self.captured.prefix, site)] = back
         written = source if outside else back
+        position = {n: i for i, n in enumerate(self.graph.nodes)}
         if not outside:
-            position = {n: i for i, n in enumerate(self.graph.nodes)}
             _redirect(source, back, but=back, after=position[back], position=position)
         for path, value in results.items():
             if value is not view:
@@ -335,6 +335,8 @@ class _Declared:
                 results[path] = written
             else:
                 _redirect(wait, written, but=back)
+                for result in _results(site.node, path):  # what was waited for, by its old name
+                    _redirect(result, written, but=back, after=position[back], position=position)
 
     def _hand_over(self, node: fx.Node, results: dict[tuple[int, ...], fx.Node]) -> None:
         if () in results:
@@ -366,6 +368,13 @@ def _redirect(
     node.replace_all_uses_with(
         to, delete_user_cb=lambda user: user is not but and place.get(user, 0) > after
     )
+
+
+def _results(node: fx.Node, path: tuple[int, ...]) -> list[fx.Node]:
+    """The nodes that stand for one result of a call."""
+    if not path:
+        return [node]
+    return [u for u in node.users if u.target is operator.getitem and u.args[1:] == path]
 
 
 def _anchor() -> None:
