@@ -1,6 +1,7 @@
 """How plans of random tiny programs fare under the explorer, as numbers.
 
-``python tests/explorer_counts.py 5000`` counts for that many programs.
+``python tests/explorer_counts.py 5000`` counts for that many tiny programs, and
+``python tests/explorer_counts.py 500 shm`` for that many FX programs, rewritten for one way.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import sys
 
 import attrs
+from explorer_graphs import fx_programs, judge, world
 from explorer_programs import planned, problem_of, tiny_programs, told
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 import symmplan
 from symmplan.errors import VerificationError
@@ -42,7 +45,7 @@ class Counts:
     one_group_needed: int = 0
 
 
-def judge(program, counts: Counts) -> None:
+def judge_tiny(program, counts: Counts) -> None:
     """Plan a program; fail if the explorer finds the plan wrong, or what `verify` accepts."""
     plan = symmplan.plan(problem_of(program))
     tiny = planned(program, plan)
@@ -87,12 +90,75 @@ def count(programs: int) -> Counts:
     )
     @given(tiny_programs())
     def run(program) -> None:
-        judge(program, counts)
+        judge_tiny(program, counts)
 
     run()
     return counts
 
 
-if __name__ == "__main__":
-    for name, value in attrs.asdict(count(int((sys.argv[1:] or ["1000"])[0]))).items():
+def count_graphs(programs: int, way: str, groups: list[str], *, barriers: bool = True) -> Counts:
+    """Judge that many random FX programs, the same each time; counts those with placements.
+
+    Args:
+        programs: How many.
+        way: How collectives run.
+        groups: Names of the process groups.
+        barriers: Whether to count which barriers are needed.
+    """
+    counts = Counts()
+
+    @settings(
+        max_examples=programs,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(fx_programs(ranks=3), st.sampled_from(["wire", "push", "pull"]), st.booleans())
+    def run(program, transport, poison) -> None:
+        judged = judge(program, way, groups, transport=transport, poison=poison)
+        if judged is None:
+            return
+        assert judged.verdict.kind in ("right", "gave up"), judged
+        counts.programs += 1
+        counts.unknown += judged.verdict.kind == "gave up"
+        counts.sharing += _overlaps(judged.rewritten.plan)
+        counts.barriers += len(judged.rewritten.plan.barriers)
+        for i in range(len(judged.rewritten.plan.barriers) if barriers else 0):
+            left = judge(
+                program,
+                way,
+                groups,
+                transport=transport,
+                poison=poison,
+                kept=lambda all_, i=i: all_[:i] + all_[i + 1 :],
+            )
+            counts.needed += left.verdict.kind == "wrong"
+            counts.unknown += left.verdict.kind == "gave up"
+
+    run()
+    return counts
+
+
+def _overlaps(plan: symmplan.Plan) -> bool:
+    places = list(plan.placements.values())
+    return any(
+        p.segment == q.segment and p.offset < q.end and q.offset < p.end
+        for i, p in enumerate(places)
+        for q in places[:i]
+    )
+
+
+def main(number: str = "1000", way: str | None = None) -> None:
+    if way is None:
+        counts = count(int(number))
+    else:
+        with world(3) as groups:
+            counts = count_graphs(int(number), way, groups)
+    for name, value in attrs.asdict(counts).items():
         print(f"{name.replace('_', ' ')}: {value}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

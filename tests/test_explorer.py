@@ -93,7 +93,7 @@ def by_definition(threads, expected, symbols) -> str:
     machine = Machine(threads, symbols)
     latest, meant = {}, {}
     while machine.ready:
-        event = machine.step(machine.ready[0])
+        event = machine.step(min(machine.ready))
         if event.write:
             latest[event.cell] = (event.thread, event.at)
         elif event.value != expected[event.thread, event.at]:

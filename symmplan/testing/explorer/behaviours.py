@@ -130,10 +130,19 @@ class Parts:
             self._ends[r].append(done)
         return done
 
-    def write(self, cells: Sequence[Cell], what: str = "") -> list[Step]:
+    def label(self, *more: Hashable) -> Hashable:
+        """What results of the call are called."""
+        return (self.call.label or (self.call.name, self.iteration), *more)
+
+    def write(self, cells: Sequence[Cell], *, half: bool = False) -> list[Step]:
         """Write cells with what the part knows, each with a value of its own."""
-        key = (self.call.name, self.iteration)
-        return [Write(cell, (*key, cell[0], i, what)) for i, cell in enumerate(cells)]
+        kind = "half done" if half else "made"
+        named = self.call.label is not None and not half
+        ranks = [None if named else rank for rank, _ in cells]
+        return [
+            Write(cell, self.label(kind, rank, i))
+            for i, (cell, rank) in enumerate(zip(cells, ranks, strict=True))
+        ]
 
     def mine(self, rank: int) -> Flag:
         """Add a part that reads the rank's own inputs, at once."""
@@ -154,7 +163,7 @@ def _copy(parts: Parts) -> None:
         sources = parts.own(parts.call.reads, rank)
         steps: list[Step] = [Read(cell) for cell in sources]
         targets = parts.own(parts.call.writes, rank)
-        steps += [Write(cell, copy=i) for i, cell in enumerate(targets)]
+        steps += [Write(cell, of=(i,)) for i, cell in enumerate(targets)]
         parts.part(rank, "run", steps)
 
 
@@ -166,6 +175,18 @@ def _push(parts: Parts) -> None:
     """
     mine = {rank: parts.mine(rank) for rank in parts.ranks}
     _write_peers(parts, mine)
+
+
+def _push_next(parts: Parts) -> None:
+    """Writes all of a result into the bytes of the next rank."""
+    mine = {rank: parts.mine(rank) for rank in parts.ranks}
+    _write_next(parts, mine)
+
+
+def _write_next(parts: Parts, sources: Mapping[int, Flag]) -> None:
+    for rank, peer in zip(parts.ranks, (*parts.ranks[1:], parts.ranks[0]), strict=True):
+        steps = parts.write(parts.own(parts.call.writes, peer))
+        parts.part(rank, f"write to {peer}", steps, after=[sources[rank]])
 
 
 def _write_peers(parts: Parts, sources: Mapping[int, Flag]) -> None:
@@ -180,7 +201,7 @@ def _write_peers(parts: Parts, sources: Mapping[int, Flag]) -> None:
                 chosen = [*(cells[:1] if shift == 1 % size else ())]
                 chosen += cells[1:] if not shift else []
             if chosen:
-                steps = parts.write(chosen, f"for {peer}")
+                steps = parts.write(chosen)
                 parts.part(rank, f"write to {peer}", steps, after=[sources[rank]])
 
 
@@ -204,9 +225,17 @@ def _read_peers(parts: Parts) -> dict[int, list[Flag]]:
 
 def _read_write(parts: Parts) -> None:
     """Reads peers' bytes, then writes a result into peers' bytes."""
+    _write_peers(parts, _read_all(parts))
+
+
+def _read_write_next(parts: Parts) -> None:
+    """Reads peers' bytes, then writes all of a result into the bytes of the next rank."""
+    _write_next(parts, _read_all(parts))
+
+
+def _read_all(parts: Parts) -> dict[int, Flag]:
     read = _read_peers(parts)
-    joined = {rank: parts.part(rank, "joined", [], after=flags) for rank, flags in read.items()}
-    _write_peers(parts, joined)
+    return {rank: parts.part(rank, "joined", [], after=flags) for rank, flags in read.items()}
 
 
 def _slots(cells: list[Cell], count: int) -> list[list[Cell]]:
@@ -284,6 +313,18 @@ def _move(parts: Parts, sums: _Sums, givers: Sequence[int] | None = None) -> Non
     move(parts, sums, parts.ranks if givers is None else givers)
 
 
+def _summed(parts: Parts, sums: _Sums, known: Sequence[Cell]) -> list[Step]:
+    """Write what each cell is made of, by a part that knows what was in some cells, in order.
+
+    What is made of one value is that value.
+    """
+    index = {cell: i for i, cell in reversed([*enumerate(known)])}
+    return [
+        Write(to, parts.label("sum") if len(cells) > 1 else None, tuple(index[c] for c in cells))
+        for to, cells in sums
+    ]
+
+
 def _by_wire(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
     """Bytes go through sockets or scratch buffers, as Gloo's and NCCL's ring and tree kernels do.
 
@@ -298,11 +339,12 @@ def _by_wire(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
             continue
         own = [mine[rank]] if rank in mine else []
         peers = sorted({r for _, cells in targets for r, _ in cells} - {rank})
+        known = [*([rank] if own else []), *peers]
         cells = [to for to, _ in targets]
         steps = [
-            *parts.write(cells, "half done"),
+            *parts.write(cells, half=True),
             Wait(tuple(mine[r] for r in peers), takes=True),
-            *parts.write(cells),
+            *_summed(parts, targets, [c for r in known for c in parts.own(parts.call.reads, r)]),
         ]
         parts.part(rank, "result", steps, after=own)
 
@@ -315,8 +357,9 @@ def _by_push(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
     """
     if all(len(cells) == 1 for _, cells in sums):
         mine = {rank: parts.mine(rank) for rank in givers}
-        for place, (to, ((rank, _),)) in enumerate(sums):
-            steps = parts.write([to], str(place))
+        for place, (to, cells) in enumerate(sums):
+            rank, _ = cells[0]
+            steps = _summed(parts, [(to, cells)], parts.own(parts.call.reads, rank))
             parts.part(rank, f"push {place}", steps, after=[mine[rank]])
         return
     together: dict[tuple[Cell, ...], list[Cell]] = {}
@@ -324,8 +367,9 @@ def _by_push(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
         together.setdefault(tuple(cells), []).append(to)
     for i, (places, targets) in enumerate(together.items()):
         rank = parts.ranks[i % len(parts.ranks)]
-        summed: list[Step] = [Read(cell) for cell in places]
-        parts.part(rank, f"sum {i}", [*summed, *parts.write(targets, str(i))])
+        read: list[Step] = [Read(cell) for cell in places]
+        written = _summed(parts, [(to, [*places]) for to in targets], places)
+        parts.part(rank, f"sum {i}", [*read, *written])
 
 
 def _by_pull(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
@@ -333,7 +377,7 @@ def _by_pull(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
     del givers
     for place, (to, cells) in enumerate(sums):
         steps: list[Step] = [Read(cell) for cell in cells]
-        parts.part(to[0], f"pull {place}", [*steps, *parts.write([to], str(place))])
+        parts.part(to[0], f"pull {place}", [*steps, *_summed(parts, [(to, cells)], cells)])
 
 
 def _by_copy(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
@@ -342,18 +386,18 @@ def _by_copy(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
     In place, nobody may copy before all have read.
     """
     del givers
-    pulled: dict[int, list[tuple[Cell, Flag]]] = {}
+    pulled: dict[int, list[tuple[Cell, list[Cell], Flag]]] = {}
     for place, (to, cells) in enumerate(sums):
         read = parts.part(to[0], f"pull {place}", [Read(cell) for cell in cells])
-        pulled.setdefault(to[0], []).append((to, read))
+        pulled.setdefault(to[0], []).append((to, cells, read))
     late = parts.call.late
-    every = [flag for reads in pulled.values() for _, flag in reads]
+    every = [flag for reads in pulled.values() for _, _, flag in reads]
     if late or not parts.in_place:
         every = []
     for rank, reads in pulled.items():
-        for i, (to, flag) in enumerate(reads):
-            after = [flag, *every]
-            parts.part(rank, f"copy {i}", parts.write([to], str(i)), after=after, late=late)
+        for i, (to, cells, flag) in enumerate(reads):
+            steps = _summed(parts, [(to, cells)], cells)
+            parts.part(rank, f"copy {i}", steps, after=[flag, *every], late=late)
 
 
 #: What calls of each kind do. The doors of one-sided ops are the calls' own, declared where the op
@@ -367,6 +411,8 @@ BEHAVIOURS: Mapping[str, Behaviour] = {
     "push": Behaviour(_push),
     "read": Behaviour(_read),
     "read_write": Behaviour(_read_write),
+    "push_next": Behaviour(_push_next),
+    "read_write_next": Behaviour(_read_write_next),
     "all_gather": Behaviour(_all_gather, True, True, ("wire", "push", "pull")),
     "all_to_all": Behaviour(_all_to_all, True, True, ("wire", "push", "pull")),
     "broadcast": Behaviour(_broadcast, True, True, ("wire", "push", "pull")),

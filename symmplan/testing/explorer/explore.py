@@ -77,20 +77,27 @@ class Verdict:
         return str(self.wrong) if self.wrong else f"{self.kind} after {self.runs} runs"
 
 
-def explore(program: TinyProgram, plan: TinyPlan | None = None, *, limit: int = 1000) -> Verdict:
+def explore(
+    program: TinyProgram,
+    plan: TinyPlan | None = None,
+    *,
+    reference: TinyPlan | None = None,
+    limit: int = 1000,
+) -> Verdict:
     """Run a tiny program in every order that its calls allow.
 
     What is right is what the program computes with every buffer in memory of its own, all ranks
-    meeting before and after each call.
+    meeting before and after each call, and no call under way while another runs.
 
     Args:
         program: The program; up to 3 ranks, about 6 calls and 2 iterations are quick.
         plan: Where its buffers lie and which barriers are run besides it; by default, each has
             memory of its own and there are none.
+        reference: Where buffers lie instead when what is right is computed.
         limit: How many orders to run before giving up.
 
     Raises:
-        ValueError: A call reads what nobody has written.
+        ValueError: A call reads what nobody has written, or its own parts race.
 
     Collective: no.
 
@@ -103,24 +110,30 @@ def explore(program: TinyProgram, plan: TinyPlan | None = None, *, limit: int = 
     ...         TinyCall("peer_max", "read", reads="x", writes="y", handshake=True),
     ...         TinyCall("add", "local", reads="y", writes="out"),
     ...     ),
+    ...     iterations=1,
     ... )
     >>> shared = {"x": ("s0",), "out": ("s0",)}
     >>> print(explore(program, TinyPlan(shared)))
     rank 1, 'peer_max', iteration 0 reads cell s0 of rank 0 (x, out)
-      expected what rank 0 wrote in 'mul', iteration 0
-      got what rank 0 wrote in 'add', iteration 0
+      expected what 'mul', iteration 0 made on rank 0
+      got what 'add', iteration 0 made on rank 0
       rank 0: 'mul', iteration 0: writes s0
-    >>> print(explore(program, TinyPlan(shared, barriers=(("add", "all"), ("mul", "all")))))
+      rank 1: 'mul', iteration 0: writes s0
+      rank 0: 'peer_max', iteration 0: reads s0, reads s0 of rank 1, writes ('y', 0)
+      rank 0: 'add', iteration 0: reads ('y', 0), writes s0
+      rank 1: 'peer_max', iteration 0: reads s0 of rank 0
+    >>> print(explore(program, TinyPlan(shared, barriers=(("add", "all"),))))
     right after 1 runs
     """
     plan = plan or TinyPlan()
     symbols = Symbols()
-    reference = threads_of(program, TinyPlan(), apart=True)
-    expected = lockstep(reference, symbols)
+    right = threads_of(program, reference or TinyPlan(), apart=True)
+    expected = lockstep(right, symbols)
     for (thread, _), value in expected.items():
-        if symbols.meanings[value][0] == "unwritten":  # type: ignore[index]
-            call = reference[thread].call
-            raise ValueError(f"{call!r} reads what nobody has written: {symbols.meanings[value]}")
+        meaning = symbols.meanings[value]
+        assert isinstance(meaning, tuple)
+        if meaning[0] == "unwritten":
+            raise ValueError(f"{right[thread].call!r} reads what nobody has written: {meaning[1]}")
     threads = threads_of(program, plan)
     outcome = search(threads, expected, symbols, limit)
     if outcome.kind != "wrong":
@@ -160,9 +173,12 @@ def _meaning(symbols: Symbols, value: int) -> str:
     assert isinstance(meaning, tuple)
     if meaning[0] == "unwritten":
         return "what nobody has written"
-    call, iteration, rank, _, what = meaning[0]
-    half = ", half done" if what == "half done" else ""
-    return f"what {call!r}, iteration {iteration}{half} wrote on rank {rank}"
+    (made_by, kind, *where), _ = meaning
+    named = isinstance(made_by, tuple) and len(made_by) == 2 and isinstance(made_by[1], int)
+    who = f"{made_by[0]!r}, iteration {made_by[1]}" if named else str(made_by)
+    what = {"made": "what {} made", "half done": "what {} had half done", "sum": "the sum of {}"}
+    rank = f" on rank {where[0]}" if where and where[0] is not None else ""
+    return what[kind].format(who) + rank
 
 
 def _schedule(events: tuple[Event, ...], threads: tuple[Thread, ...]) -> list[str]:

@@ -53,13 +53,14 @@ class Write:
 
     Attributes:
         cell: The cell.
-        label: With all that the thread knows, what the value is.
-        copy: Instead: which of the values that the thread has read, counted from its first.
+        label: With the values that it is made of, what the value is; None to copy the only one.
+        of: Which of the values that the thread knows, counted from the first, it is made of; None
+            for all.
     """
 
     cell: Cell
     label: Hashable = None
-    copy: int | None = None
+    of: tuple[int, ...] | None = None
 
 
 @frozen
@@ -175,9 +176,9 @@ class Machine:
         self._settle(list(range(count)))
 
     @property
-    def ready(self) -> list[int]:
+    def ready(self) -> set[int]:
         """The threads that could make an access now."""
-        return sorted(self._ready)
+        return self._ready
 
     @property
     def stuck(self) -> list[int]:
@@ -201,8 +202,11 @@ class Machine:
                 past |= self.events[other].past | 1 << other
         if isinstance(step, Write):
             known = self._known[thread]
-            given = (step.label, known) if step.copy is None else None
-            value = self.symbols.number(given) if given else known[step.copy or 0]
+            parts = known if step.of is None else tuple(known[i] for i in step.of)
+            if step.label is None:
+                (value,) = parts
+            else:
+                value = self.symbols.number((step.label, parts))
             self._memory[step.cell] = value
         else:
             unwritten = self.symbols.number(("unwritten", step.cell))

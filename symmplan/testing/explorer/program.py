@@ -40,7 +40,7 @@ class TinyCall:
 
     Attributes:
         name: Unique in its program.
-        kind: One of `BEHAVIOURS`, or ``"wait"``.
+        kind: One of `BEHAVIOURS`, ``"wait"`` or ``"barrier"``: the ranks of the group meet.
         reads: Names of the buffers that it is given to read, in one string or a tuple.
         writes: Names of the buffers that it is given to write.
         group: The group whose ranks take part.
@@ -53,6 +53,8 @@ class TinyCall:
         empty: Pairs (from, to) of ranks of the group between which an all-to-all moves nothing.
         early: It reads its own inputs before it meets anybody, whatever ``handshake`` says.
         late: It writes its own results after it met everybody, whatever ``release`` says.
+        label: What its results are called: calls of one label make the same of the same. By default
+            each call and iteration makes something else.
     """
 
     name: str
@@ -69,6 +71,7 @@ class TinyCall:
     empty: tuple[tuple[int, int], ...] = ()
     early: bool = False
     late: bool = False
+    label: Hashable = None
 
 
 @frozen
@@ -106,6 +109,9 @@ class TinyProgram:
                     raise ValueError(f"{call.name!r} waits for {call.of!r}, which is not under way")
                 pending.remove(call.of)
                 continue
+            self.members(call.group)
+            if call.kind == "barrier":
+                continue
             if call.kind not in BEHAVIOURS:
                 raise ValueError(f"{call.name!r}: kind {call.kind!r} is none of {[*BEHAVIOURS]}")
             known_ways = BEHAVIOURS[call.kind].transports
@@ -114,7 +120,6 @@ class TinyProgram:
                 raise ValueError(f"{what} is none of {[*known_ways]}")
             if unknown := {*call.reads, *call.writes} - known:
                 raise ValueError(f"{call.name!r} names unknown buffers {sorted(unknown)}")
-            self.members(call.group)
             if call.asynchronous:
                 pending.add(call.name)
         if pending:
@@ -175,6 +180,9 @@ def threads_of(program: TinyProgram, plan: TinyPlan, *, apart: bool = False) -> 
             if call.kind == "wait":
                 for parts in ends.pop(call.of, ()):
                     parts.end(mains)
+                continue
+            if call.kind == "barrier":
+                _meet(mains, program.members(call.group), where)
                 continue
             behaviour = BEHAVIOURS[call.kind]
             for ranks in program.members(call.group):

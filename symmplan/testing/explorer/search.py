@@ -20,7 +20,7 @@ from symmplan.testing.explorer.machine import Event, Machine, Symbols, Write
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from symmplan.testing.explorer.machine import Read, Thread
+    from symmplan.testing.explorer.machine import Cell, Read, Thread
 
 __all__ = ["Outcome", "Site", "lockstep", "search"]
 
@@ -55,10 +55,11 @@ def lockstep(threads: tuple[Thread, ...], symbols: Symbols) -> dict[Site, int]:
     """
     machine = Machine(threads, symbols)
     while machine.ready:
-        machine.step(machine.ready[0])
+        machine.step(min(machine.ready))
     assert not machine.stuck
-    for later, event in enumerate(machine.events):
-        for earlier in _races(machine.events, later):
+    for later, earlier_ones in enumerate(_races(machine.events)):
+        event = machine.events[later]
+        for earlier in earlier_ones:
             calls = [threads[t].call for t in (machine.events[earlier].thread, event.thread)]
             raise ValueError(f"{calls[0]!r} and {calls[1]!r} race for cell {event.cell} by nature")
     return {(e.thread, e.at): e.value for e in machine.events if not e.write}
@@ -83,12 +84,13 @@ def search(
         while True:
             if taken == len(frames):
                 asleep = frames[-1].passed(machine.events[-1]) if frames else {}
-                awake = [t for t in machine.ready if t not in asleep]
-                if not awake:
+                choice = min((t for t in machine.ready if t not in asleep), default=None)
+                if choice is None:
                     break
-                upcoming = {t: machine.upcoming(t) for t in machine.ready}
-                frames.append(_Frame(asleep, awake[0], upcoming))
-            event = machine.step(frames[taken].chosen)
+                frames.append(_Frame(asleep, choice))
+            frame = frames[taken]
+            frame.step = machine.upcoming(frame.chosen)
+            event = machine.step(frame.chosen)
             taken += 1
             right = event.value if event.write else expected[event.thread, event.at]
             if event.value != right:
@@ -96,8 +98,8 @@ def search(
         if not machine.ready and machine.stuck:
             stuck = tuple(machine.stuck)
             return Outcome("stuck", runs, tuple(machine.events), stuck=stuck)
-        for later in range(fresh, len(frames)):
-            for earlier in _races(machine.events, later):
+        for later, earlier_ones in enumerate(_races(machine.events, fresh), fresh):
+            for earlier in earlier_ones:
                 frames[earlier].want(_first_of(machine.events, earlier, later))
         while frames and not frames[-1].turn():
             frames.pop()
@@ -114,13 +116,13 @@ class _Frame:
         asleep: Threads that need not go first here, as an order that was run shows the same, with
             their next access.
         chosen: The thread that goes now.
-        ready: The threads that could, with their next access.
+        step: Its access.
         wanted: Threads that are to go first in some order.
     """
 
     asleep: dict[int, Read | Write]
     chosen: int
-    ready: dict[int, Read | Write]
+    step: Read | Write | None = field(init=False, default=None)
     wanted: set[int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -133,7 +135,8 @@ class _Frame:
 
     def turn(self) -> bool:
         """Choose another thread; False where there is none left."""
-        self.asleep[self.chosen] = self.ready[self.chosen]
+        assert self.step is not None
+        self.asleep[self.chosen] = self.step
         left = sorted(self.wanted - self.asleep.keys())
         if left:
             self.chosen = left[0]
@@ -148,18 +151,24 @@ class _Frame:
         }
 
 
-def _races(events: list[Event], later: int) -> list[int]:
-    """The accesses of the same cell that only happened to be before this one."""
-    event = events[later]
-    known = event.led
-    found = []
-    for i in range(later - 1, -1, -1):
-        other = events[i]
-        if other.cell != event.cell or not (other.write or event.write):
-            continue
-        if not known >> i & 1:
-            found.append(i)
-        known |= other.past | 1 << i
+def _races(events: list[Event], fresh: int = 0) -> list[list[int]]:
+    """For each access from ``fresh`` on, those of the same cell that only happened to be before."""
+    found: list[list[int]] = []
+    touched: dict[Cell, list[int]] = {}
+    for later, event in enumerate(events):
+        others = touched.setdefault(event.cell, [])
+        if later >= fresh:
+            found.append([])
+            known = event.led
+            for i in reversed(others):
+                other = events[i]
+                if other.write or event.write:
+                    if not known >> i & 1:
+                        found[-1].append(i)
+                    known |= other.past | 1 << i
+                if other.write:
+                    break  # all before it came before it
+        others.append(later)
     return found
 
 
