@@ -115,9 +115,15 @@ def count_graphs(programs: int, way: str, groups: list[str], *, barriers: bool =
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(fx_programs(ranks=3), st.sampled_from(["wire", "push", "pull"]), st.booleans())
-    def run(program, transport, poison) -> None:
-        judged = judge(program, way, groups, transport=transport, poison=poison)
+    @given(
+        fx_programs(ranks=3),
+        st.sampled_from(["wire", "push", "pull"]),
+        st.booleans(),
+        st.booleans(),
+    )
+    def run(program, transport, poison, inductor) -> None:
+        drawn = {"transport": transport, "poison": poison, "inductor": inductor}
+        judged = judge(program, way, groups, **drawn)
         if judged is None:
             return
         assert judged.verdict.kind in ("right", "gave up"), judged
@@ -130,8 +136,7 @@ def count_graphs(programs: int, way: str, groups: list[str], *, barriers: bool =
                 program,
                 way,
                 groups,
-                transport=transport,
-                poison=poison,
+                **drawn,
                 kept=lambda all_, i=i: all_[:i] + all_[i + 1 :],
             )
             counts.needed += left.verdict.kind == "wrong"

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import symmplan
 import symmplan.memory.ops
 from symmplan.capture import capture_fx
-from symmplan.capture.producers import writes_eager
+from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.lowering import Lowerings
 from symmplan.integrate.compile.poison import plan_poison
@@ -236,6 +236,7 @@ def rewritten(
     lowerings: Lowerings,
     *,
     poison: bool = False,
+    inductor: bool = False,
     told=lambda problem: problem,
     kept=lambda barriers: barriers,
 ) -> Rewritten | None:
@@ -245,15 +246,17 @@ def rewritten(
         module: The graph; it is changed.
         lowerings: How collectives run.
         poison: As with ``debug=True``.
+        inductor: Whether Inductor is to compile it, which lets other nodes write placements.
         told: Changes the problem that is planned.
         kept: Changes the barriers that are run.
     """
+    other = writes_inductor if inductor else writes_eager
     capture = functools.partial(
         capture_fx,
         module,
         lookup=lowerings.lookup,
         skip=lowerings.skip,
-        producer=functools.partial(lowerings.producer, other=writes_eager),
+        producer=functools.partial(lowerings.producer, other=other),
     )
     captured, reasons = capture(), {}
     while partly := lowerings.partly(captured):
