@@ -1,20 +1,34 @@
-"""Ranks whose interpreters end in or after an eager session: run as a script, by test_endings.py.
+"""Ranks whose interpreters end in or after an eager session: a script, run by its test.
 
-    python ending_programs.py HOW TIMES
+    python ending_programs.py HOW TIMES FOLDER
 
-Prints one line per rank and time: its exit code, negative for a signal.
+FOLDER is for the ranks' stores. Prints for each rank, and each time, its exit code (negative: a
+signal) and the threads of ours that ran when the interpreter was about to end.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-import tempfile
+import threading
 
-import torch
-import torch.distributed as dist
 
-import symmplan
+def threads_of_ours() -> None:
+    if os.getpid() != PARENT:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("symmplan")]
+        os.write(1, f"threads {names}\n".encode())
+
+
+PARENT = os.getpid()
+# Runs after what symmplan registers, because it is registered before.
+atexit.register(threads_of_ours)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import symmplan  # noqa: E402
+import symmplan.integrate.eager.context  # noqa: E402
 
 WORLD = 2
 
@@ -27,47 +41,40 @@ def gather(x):
 def program(how: str) -> None:
     """What a rank does; the interpreter ends when it returns or raises."""
     x = torch.ones(8)
-    session = symmplan.eager(memory="shm", timeout=20.0)
+    session = symmplan.eager(memory="shm", timeout=60.0)
     if how == "never entered":
         return
+    if how == "raises in it":
+        with session:
+            gather(x)
+            raise ZeroDivisionError("the program's own")
     session.__enter__()
-    for _ in range(2):
+    gather(x)
+    if how == "planned":
+        session.step()
         gather(x)
-        if how != "recording":
-            session.step()
-    dist.barrier()
-    if how == "left":
-        session.__exit__(None, None, None)
-    elif how == "raises":
+    if how == "raises":
         raise ZeroDivisionError("the program's own")
-    elif how == "raises inside":
-        error = ZeroDivisionError("the program's own")
-        session.__exit__(ZeroDivisionError, error, None)
-        raise error
 
 
-def main(how: str, times: int) -> bool:
-    """Fork all ranks, several times. Returns in each of them; True in the one that started them."""
+def main(how: str, times: int, folder: str) -> None:
+    """Fork all ranks as often; returns, or raises, in each of them and where they began."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for _ in range(times):
-        with tempfile.TemporaryDirectory() as folder:
-            path, children = f"{folder}/store", []
-            for rank in range(WORLD):
-                sys.stdout.flush()
-                child = os.fork()
-                if not child:
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                    dist.init_process_group(
-                        "gloo", store=dist.FileStore(path, WORLD), rank=rank, world_size=WORLD
-                    )
-                    program(how)
-                    return False
-                children.append(child)
-            for child in children:
-                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    return True
+    children = []
+    for i in range(times * WORLD):
+        child = os.fork()
+        if not child:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            store = dist.FileStore(f"{folder}/store{i // WORLD}", WORLD)
+            dist.init_process_group("gloo", store=store, rank=i % WORLD, world_size=WORLD)
+            program(how)
+            return
+        children.append(child)
+    for child in children:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(1, f"exit {code}\n".encode())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

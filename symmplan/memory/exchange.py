@@ -122,7 +122,7 @@ class Exchange:
                 break
             if thorough:
                 next_look = now + _LIVENESS_PERIOD
-            if now >= deadline:
+            if now >= deadline and self._gives_up(waiting[0], phase):
                 raise self._timed_out(waiting[0], phase)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL)
@@ -201,7 +201,13 @@ class Exchange:
                     lost_rank=rank,
                     phase=phase,
                 )
-        return not missing
+        return not missing and self._count(name, phase) <= group.size
+
+    def _count(self, name: str, phase: str) -> int:
+        """How many ranks have posted; more than there are, once one gave up."""
+        group, prefix = self.groups[name], self._prefix[name]
+        with _StoreErrors(group):
+            return int(group.store.add(f"{prefix}/{phase}/count", 0))
 
     def _require_same_call(self, name: str, missing: list[int]) -> None:
         group, prefix = self.groups[name], self._prefix[name]
@@ -230,7 +236,7 @@ class Exchange:
             raise failure
         # Whoever entered it since may have posted here before.
         if elsewhere is not None and elsewhere in self._missing(name, phase):
-            raise wrong_session(group, elsewhere)
+            raise wrong_session(group, elsewhere, int(self._prefix[name].rpartition("/")[2]))
 
     def _values(self, name: str, phase: str) -> list[bytes]:
         group, prefix = self.groups[name], self._prefix[name]
@@ -246,6 +252,14 @@ class Exchange:
                 for rank in range(group.size)
                 if not group.store.check([f"{prefix}/{phase}/{rank}"])
             ]
+
+    def _gives_up(self, name: str, phase: str) -> bool:
+        """Whether the round will not be complete any more; False if it has been after all."""
+        group, prefix = self.groups[name], self._prefix[name]
+        with _StoreErrors(group):
+            # In one step, so that whoever comes last either completes the round or sees that.
+            count = group.store.add(f"{prefix}/{phase}/count", group.size)
+            return int(count) < 2 * group.size
 
     def _timed_out(self, name: str, phase: str) -> PeerTimeoutError:
         group = self.groups[name]

@@ -88,7 +88,10 @@ class SessionKeys:
             _current = None
         if self.group.size > 1:
             with contextlib.suppress(Exception):  # the store may be what failed
-                self.group.store.set(f"symmplan/in session/{self.group.rank}", "0")
+                store, key = self.group.store, f"{self._prefix}/meanwhile"
+                store.set(f"symmplan/in session/{self.group.rank}", "0")
+                if store.check([key]):
+                    _count_to(self.group, "calls", int(store.get(key)))
 
 
 _current: SessionKeys | None = None
@@ -126,8 +129,12 @@ def in_other_session(group: Group, ranks: Sequence[int]) -> int | None:
     return None
 
 
-def wrong_session(group: Group, rank: int) -> AgreementError:
-    """The error about what `in_other_session` found; ``rank`` is told, if it has to come out."""
+def wrong_session(group: Group, rank: int, exchange: int) -> AgreementError:
+    """The error about what `in_other_session` found in the exchange of that number.
+
+    Outside of any session ``rank`` is told. Its session then counts as one of this rank's, and the
+    exchange as one of those in the session, so that all count alike afterwards.
+    """
     theirs = _where(group, rank)
     mine = "outside of any" if _current is None else f"in session {_current.number}"
     error = AgreementError(
@@ -140,8 +147,18 @@ def wrong_session(group: Group, rank: int) -> AgreementError:
         ranks=(group.rank, rank),
     )
     if _current is None:
-        post_error(group, f"{_of_session(group, theirs)}/error", error)
+        session = _of_session(group, theirs)
+        with contextlib.suppress(Exception):  # there is an error to tell of
+            group.store.set(f"{session}/meanwhile", str(exchange))
+            _count_to(group, "sessions", theirs)
+        post_error(group, f"{session}/error", error)
     return error
+
+
+def _count_to(group: Group, what: str, number: int) -> None:
+    """Go on counting after ``number``."""
+    key = f"symmplan/{what}/{group.rank}"
+    group.store.add(key, max(0, number - group.store.add(key, 0)))
 
 
 def _where(group: Group, rank: int) -> int:

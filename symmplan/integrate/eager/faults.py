@@ -27,6 +27,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -233,6 +234,9 @@ class Faults:
             self._on_failure(told)
             if self._quiet.wait(_GRACE):
                 return
+            for _ in range(int(_ABORT / _POLL)):
+                if not _imports(self._thread) or self._quiet.wait(_POLL):
+                    break
             with self._lock:
                 if self._quiet.is_set():
                     return
@@ -287,6 +291,16 @@ _OPEN: set[Faults] = set()
 _THREADS: set[threading.Thread] = set()
 atexit.register(_end_threads)
 os.register_at_fork(after_in_child=_forget_threads)
+
+
+def _imports(thread: int) -> bool:
+    """Whether a thread is importing a module, which would stay half there if it had to raise."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name_of_buffer(event: Event | None) -> str:
