@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from symmplan import _compat as compat
-from symmplan.memory.exchange import error_as_data, error_from_data
+from symmplan.memory.relay import error_as_data, error_from_data
 
 if TYPE_CHECKING:
     from symmplan.errors import SymmplanError
     from symmplan.memory.groups import Group
+    from symmplan.memory.sessions import SessionKeys
 
 __all__ = ["Alarm"]
 
@@ -22,20 +23,17 @@ _POLL = 0.02
 
 
 class Alarm:
-    """One error, the first, for all ranks of a group.
+    """One error, the first, for all ranks of a session, until its keys are renewed.
 
     Args:
-        group: The group.
+        keys: Of the session.
 
-    Collective: yes, in that every rank must make its alarms in the same order. Nobody waits.
+    Collective: no; what one rank rings, all ranks hear.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._key = ""
-        if group.size > 1:
-            count = group.store.add(f"symmplan/alarms/{group.rank}", 1)
-            self._key = f"symmplan/alarm/{count}"
+    def __init__(self, keys: SessionKeys) -> None:
+        self._group = keys.group
+        self._key = f"{keys.prefix}/alarm" if keys.group.size > 1 else ""
 
     @property
     def group(self) -> Group:
@@ -48,7 +46,7 @@ class Alarm:
 
     def ring(self, error: BaseException) -> None:
         """Tell the others of ``error``, unless somebody was first. Never raises."""
-        if not self._key:
+        if not self._key or self._group.forked:
             return
         try:
             if self._group.store.add(f"{self._key}/rung", 1) == 1:
@@ -70,7 +68,7 @@ class Alarm:
 
     def heard(self, patience: float = 0.0) -> SymmplanError | None:
         """What a peer failed with; None if nobody rang within ``patience`` seconds."""
-        if not self._key:
+        if not self._key or self._group.forked:
             return None
         deadline = time.monotonic() + patience
         try:

@@ -28,7 +28,7 @@ import os
 import platform
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -243,6 +243,17 @@ class Meeting:
         self._notes.clear()
         self._free.clear()
         self._order = None
+
+    def forked(self) -> None:
+        """This process was forked from the rank: its counter and notes are the rank's."""
+        self.close()
+        # Not looked for in each barrier: in the rank itself they stay what they are.
+        for name in ("_arrive", "_write"):
+            setattr(self, name, self._refuse)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        self._group.require_own()
+        raise AssertionError("this process is the rank")
 
     def _arrive(self) -> None:
         self._count += 1

@@ -10,6 +10,7 @@
     Rounds that belong together share a sequence number, which each rank counts in the store
     itself: process groups may be destroyed and made again on the same store. Each rank also posts
     which round it began with, so that ranks in different calls do not wait for each other in vain.
+    Sessions have numbers of their own; see [Note: keys of a session].
 
 Only JSON and raw bytes travel. Nothing read from a peer is unpickled.
 """
@@ -17,21 +18,21 @@ Only JSON and raw bytes travel. Nothing read from a peer is unpickled.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from symmplan import errors
-from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, RunError, SymmplanError
+from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, SymmplanError
 from symmplan.memory.process import ProcessIdentity, is_gone
+from symmplan.memory.relay import error_from_data, post_error
+from symmplan.memory.sessions import current_keys, in_other_session, keys_of_calls, wrong_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.memory.groups import Group
 
-__all__ = ["Exchange", "error_as_data", "error_from_data", "processes_of", "was_told"]
+__all__ = ["Exchange", "processes_of", "was_told"]
 
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
@@ -48,6 +49,9 @@ class Exchange:
         groups: Every group that takes part; groups of one rank cost nothing.
         timeout: Seconds that each round may take.
         watch: Called now and then while a round waits; what it raises ends the wait.
+
+    Raises:
+        RunError: This process was forked from a rank.
 
     Collective: yes, over every group.
     """
@@ -70,11 +74,13 @@ class Exchange:
         self._phases: dict[str, list[str]] = {name: [] for name in groups}
         self._failed = False
         self._prefix: dict[str, str] = {}
+        keys = keys_of_calls()
         for name, group in self.groups.items():
+            group.require_own()
             if group.size > 1:
                 with _StoreErrors(group):
-                    count = group.store.add(f"symmplan/calls/{group.rank}", 1)
-                self._prefix[name] = f"symmplan/{count}"
+                    count = group.store.add(f"{keys}/calls/{group.rank}", 1)
+                self._prefix[name] = f"{keys}/{count}"
 
     def know(self, name: str, processes: Sequence[ProcessIdentity]) -> None:
         """Remember which processes are the ranks of group ``name``, now and in later exchanges."""
@@ -125,7 +131,7 @@ class Exchange:
                 if self._watch is not None:
                     self._watch()
                 next_look = now + _LIVENESS_PERIOD
-            if now >= deadline:
+            if now >= deadline and self._gives_up(waiting[0], phase):
                 raise self._timed_out(waiting[0], phase)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL)
@@ -139,13 +145,7 @@ class Exchange:
             return
         self._failed = True
         for name, prefix in self._prefix.items():
-            group = self.groups[name]
-            try:
-                key = f"{prefix}/error"
-                if not group.store.check([key]):
-                    group.store.set(key, json.dumps(error_as_data(error, group.rank)))
-            except Exception:  # noqa: BLE001, S112 (the store may be what failed)
-                continue
+            post_error(self.groups[name], f"{prefix}/error", error)
 
     def finish(self) -> None:
         """Remove what this exchange left in the stores. Call it after the last round.
@@ -192,12 +192,14 @@ class Exchange:
 
         Raises:
             PeerLostError: A rank's value is missing and its process is, too.
-            AgreementError: A rank is in another call.
+            AgreementError: A rank is in another call or session.
+            SymmplanError: A rank left the session by an error.
         """
         missing = self._missing(name, phase)
         group, processes = self.groups[name], self._processes.get(name, ())
         if missing:
             self._require_same_call(name, missing)
+            self._require_same_session(name, phase, missing)
         for rank in missing if processes else ():
             if is_gone(processes[rank]):
                 raise PeerLostError(
@@ -208,7 +210,13 @@ class Exchange:
                     lost_rank=rank,
                     phase=phase,
                 )
-        return not missing
+        return not missing and self._count(name, phase) <= group.size
+
+    def _count(self, name: str, phase: str) -> int:
+        """How many ranks have posted; more than there are, once one gave up."""
+        group, prefix = self.groups[name], self._prefix[name]
+        with _StoreErrors(group):
+            return int(group.store.add(f"{prefix}/{phase}/count", 0))
 
     def _require_same_call(self, name: str, missing: list[int]) -> None:
         group, prefix = self.groups[name], self._prefix[name]
@@ -228,6 +236,17 @@ class Exchange:
                     ranks=(group.rank, rank),
                 )
 
+    def _require_same_session(self, name: str, phase: str, missing: list[int]) -> None:
+        group, session = self.groups[name], current_keys()
+        with _StoreErrors(group):
+            failure = None if session is None else session.failure()
+            elsewhere = in_other_session(group, missing)
+        if failure is not None:
+            raise failure
+        # Whoever entered it since may have posted here before.
+        if elsewhere is not None and elsewhere in self._missing(name, phase):
+            raise wrong_session(group, elsewhere, int(self._prefix[name].rpartition("/")[2]))
+
     def _values(self, name: str, phase: str) -> list[bytes]:
         group, prefix = self.groups[name], self._prefix[name]
         keys = [f"{prefix}/{phase}/{rank}" for rank in range(group.size)]
@@ -242,6 +261,14 @@ class Exchange:
                 for rank in range(group.size)
                 if not group.store.check([f"{prefix}/{phase}/{rank}"])
             ]
+
+    def _gives_up(self, name: str, phase: str) -> bool:
+        """Whether the round will not be complete any more; False if it has been after all."""
+        group, prefix = self.groups[name], self._prefix[name]
+        with _StoreErrors(group):
+            # In one step, so that whoever comes last either completes the round or sees that.
+            count = group.store.add(f"{prefix}/{phase}/count", group.size)
+            return int(count) < 2 * group.size
 
     def _timed_out(self, name: str, phase: str) -> PeerTimeoutError:
         group = self.groups[name]
@@ -293,60 +320,3 @@ class _StoreErrors:
 def _list(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(r) for r in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
-
-
-def error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
-    """An error of this rank as plain values, for `error_from_data`."""
-    if not isinstance(error, SymmplanError):
-        what = f"{type(error).__name__}: {error}"
-        return {"rank": rank, "kind": RunError.__name__, "what": what}
-    return {
-        "rank": error.fields.get("failed_rank", rank),
-        "kind": type(error).__name__,
-        "what": error.what,
-        "expected": None if error.expected is None else str(error.expected),
-        "got": None if error.got is None else str(error.got),
-        "fix": error.fix,
-        "fields": {k: v for k, v in error.fields.items() if _is_plain(v)},
-    }
-
-
-def error_from_data(text: bytes, group: Group) -> SymmplanError:
-    """The error that a peer posted. What it says is data: only known classes, only plain values."""
-    try:
-        data = json.loads(text)
-        failed = int(data["rank"])
-        kind, what = str(data["kind"]), str(data["what"])
-        fields = data.get("fields") or {}
-        plain = {
-            str(k): _tupled(v)
-            for k, v in fields.items()
-            if _is_plain(v) and str(k).isidentifier() and not str(k).startswith("_")
-        }
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return RunError("a peer failed and its message cannot be read", group=group.name)
-    for taken in ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields"):
-        plain.pop(taken, None)
-    known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
-    result: SymmplanError = known(
-        what if what.startswith("rank ") else f"rank {failed} failed: {what}",
-        expected=data.get("expected"),
-        got=data.get("got"),
-        fix=data.get("fix"),
-        group=group.name,
-        rank=group.rank,
-        failed_rank=failed,
-        **plain,
-    )
-    return result
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(v) for v in value)
-    return value is None or isinstance(value, (str, int, float, bool))
-
-
-def _tupled(value: Any) -> Any:
-    """JSON has lists where errors have tuples."""
-    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value

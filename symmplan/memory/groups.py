@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from attrs import field, frozen
 
 from symmplan import _compat as compat
-from symmplan.errors import BackendError
+from symmplan.errors import BackendError, RunError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 __all__ = ["Group", "group_key", "resolve_groups"]
+
+#: Process group -> the process that is its rank here: the first that asked.
+_RANKS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 @frozen
@@ -26,6 +31,7 @@ class Group:
         size: How many ranks it has.
         store: The group's key-value store, None for a group of one without torch.distributed.
         process_group: Torch's group, None likewise.
+        pid: The process that is this rank. One that is forked from it is not.
     """
 
     name: str
@@ -34,6 +40,30 @@ class Group:
     size: int = 1
     store: Any = field(default=None, eq=False, repr=False)
     process_group: Any = field(default=None, eq=False, repr=False)
+    pid: int = field(factory=os.getpid, eq=False, repr=False)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the rank: what it shares with peers is not ours."""
+        return self.size > 1 and self.pid != os.getpid()
+
+    def require_own(self) -> None:
+        """Raise if this process was forked from the rank.
+
+        Raises:
+            RunError: It was.
+        """
+        if self.forked:
+            raise RunError(
+                f"process {os.getpid()} was forked from the rank that is in process group "
+                f"{self.name!r}, and is none itself",
+                expected=f"process {self.pid}",
+                got=f"process {os.getpid()}",
+                fix="use symmetric memory in the ranks only; start other processes with "
+                "multiprocessing's 'spawn' or 'forkserver'",
+                group=self.name,
+                rank=self.rank,
+            )
 
 
 def group_key(group: str | Any) -> str:
@@ -55,6 +85,7 @@ def resolve_groups(
 
     Raises:
         BackendError: A name is unknown, or this rank is not in its group.
+        RunError: This process was forked from the rank.
     """
     return {name: _resolve(name, groups or {}) for name in dict.fromkeys(names)}
 
@@ -81,11 +112,14 @@ def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
             fix="realize a plan only on the ranks of its groups",
             group=name,
         )
-    return Group(
+    group = Group(
         name=name,
         torch_name=compat.group_name(process_group),
         rank=rank,
         size=process_group.size(),
         store=compat.group_store(process_group),
         process_group=process_group,
+        pid=_RANKS.setdefault(process_group, os.getpid()),
     )
+    group.require_own()
+    return group

@@ -5,10 +5,17 @@
     segments of the process are kept in two tuples sorted by address, replaced as a whole, so that
     `locate` needs no lock: one bisection, about a microsecond. A segment stays live until its
     release, even if nobody refers to it any more: a compiled graph may hold only views.
+
+[Note: forked processes]
+    A process that is forked from a rank has the rank's memory, also what the rank shares with its
+    peers, and its objects. Whatever it does with those, also by ending, would be done in the rank's
+    name: a release would end the arena, a barrier count as the rank's. So in it segments are only
+    let go of: nothing is written, freed or told to peers, and meeting them is an error.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
@@ -111,6 +118,9 @@ class Rendezvous:
         """Let go of the peers' memory."""
         self._peers = ()
 
+    def forked(self) -> None:
+        """This process was forked from the rank: it may not meet anybody, nor seem to."""
+
 
 class Segment:
     """One symmetric allocation.
@@ -146,6 +156,7 @@ class Segment:
         self.rendezvous: dict[str, Rendezvous] = {}
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
+        self._inherited = False
         _LIVE.add(self)
 
     def __repr__(self) -> str:
@@ -185,6 +196,9 @@ class Segment:
         """
         if self._tensor is None:
             raise _released(self)
+        if self._inherited:
+            for met in self.rendezvous.values():
+                met.group.require_own()
         if self.health.reason is not None:
             raise RunError(
                 f"segment {self.spec.name!r} is unusable since a call failed on this arena: "
@@ -241,6 +255,11 @@ class Segment:
         if self._tensor is None:
             return
         _LIVE.remove(self)
+        if self._inherited:
+            _KEPT.append((self._tensor, dict(self.rendezvous)))
+            self._tensor = None
+            self.rendezvous.clear()
+            return
         on_release = self._on_release  # what it holds must live until the tensor is gone
         if on_release is not None:  # first: it may have to wait for work on the memory
             on_release()
@@ -249,6 +268,16 @@ class Segment:
         for rendezvous in {id(r): r for r in self.rendezvous.values()}.values():
             rendezvous.release()
         self.rendezvous.clear()
+
+    def forked(self) -> None:
+        """This process was forked from the rank. See [Note: forked processes]."""
+        if self.rendezvous and all(r.group.size == 1 for r in self.rendezvous.values()):
+            return  # nobody else has it
+        self._inherited = True
+        self._on_release = None
+        self.health.on_break.clear()
+        for rendezvous in self.rendezvous.values():
+            rendezvous.forked()
 
 
 class _Live:
@@ -270,6 +299,12 @@ class _Live:
         segments.sort(key=lambda s: s.address)
         self._sorted = (tuple(s.address for s in segments), tuple(segments))
 
+    def forked(self) -> None:
+        """In a forked process: its threads are gone, and with them who held the lock."""
+        self._lock = threading.Lock()
+        for segment in self._sorted[1]:
+            segment.forked()
+
     def find(self, address: int) -> tuple[Segment, int] | None:
         starts, segments = self._sorted
         index = bisect_right(starts, address) - 1
@@ -281,6 +316,9 @@ class _Live:
 
 
 _LIVE = _Live()
+#: Memory of the parent process that this one let go of. It ends with this process.
+_KEPT: list[Any] = []
+os.register_at_fork(after_in_child=_LIVE.forked)
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:

@@ -137,6 +137,10 @@ class ShmRendezvous(Rendezvous):
         super().release()
         self._meeting.close()
 
+    def forked(self) -> None:
+        """See `Meeting.forked`."""
+        self._meeting.forked()
+
 
 class ShmBackend:
     """POSIX shared memory."""

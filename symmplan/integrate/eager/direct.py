@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from symmplan.capture.c10d import Functional
-    from symmplan.integrate.eager.faults import Faults
-    from symmplan.integrate.eager.quick import Line
     from symmplan.integrate.eager.schedule import Event
+    from symmplan.integrate.eager.session import Session
 
-__all__ = ["MISS", "front_of", "install_fronts", "launcher", "starter"]
+__all__ = ["MISS", "Caught", "front_of", "install_fronts", "launcher", "starter"]
 
 #: What a short way returns if the call is not the expected one.
 MISS: Any = object()
@@ -304,12 +303,31 @@ def _finish_later(work: Any, copied: Any, back: Any, original: Any, written: int
     return compat.watched_handle(work, finish, original[written])
 
 
-def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[], None]:
+class Caught:
+    """What functions that catch calls know of a session, until it is left.
+
+    Torch keeps kernels for ever, also those that are removed: they hold this, and no session.
+    """
+
+    __slots__ = ("faults", "fits", "line", "session")
+
+    def __init__(self, session: Session) -> None:
+        self.session: Session | None = session
+        self.faults, self.line = session.faults, session.line
+        self.fits = session.line.lanes.fits
+
+    def forget(self) -> None:
+        """No call is caught any more."""
+        self.session = None
+        self.line.quicks = []
+        del self.faults, self.line, self.fits
+
+
+def install_fronts(caught: Caught, ops: Iterable[Any]) -> Callable[[], None]:
     """Catch calls of process groups' methods and of ops. See [Note: past the dispatcher].
 
     Args:
-        line: Where the program is.
-        faults: Told of what fails.
+        caught: The session.
         ops: What the program calls.
 
     Returns:
@@ -320,9 +338,9 @@ def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[
         if op is None:
             continue
         names = compat.group_method_names(_METHODS.get(op._schema.name, ""))
-        undo += [compat.replace_group_method(n, _method(line, faults, op)) for n in names]
+        undo += [compat.replace_group_method(n, _method(caught, op)) for n in names]
         if op.namespace == "_c10d_functional":
-            undo.append(compat.replace_op_call(op, _call(line, faults, op)))
+            undo.append(compat.replace_op_call(op, _call(caught, op)))
 
     def remove() -> None:
         for act in undo:
@@ -331,11 +349,12 @@ def install_fronts(line: Line, faults: Faults, ops: Iterable[Any]) -> Callable[[
     return remove
 
 
-def _method(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[..., Any]]:
-    lanes = line.lanes
-
+def _method(caught: Caught, op: Any) -> Callable[[Any], Callable[..., Any]]:
     def make(original: Any) -> Callable[..., Any]:
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if caught.session is None:
+                return original(group, *args, **kwargs)
+            line = caught.line
             quicks, at = line.quicks, line.at
             if at < len(quicks) and not OWN.depth:
                 quick = quicks[at]
@@ -344,12 +363,12 @@ def _method(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[...
                     and quick.front is not None
                     and quick.op is op
                     and not kwargs
-                    and lanes.fits(quick.role)
+                    and caught.fits(quick.role)
                 ):
                     try:
                         work = quick.front(group, args)
                     except BaseException as error:
-                        faults.found(error)
+                        caught.faults.found(error)
                         raise
                     if work is not MISS:
                         line.at = at + 1
@@ -361,11 +380,14 @@ def _method(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[...
     return make
 
 
-def _call(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[..., Any]]:
-    fits, alone = line.lanes.fits, compat.nobody_looks()
+def _call(caught: Caught, op: Any) -> Callable[[Any], Callable[..., Any]]:
+    alone = compat.nobody_looks()
 
     def make(original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if caught.session is None:
+                return original(*args, **kwargs)
+            line = caught.line
             quicks, at = line.quicks, line.at
             if at < len(quicks) and args and not kwargs and not OWN.depth:
                 quick = quicks[at]
@@ -373,13 +395,13 @@ def _call(line: Line, faults: Faults, op: Any) -> Callable[[Any], Callable[..., 
                     quick is not None
                     and quick.front is not None
                     and quick.op is op
-                    and fits(quick.role)
+                    and caught.fits(quick.role)
                     and alone(args[0])
                 ):
                     try:
                         result = quick.front(args)
                     except BaseException as error:
-                        faults.found(error)
+                        caught.faults.found(error)
                         raise
                     if result is not MISS:
                         line.at = at + 1

@@ -13,25 +13,35 @@
     the waiting thread raise the peer's error as soon as it is back in Python, before it can use
     what the aborted collective left behind. Before that, all ranks see to it that no planned
     collective waits for one of them; see `symmplan.integrate.eager.rescue`.
+
+[Note: threads that end]
+    A thread that comes back from C++ (a store, an abort) while the interpreter ends is unwound
+    through code that may not throw, and the process is aborted. So the thread that listens ends
+    with its session, and what is left of our threads when the interpreter exits ends there: its
+    exit handlers run while other threads still can. They are daemons all the same, because one
+    that waits for a peer for ever must not keep the process; each wait for one has a limit.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan import _compat as compat
 from symmplan.errors import RunError, SymmplanError
 from symmplan.memory.alarm import Alarm
-from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
+    from symmplan.memory.sessions import SessionKeys
 
 __all__ = ["REDO", "Faults", "ends_within", "public"]
 
@@ -52,8 +62,7 @@ class Faults:
     """What a session does about failures, its own and its peers'.
 
     Args:
-        groups: ``{name: group}`` of the session's ranks.
-        timeout: Seconds that ranks wait for each other.
+        keys: Of the session in its group's store.
         on_failure: Called once with the first error: nothing may be served any more.
         rescue: Called once after that, with the group, a key in its store and seconds: peers may
             wait for planned calls that this rank did not make.
@@ -61,32 +70,34 @@ class Faults:
     Attributes:
         failed: Whether this rank knows of a failure.
 
-    Collective: yes, in that every rank must make its own in the same order. Nobody waits.
+    Collective: no.
     """
 
     def __init__(
         self,
-        groups: Mapping[str, Group],
-        timeout: float,
+        keys: SessionKeys,
         on_failure: Callable[[BaseException], None],
         rescue: Callable[[Group, str, float], None],
     ) -> None:
-        self._groups = groups
-        (self._group,) = groups.values()
-        self._timeout = timeout
+        self._keys = keys
+        self._group = keys.group
         self._on_failure = on_failure
         self._rescue = rescue
         self._rescuing = threading.Lock()
         self._rescued = False
-        self._alarm = Alarm(self._group)
+        self._alarm = Alarm(keys)
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
         self._quiet = threading.Event()
         self._raised_there = False
         self.failed = False
-        self._listener = threading.Thread(target=self._listen, name="symmplan alarm", daemon=True)
+        self._listener: threading.Thread | None = None
+
+    def listen(self) -> None:
+        """Hear of what peers fail with, until `close`."""
         if self._group.size > 1:
-            self._listener.start()
+            _OPEN.add(self)
+            self._listener = _started(self._listen, "symmplan alarm")
 
     def usable(self) -> None:
         """Raise if the session failed.
@@ -187,7 +198,7 @@ class Faults:
 
     def leave_by(self, error: BaseException) -> None:
         """The program left by ``error``. Peers may wait anywhere, or for this rank to record."""
-        Exchange(self._groups, self._timeout).fail(error)
+        self._keys.fail(error)
         self.fail(error)
         self.rescue()
 
@@ -197,13 +208,11 @@ class Faults:
             ends_within(_ABORT, compat.abort_group, self._group.process_group)
 
     def close(self) -> None:
-        """Listen no more.
-
-        A thread that comes back from the store while the interpreter ends aborts the process.
-        """
+        """Listen no more. See [Note: threads that end]."""
         self._notice()
-        if self._listener.is_alive() and self._listener is not threading.current_thread():
-            self._listener.join(_GRACE)
+        if self._listener is not None and self._listener is not threading.current_thread():
+            self._listener.join(_ABORT)
+        _OPEN.discard(self)
 
     # The thread. See [Note: who waits elsewhere].
 
@@ -225,6 +234,9 @@ class Faults:
             self._on_failure(told)
             if self._quiet.wait(_GRACE):
                 return
+            for _ in range(int(_ABORT / _POLL)):
+                if not _imports(self._thread) or self._quiet.wait(_POLL):
+                    break
             with self._lock:
                 if self._quiet.is_set():
                     return
@@ -242,10 +254,53 @@ def ends_within(seconds: float, act: Callable[..., object], *args: Any) -> bool:
     Returns:
         Whether it ended. It goes on if not.
     """
-    thread = threading.Thread(target=act, args=args, name="symmplan ends_within", daemon=True)
-    thread.start()
+    thread = _started(lambda: act(*args), "symmplan ends_within")
     thread.join(seconds)
     return not thread.is_alive()
+
+
+def _started(act: Callable[[], object], name: str) -> threading.Thread:
+    def run() -> None:
+        try:
+            act()
+        finally:
+            _THREADS.discard(thread)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _THREADS.add(thread)
+    thread.start()
+    return thread
+
+
+def _end_threads() -> None:
+    """The interpreter is about to end. See [Note: threads that end]."""
+    for faults in tuple(_OPEN):
+        faults.close()
+    for thread in tuple(_THREADS):
+        thread.join(_GRACE)
+
+
+def _forget_threads() -> None:
+    """They run in the process that this one was forked from."""
+    _OPEN.clear()
+    _THREADS.clear()
+
+
+#: What has a thread that listens, and all threads of ours.
+_OPEN: set[Faults] = set()
+_THREADS: set[threading.Thread] = set()
+atexit.register(_end_threads)
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+def _imports(thread: int) -> bool:
+    """Whether a thread is importing a module, which would stay half there if it had to raise."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name_of_buffer(event: Event | None) -> str:

@@ -18,7 +18,7 @@ import torch
 from symmplan import _compat
 from symmplan.capture.c10d import NAMES
 from symmplan.integrate.compile.lowering import overload_named
-from symmplan.integrate.eager.direct import MISS, install_fronts
+from symmplan.integrate.eager.direct import MISS, Caught, install_fronts
 from symmplan.memory.own import OWN
 from symmplan.registry import all_specs
 
@@ -48,6 +48,7 @@ def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
     """
     libraries: dict[str, torch.library.Library] = {}
     after = _compat.keyset_after_select()
+    caught = Caught(session)
     for name in declared_names():
         namespace = name.partition("::")[0]
         try:
@@ -59,19 +60,20 @@ def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
             library = libraries[namespace] = torch.library.Library(namespace, "IMPL")
         library.impl(
             op._name.partition("::")[2],
-            _kernel(session, op, after),
+            _kernel(caught, op, after),
             "BackendSelect",
             with_keyset=True,
         )
     if session.leaving:
         library = libraries.setdefault(_PENDING, torch.library.Library(_PENDING, "IMPL"))
-        library.impl("wait_tensor", _wait_kernel(session, after), "BackendSelect", with_keyset=True)
-    remove_fronts = install_fronts(session.line, session.faults, ops)
+        library.impl("wait_tensor", _wait_kernel(caught, after), "BackendSelect", with_keyset=True)
+    remove_fronts = install_fronts(caught, ops)
 
     def remove() -> None:
         remove_fronts()
         for library in libraries.values():
             library._destroy()
+        caught.forget()
 
     return remove
 
@@ -88,33 +90,38 @@ def overload_name(op: Any) -> str:
     return f"{op._schema.name}.{op._overloadname}"
 
 
-def _wait_kernel(session: Session, after: Any) -> Callable[..., Any]:
+def _wait_kernel(caught: Caught, after: Any) -> Callable[..., Any]:
     redispatch = _compat.redispatch_of(torch.ops._c10d_functional.wait_tensor.default)
 
     def kernel(keys: Any, tensor: torch.Tensor) -> Any:
         result = redispatch(keys & after, tensor)
+        session = caught.session
+        if session is None or OWN.depth:
+            return result
         event = session.leaving.get(tensor.untyped_storage()._cdata)
-        if event is not None and not OWN.depth:
+        if event is not None:
             session.waited(event, tensor)
         return result
 
     return kernel
 
 
-def _kernel(session: Session, op: Any, after: Any) -> Callable[..., Any]:
-    redispatch, line, fits = _compat.redispatch_of(op), session.line, session.line.lanes.fits
+def _kernel(caught: Caught, op: Any, after: Any) -> Callable[..., Any]:
+    redispatch = _compat.redispatch_of(op)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if OWN.depth:
+        session = caught.session
+        if OWN.depth or session is None:
             return redispatch(keys & after, *args, **kwargs)
+        line = caught.line
         quicks, at = line.quicks, line.at
         if at < len(quicks):
             quick = quicks[at]
-            if quick is not None and quick.op is op and not kwargs and fits(quick.role):
+            if quick is not None and quick.op is op and not kwargs and caught.fits(quick.role):
                 try:
                     result = quick.call(keys, args)
                 except BaseException as error:
-                    session.faults.found(error)
+                    caught.faults.found(error)
                     raise
                 if result is not MISS:
                     line.at = at + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from symmplan.integrate.watching import Watching
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
+from symmplan.memory.sessions import SessionKeys, enter_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +75,8 @@ class Session:
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
         self.leaving: dict[int, Event] = {}
         self._counts: dict[str, Any] = {"rendezvous": 0, "iterations": 0, "served": 0, "copies": 0}
-        self.faults = Faults(groups, timeout, self._stop_serving, self._rescue)
+        self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
+        self.faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
 
     def __repr__(self) -> str:
         state = "failed" if self.faults.failed else self._state
@@ -129,12 +132,21 @@ class Session:
                 got="one inside another",
                 fix="leave the first session before the next is entered",
             )
-        self._usable()
+        if self._state != "new":
+            raise self._released()
+        self._keys = enter_session(self._settings.group)
         ACTIVE.append(self)
-        self._record()
+        try:
+            self._record(self._keys)
+        except BaseException as error:
+            self._keys.fail(error)
+            self.release()
+            raise
         return self
 
-    def _record(self) -> None:
+    def _record(self, keys: SessionKeys) -> None:
+        self.faults = Faults(keys, self._stop_serving, self._rescue)
+        self.faults.listen()
         self._state = "recording"
         self._recording = Recording(self._settings)
 
@@ -195,14 +207,12 @@ class Session:
 
         Collective: yes.
         """
-        if self._state == "released":
-            self._usable()
+        keys = self._entered()
         self._let_go()
         self._frozen = None
         meet(self._settings, "session.replan()")
-        of = self._settings
-        self.faults = Faults(of.groups, of.timeout, self._stop_serving, self._rescue)
-        self._record()
+        keys.renew()
+        self._record(keys)
 
     # Serving.
 
@@ -352,16 +362,20 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._state == "released":
             return
+        if self._settings.group.forked:
+            self.release()
+            return
         try:
             if error is None:
                 self._usable()
                 meet(self._settings, "leave the session")
             else:
-                self._give_up(error)
-        except SymmplanError as failure:
+                with contextlib.suppress(SymmplanError):  # a peer's: the program has its own
+                    self._give_up(error)
+        except BaseException as failure:
             if error is None:
                 self._give_up(failure)
-                raise
+            raise
         finally:
             self.release()
 
@@ -371,10 +385,16 @@ class Session:
         self.faults.abort()
 
     def _let_go(self) -> None:
+        self.faults.close()
+        self._forget()
+        if self._frozen is not None and self._rests():
+            self._frozen.arena.release()
+
+    def _forget(self) -> None:
+        """Serve no more. Tells nobody."""
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-        self.faults.close()
         if self._watching is not None:
             self._watching.__exit__(None, None, None)
             self._watching = None
@@ -384,8 +404,6 @@ class Session:
         self._counts = self._counted(self._events[: self.line.at])
         self._live, self.line = [], Line(Lanes(None))
         self.leaving = {}
-        if self._frozen is not None and self._rests():
-            self._frozen.arena.release()
 
     def _rests(self) -> bool:
         """Whether the device has nothing to do; after a failure it may wait for a peer for ever."""
@@ -405,19 +423,40 @@ class Session:
 
         Collective: no.
         """
-        self._let_go()
+        forked = self._settings.group.forked
+        if forked:
+            self._forget()
+        else:
+            self._let_go()
         if self._frozen is not None:  # what it says stays, what it held goes
             self._frozen = evolve(self._frozen, events=[], tail=[], missing=None)
         self._state = "released"
+        if self._keys is not None and not forked:
+            self._keys.leave()
         if self in ACTIVE:
             ACTIVE.remove(self)
 
-    def _usable(self) -> None:
+    def _entered(self) -> SessionKeys:
         if self._state == "released":
-            raise ReleasedError(
-                "an eager session was used after it was left",
-                fix="use it inside its with-block, or make a new one",
+            raise self._released()
+        if self._keys is None:
+            raise RunError(
+                "an eager session was used before it was entered",
+                fix="use it inside its with-block",
                 group=self._settings.group.name,
                 rank=self._settings.group.rank,
             )
+        return self._keys
+
+    def _usable(self) -> None:
+        self._entered()
+        self._settings.group.require_own()
         self.faults.usable()
+
+    def _released(self) -> ReleasedError:
+        return ReleasedError(
+            "an eager session was used after it was left",
+            fix="use it inside its with-block, or make a new one",
+            group=self._settings.group.name,
+            rank=self._settings.group.rank,
+        )

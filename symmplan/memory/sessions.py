@@ -1,0 +1,177 @@
+"""Sessions of a group in its store: what fails in one is not read in the next.
+
+[Note: keys of a session]
+    Ranks number their exchanges, each for itself. An error can leave them with different numbers,
+    and its text in a place that some rank comes to later. So everything that is exchanged inside a
+    session lies below keys of that session alone: ranks enter sessions of a group equally often,
+    and the session's number is part of each key, also in the stores of other groups. When a
+    session is planned again its keys are new once more. Whoever leaves by an error says so to the
+    session as a whole, wherever its peers wait in it.
+
+    A rank says which session it is in. Who waits for it outside of that session, or in an earlier
+    one, does not wait in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from symmplan.errors import AgreementError
+from symmplan.memory.relay import error_from_data, post_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.errors import SymmplanError
+    from symmplan.memory.groups import Group
+
+__all__ = [
+    "SessionKeys",
+    "current_keys",
+    "enter_session",
+    "in_other_session",
+    "keys_of_calls",
+    "wrong_session",
+]
+
+_OUTSIDE = "symmplan"
+
+
+class SessionKeys:
+    """The part of the stores in which the ranks of a session exchange. Made by `enter_session`."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self.group = group
+        self.number = number
+        self._part = 0
+
+    @property
+    def _prefix(self) -> str:
+        return _of_session(self.group, self.number)
+
+    @property
+    def prefix(self) -> str:
+        """What keys begin with until `renew`."""
+        return f"{self._prefix}/{self._part}"
+
+    def renew(self) -> None:
+        """Exchange below other keys from now on.
+
+        Collective: yes, in that all ranks must do it. Nobody waits.
+        """
+        self._part += 1
+
+    def fail(self, error: BaseException) -> None:
+        """End the session with ``error`` for whoever waits in it; the first one stays.
+
+        Never raises.
+        """
+        if self.group.size > 1:
+            post_error(self.group, f"{self._prefix}/error", error)
+
+    def failure(self) -> SymmplanError | None:
+        """What a rank left the session with.
+
+        Raises:
+            RuntimeError: Of the store.
+        """
+        key, store = f"{self._prefix}/error", self.group.store
+        if self.group.size == 1 or not store.check([key]):
+            return None
+        return error_from_data(bytes(store.get(key)), self.group)
+
+    def leave(self) -> None:
+        """The session is over on this rank. Never raises."""
+        global _current  # noqa: PLW0603 (a process is in one session at a time)
+        if _current is self:
+            _current = None
+        if self.group.size > 1:
+            with contextlib.suppress(Exception):  # the store may be what failed
+                store, key = self.group.store, f"{self._prefix}/meanwhile"
+                store.set(f"symmplan/in session/{self.group.rank}", "0")
+                if store.check([key]):
+                    _count_to(self.group, "calls", int(store.get(key)))
+
+
+_current: SessionKeys | None = None
+
+
+def current_keys() -> SessionKeys | None:
+    """Of the session that this process is in, None outside."""
+    return _current
+
+
+def enter_session(group: Group) -> SessionKeys:
+    """This rank begins its next session with ``group``. See [Note: keys of a session].
+
+    Collective: yes, in that every rank must enter equally many. Nobody waits.
+    """
+    global _current  # noqa: PLW0603
+    number = 0
+    if group.size > 1:
+        number = group.store.add(f"symmplan/sessions/{group.rank}", 1)
+        group.store.set(f"symmplan/in session/{group.rank}", str(number))
+    _current = SessionKeys(group, number)
+    return _current
+
+
+def in_other_session(group: Group, ranks: Sequence[int]) -> int | None:
+    """The first of ``ranks`` that is in a session of ``group`` which this rank has not entered.
+
+    Raises:
+        RuntimeError: Of the store.
+    """
+    for rank in ranks:
+        theirs = _where(group, rank)
+        if theirs and theirs > group.store.add(f"symmplan/sessions/{group.rank}", 0):
+            return rank
+    return None
+
+
+def wrong_session(group: Group, rank: int, exchange: int) -> AgreementError:
+    """The error about what `in_other_session` found in the exchange of that number.
+
+    Outside of any session ``rank`` is told. Its session then counts as one of this rank's, and the
+    exchange as one of those in the session, so that all count alike afterwards.
+    """
+    theirs = _where(group, rank)
+    mine = "outside of any" if _current is None else f"in session {_current.number}"
+    error = AgreementError(
+        f"rank {rank} has entered an eager session that rank {group.rank} has not",
+        expected="all ranks in the same session, or all outside",
+        got=f"session {theirs} of the group (rank {rank}), {mine} (rank {group.rank})",
+        fix="enter and leave sessions at the same places of the program on every rank",
+        group=group.name,
+        rank=group.rank,
+        ranks=(group.rank, rank),
+    )
+    if _current is None:
+        session = _of_session(group, theirs)
+        with contextlib.suppress(Exception):  # there is an error to tell of
+            group.store.set(f"{session}/meanwhile", str(exchange))
+            _count_to(group, "sessions", theirs)
+        post_error(group, f"{session}/error", error)
+    return error
+
+
+def _count_to(group: Group, what: str, number: int) -> None:
+    """Go on counting after ``number``."""
+    key = f"symmplan/{what}/{group.rank}"
+    group.store.add(key, max(0, number - group.store.add(key, 0)))
+
+
+def _where(group: Group, rank: int) -> int:
+    """The session of ``group`` that a rank is in; 0 outside."""
+    key = f"symmplan/in session/{rank}"
+    text = bytes(group.store.get(key)) if group.store.check([key]) else b""
+    return int(text) if text.isdigit() else 0
+
+
+def _of_session(group: Group, number: int) -> str:
+    return f"symmplan/session {group.torch_name}.{number}"
+
+
+def keys_of_calls() -> str:
+    """What the keys of exchanges begin with."""
+    return _OUTSIDE if _current is None else _current.prefix
