@@ -19,6 +19,12 @@ from symmplan.planner.instances import (
     waves,
 )
 from symmplan.testing.conformance import Packer, check_offsets, check_packer
+from symmplan.testing.declaration import (
+    Contradiction,
+    DeclarationReport,
+    Fact,
+    check_declaration,
+)
 from symmplan.testing.oracles import (
     conflicts,
     happens_before,
@@ -30,7 +36,11 @@ from symmplan.testing.oracles import (
 from symmplan.testing.strategies import interval_lists, interval_problems, problems
 
 __all__ = [
+    "Contradiction",
+    "DeclarationReport",
+    "Fact",
     "Packer",
+    "check_declaration",
     "check_offsets",
     "check_packer",
     "conflicts",

@@ -217,7 +217,11 @@ class Residents:
         final = _planned(plan.problem, new)
         self.plans[key] = final
         arena = realize(
-            final, memory=self._parts[part].memory, device=self.device, timeout=self.timeout
+            final,
+            memory=self._parts[part].memory,
+            device=self.device,
+            timeout=self.timeout,
+            debug=self.pool.debug,
         )
         self.pool.rendezvous += arena.rendezvous
         made = places.add(process_group, [arena.tensor(g.buffer) for g in new], arena)
