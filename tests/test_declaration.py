@@ -76,6 +76,36 @@ def test_arguments_by_name_and_made_in_the_ranks():
         assert report.ranks == 2
 
 
+_AMONG_RANKS = """
+import race_programs, torch, torch.distributed as dist
+from symmplan.testing import check_declaration
+race_programs.load()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+report = check_declaration("symmplan_races::read_10", (torch.ones(4, 8),), rounds=1)
+dist.all_reduce(torch.ones(3))
+print(report.holds)
+"""
+
+
+def _python(*args: object, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_rank_of_a_process_group_may_ask(tmp_path):
+    assert _python("-c", _AMONG_RANKS, cwd=tmp_path) == "True\n"
+
+
 def test_an_op_that_raises_is_named():
     with pytest.raises(RunError, match="rank 1 could not run") as caught:
         check_declaration(declared_ops.raises, (X,))
@@ -109,14 +139,4 @@ def test_the_code_of_the_page_runs_and_prints_what_it_says(tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     (said,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert _alike(done.stdout) == _alike(said)
+    assert _alike(_python(script, cwd=tmp_path)) == _alike(said)

@@ -26,6 +26,8 @@ __all__ = ["Call", "Job", "Noted", "run_rank"]
 _QUIET = 0.1
 _LONGEST = 2.0
 _POLL = 0.001
+#: Process groups of the process that a rank was forked from.
+_FORGOTTEN: list[object] = []
 #: Accesses of peers' bytes in one call that are put off.
 _PUT_OFF = 6
 #: Calls in which every rank dawdles at random.
@@ -193,12 +195,15 @@ def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+    from symmplan._compat_c10d import forget_groups
+    from symmplan.integrate.watching import Watching
+
     torch.set_num_threads(1)
     if job.setup is not None:
         importlib.import_module(job.setup)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if dist.is_initialized():  # forked from a rank of another group, whose threads are not here
-        _forget_groups()
+        _FORGOTTEN.append(forget_groups())
     timeout = dt.timedelta(seconds=job.timeout)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(
@@ -216,8 +221,6 @@ def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
         for late in range(job.ranks)
     ]
     delays += [_Delay(None)] * _RANDOM_CALLS
-    from symmplan.integrate.watching import Watching
-
     calls, watching = [], Watching(job.timeout)
     with torch.no_grad():
         placed = _Placed(runner, _arguments(job, rank, 0))
@@ -227,15 +230,6 @@ def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
             with watching:
                 calls.append(placed.run(values))
     return calls
-
-
-def _forget_groups() -> None:
-    from torch.distributed import distributed_c10d as c10d
-
-    c10d._world.pg_map.clear()
-    c10d._world.pg_names.clear()
-    c10d._world.pg_group_ranks.clear()
-    c10d._update_default_pg(None)
 
 
 def _arguments(job: Job, rank: int, number: int) -> dict[str, Any]:
