@@ -15,6 +15,7 @@ __all__ = [
     "deregister_nccl_pool",
     "finished",
     "finished_work",
+    "forget_groups",
     "group_method_names",
     "group_options",
     "nccl_window_allocator",
@@ -189,6 +190,23 @@ def deregister_nccl_pool(pool: Any, group: dist.ProcessGroup) -> None:
     """Take its windows back."""
     backend: Any = group._get_backend(torch.device("cuda"))
     backend.deregister_mem_pool(pool)
+
+
+def forget_groups() -> object:
+    """Be as if there were no process groups, in a process that was forked from one with some.
+
+    Returns:
+        The groups. Their threads are not here, so nobody may destroy them: keep this.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    world: Any = c10d._world
+    tables = (world.pg_map, world.pg_names, world.pg_group_ranks)
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    c10d._update_default_pg(None)
+    return kept
 
 
 class _Finished(dist.Work):

@@ -34,7 +34,7 @@ ALLOWED = {
     "capture": BASE | {"registry", "planner"},
     "memory": BASE | {"planner", "registry"},
     "integrate": BASE | {"registry", "planner", "capture", "memory"},
-    "testing": BASE | {"planner"},
+    "testing": BASE | {"_compat_c10d", "registry", "planner", "capture", "memory", "integrate"},
     "fsdp": BASE | {"integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate"},
     "__main__": {"cli"},

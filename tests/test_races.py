@@ -15,6 +15,7 @@ from ranks import RankPool
 
 from symmplan.memory.race_log import OPEN, Extent, RaceLog, log_nbytes
 from symmplan.memory.touches import extent_of
+from symmplan.model import Access, Buffer, Operation
 
 pytestmark = pytest.mark.ranks
 
@@ -102,6 +103,111 @@ def test_each_of_the_six_is_found(pool, name, way):
             assert access[1] in error.text  # the op
             assert access[2] in error.text  # the line
             assert access[2].rpartition(":")[0].endswith(".py"), access
+
+
+def _one_sided(rank, world_size, between):
+    """Each rank writes its own bytes and reads the next one's; what lies between may order that."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.integrate.watching import Watching
+    from symmplan.memory import realize
+
+    name = dist.group.WORLD.group_name
+    problem = symmplan.Problem(
+        buffers=[Buffer("x", 64, name)],
+        operations=[Operation("op", group=name, handshake=True, release=True)],
+        accesses=[Access("op", "x", write=True, remote=True)],
+    )
+    ordinary = torch.ones(3 * world_size)
+    part, equal = torch.empty(3), [3] * world_size
+    # Rank 2 gets nothing of rank 0, and does not wait for it.
+    sent = {0: [6, 3, 0], 1: equal, 2: equal}[rank]
+    got = {0: [6, 3, 3], 1: equal, 2: [0, 3, 3]}[rank]
+    ops = torch.ops._c10d_functional
+    work = None
+    with realize(symmplan.plan(problem), memory="shm", timeout=20.0, debug=True) as arena:
+        x = arena.tensor("x", torch.float32)
+        placed = symmplan.handle(x)
+        try:
+            with Watching(20.0):
+                x.fill_(rank)
+            dist.barrier()  # which nobody sees: all ranks come to what lies between
+            with Watching(20.0):
+                if between == "barrier":
+                    placed.barrier()
+                elif between == "all-reduce":
+                    dist.all_reduce(ordinary)
+                elif between == "functional all-reduce":
+                    ops.wait_tensor(ops.all_reduce(ordinary, "sum", name))
+                elif between == "all-gather":
+                    dist.all_gather_into_tensor(ordinary, part)
+                elif between == "reduce-scatter":
+                    dist.reduce_scatter_tensor(part, ordinary)
+                elif between == "all-to-all":
+                    ops.wait_tensor(ops.all_to_all_single(ordinary, equal, equal, name))
+                elif between == "uneven all-to-all":
+                    ops.wait_tensor(ops.all_to_all_single(ordinary, got, sent, name))
+                elif between == "broadcast":
+                    dist.broadcast(ordinary, 0)
+                elif between == "not waited":
+                    work = dist.all_reduce(ordinary, async_op=True)
+                placed.peer((rank + 1) % world_size).clone()
+                placed.barrier()
+        except symmplan.errors.RaceError as error:
+            return sorted(a.op for a in error.accesses)
+        finally:
+            if work is not None:
+                work.wait()
+            dist.barrier()
+    return None
+
+
+_ORDERS = (
+    *("barrier", "all-reduce", "functional all-reduce", "all-gather", "reduce-scatter"),
+    "all-to-all",
+)
+_DOES_NOT = ("nothing", "broadcast", "not waited", "uneven all-to-all")
+
+
+@pytest.mark.parametrize("between", _ORDERS)
+def test_what_meets_orders(pool, between):
+    assert pool.run(_one_sided, between) == [None] * 3
+
+
+@pytest.mark.parametrize("between", _DOES_NOT)
+def test_what_does_not_meet_does_not_order(pool, between):
+    found = pool.run(_one_sided, between)
+    assert ["aten::clone", "aten::fill_"] in found
+    assert None not in found  # the others hear of it
+
+
+def _before_its_wait(rank, world_size):
+    import torch.distributed as dist
+
+    import symmplan
+
+    race_programs.PROCESS_GROUP[0] = True
+    group = dist.new_group(list(range(world_size)))
+    with symmplan.eager(group, timeout=20.0, memory="shm", debug=True) as session:
+        for turn in range(2):
+            y = symmplan.out(torch.mul, _inputs(rank, turn), 2.0)
+            work = dist.all_reduce(y, group=group, async_op=True)
+            if turn:
+                y.add_(1)  # the collective may not have read it yet
+            work.wait()
+            del y
+            session.step()
+
+
+def test_a_rank_races_with_its_own_collective(pool):
+    errors = [o.error for o in pool.outcomes(_before_its_wait)]
+    assert {error.kind for error in errors} == {"RaceError"}
+    own = [e for e in errors if "twice" in e.text]
+    assert own
+    first, second = own[0].fields["accesses"]
+    assert first[0] == second[0]
+    assert {"aten::add_", "c10d::allreduce_"} == {first[1], second[1]}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,6 +3,7 @@
 [Note: how races are found]
     Each rank counts the moments at which it told others how far it is (its own *component*), and
     knows of each other rank the last such moment that precedes what it does now: a vector clock.
+    All arenas of a process have one clock: what orders accesses may be a meeting on another one.
     Clocks travel where ranks meet: with every arrival at a barrier or handshake on a watched
     segment, and with every start of a process group's collective. Who has met a peer joins the
     clock that the peer published there, and no later one, even if the peer is already ahead.
@@ -18,14 +19,16 @@
     all the same if the bytes are touched; a plan does not count on such an order either.
 
 [Note: who hears of a race]
-    Who finds a race breaks the arena, leaves word in its log and raises. Peers that wait on the
-    arena notice that it is broken; peers that go on look into the logs at their next access.
+    Who finds a race breaks all arenas that are watched, leaves word in their logs and raises. Peers
+    that wait on an arena notice that it is broken; peers that go on look into the logs at their
+    next access.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +42,8 @@ from symmplan.memory.touches import LIVE, RANGES, source_line
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from symmplan.memory.segment import Health
     from symmplan.model import Placement
@@ -76,7 +81,8 @@ class WatchedSegment:
     placements: Sequence[tuple[int, int, str]] = ()
     peers: dict[int, RaceLog] = field(factory=dict)
     _settled: dict[int, int] = field(factory=dict)
-    _seen: set[Any] = field(factory=set)
+    _seen: set[Any] = field(factory=set)  # what was noted already, ...
+    _seen_at: int = 0  # ... to end at this component
     _open: dict[int, Record] = field(factory=dict)
 
     def add_peer(self, rank: int, log: RaceLog, address: int, nbytes: int) -> None:
@@ -84,10 +90,6 @@ class WatchedSegment:
         if rank != self.detector.rank:
             self.peers[rank] = log
         RANGES.add(address, nbytes, self, rank)
-
-    def turn(self) -> None:
-        """What comes now ends later than what was, as others see it."""
-        self._seen.clear()
 
     def touch(
         self, owner: int, extent: Extent, op: str, *, write: bool, lasting: bool = False
@@ -107,6 +109,9 @@ class WatchedSegment:
         if self.detector.listener is not None:
             self.detector.listener(self.name, owner, extent, op, write)
             return None
+        if self._seen_at != self.detector.now:
+            self._seen.clear()
+            self._seen_at = self.detector.now
         key = (owner, extent, write)
         if not lasting and key in self._seen:
             return None
@@ -190,8 +195,7 @@ class RaceDetector:
         self.size = size
         self.listener: Listener | None = None
         self.segments: list[WatchedSegment] = []
-        self._clock = np.zeros(size, dtype=np.int64)
-        self._clock[rank] = 1
+        self._clock = _clock(rank, size)
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._error: RaceError | None = None
@@ -245,8 +249,6 @@ class RaceDetector:
         for segment in segments:
             segment.log.publish(key, number, self._clock)
         self._clock[self.rank] += 1
-        for segment in self.segments:
-            segment.turn()
 
     def join(self, log: RaceLog, key: int, number: int) -> None:
         """What a peer did until that meeting precedes what this rank does now."""
@@ -286,11 +288,10 @@ class RaceDetector:
         Raises:
             RaceError: It was, here or on another rank.
         """
-        if self._error is None:
-            for segment in self.segments:
-                for rank, log in segment.peers.items():
-                    if log.failed:
-                        self._error = _told(rank, log.failure)
+        for segment in _watched() if self._error is None else ():
+            for rank, log in segment.peers.items():
+                if log.failed:
+                    self._error = _told(rank, log.failure)
         if self._error is not None:
             raise _again(self._error)
 
@@ -319,11 +320,29 @@ class RaceDetector:
         )
         self._error = error
         told = json.dumps({"what": error.what, "got": error.got, "accesses": (mine, theirs)})
-        for segment in self.segments:
+        for segment in _watched():
             segment.log.fail(told.encode())
-        for segment in self.segments:
+        for segment in _watched():
             segment.health.break_(error)
         raise _again(error)
+
+
+def _watched() -> list[WatchedSegment]:
+    """All watched segments of this process."""
+    return [segment for detector in LIVE for segment in detector.segments]
+
+
+#: By this process's rank and the number of ranks: its clock, for as long as it lives.
+_CLOCKS: dict[tuple[int, int], NDArray[np.int64]] = {}
+
+
+def _clock(rank: int, size: int) -> NDArray[np.int64]:
+    clock = _CLOCKS.get((rank, size))
+    if clock is None:
+        clock = _CLOCKS[rank, size] = np.zeros(size, dtype=np.int64)
+        # Later than that of a process that had this rank before, of which peers may still know.
+        clock[rank] = time.time_ns() // 1000
+    return clock
 
 
 class Meetings:

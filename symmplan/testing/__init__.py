@@ -19,6 +19,12 @@ from symmplan.planner.instances import (
     waves,
 )
 from symmplan.testing.conformance import Packer, check_offsets, check_packer
+from symmplan.testing.declaration import (
+    Contradiction,
+    DeclarationReport,
+    Fact,
+    check_declaration,
+)
 from symmplan.testing.explorer import (
     TinyBuffer,
     TinyCall,
@@ -39,6 +45,9 @@ from symmplan.testing.oracles import (
 from symmplan.testing.strategies import interval_lists, interval_problems, problems
 
 __all__ = [
+    "Contradiction",
+    "DeclarationReport",
+    "Fact",
     "Packer",
     "TinyBuffer",
     "TinyCall",
@@ -46,6 +55,7 @@ __all__ = [
     "TinyProgram",
     "Verdict",
     "WrongRead",
+    "check_declaration",
     "check_offsets",
     "check_packer",
     "conflicts",

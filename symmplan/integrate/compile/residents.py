@@ -246,7 +246,11 @@ class Residents:
         self.plans[key] = final
         self.pool.progress.gather({group: process_group})
         arena = realize(
-            final, memory=self._parts[part].memory, device=self.device, timeout=self.timeout
+            final,
+            memory=self._parts[part].memory,
+            device=self.device,
+            timeout=self.timeout,
+            debug=self.pool.debug,
         )
         self.pool.progress.add(arena)
         self.pool.rendezvous += arena.rendezvous

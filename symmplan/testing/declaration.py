@@ -1,0 +1,334 @@
+"""Does an op do what its declaration says? Real ranks run it, and one is always late.
+
+[Note: how a declaration is contradicted]
+    The op runs on real ranks in shared memory, all its tensors in placements. Each rank notes when
+    it began and ended a call, and when it touched which bytes of whom, by one clock that all
+    processes of the machine share. In each call one rank is late: before it begins, or before each
+    access of a peer's bytes; it goes on when the others have ended the call, or when nothing has
+    moved for a while, because they wait for it. So whoever does not wait runs ahead, and what it
+    does then contradicts the declaration: a fact. That no call contradicted a fact is no proof, but
+    an op that waits waits in every schedule.
+
+    Accesses are seen as by the race detector (`symmplan.integrate.watching`): those of ops that an
+    op calls. What a kernel does with bare pointers is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+import warnings
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from symmplan.errors import DeclarationError, PeerTimeoutError, RunError
+from symmplan.registry import requirements
+from symmplan.testing.late_ranks import Call, Job, run_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from symmplan.registry.schema import OpRef
+
+__all__ = ["Contradiction", "DeclarationReport", "Fact", "check_declaration"]
+
+#: What each fact says.
+_SAYS = {
+    "meets": "a rank's call ends only after all ranks have begun theirs",
+    "handshake": "no rank touches a symmetric byte before all ranks have begun the call",
+    "release": "no rank ends the call before all ranks' accesses are over",
+    "enters": "a rank's bytes are touched by peers only after that rank has begun the call",
+    "releases": "a rank's bytes are not touched by peers after that rank has ended the call",
+    "reads": "peers' bytes are touched of declared tensors only",
+    "writes": "tensors are written that the schema says are written, and no others",
+}
+#: The facts that follow from ``handshake=True`` and ``release=True``; the last two always hold.
+_OF_HANDSHAKE = ("handshake", "meets", "enters")
+_OF_RELEASE = ("release", "meets", "releases")
+
+
+@frozen
+class Contradiction:
+    """What a fact cannot be reconciled with.
+
+    Attributes:
+        text: What happened.
+        rank: The rank that made the access; the one that ended its call, for ``"meets"``.
+        peer: Whose bytes it touched; the rank that had not begun, or had ended, if they were its
+            own.
+        tensor: Name of the argument or result; empty for ``"meets"``.
+        low: First byte of it that was touched.
+        high: One behind the last byte.
+        write: Whether they were written.
+        op: In which op.
+        line: Where, ``"file:line"``.
+    """
+
+    text: str
+    rank: int
+    peer: int
+    tensor: str = ""
+    low: int = 0
+    high: int = 0
+    write: bool = False
+    op: str = ""
+    line: str = ""
+
+
+@frozen
+class Fact:
+    """One thing that can be said of an op.
+
+    Attributes:
+        name: ``"meets"``, ``"handshake"``, ``"release"``, ``"enters"``, ``"releases"``,
+            ``"reads"`` or ``"writes"``.
+        says: What it says.
+        declared: Whether the declaration says so.
+        contradiction: What contradicts it; None if nothing did.
+    """
+
+    name: str
+    says: str
+    declared: bool
+    contradiction: Contradiction | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing contradicted it."""
+        return self.contradiction is None
+
+
+@frozen
+class DeclarationReport:
+    """What `check_declaration` found.
+
+    Attributes:
+        op: Qualified name of the op, with overload.
+        ranks: How many ranks ran it.
+        calls: How often each did.
+        accesses: How many accesses of symmetric bytes were seen, of all ranks.
+        facts: See `Fact`.
+    """
+
+    op: str
+    ranks: int
+    calls: int
+    accesses: int
+    facts: tuple[Fact, ...] = field(repr=False)
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing contradicted what is declared."""
+        return all(fact.holds for fact in self.facts if fact.declared)
+
+    def fact(self, name: str) -> Fact:
+        """The fact with that name."""
+        return next(fact for fact in self.facts if fact.name == name)
+
+    def __str__(self) -> str:
+        verdict = "holds" if self.holds else "is contradicted"
+        count = f"{self.ranks} ranks, {self.calls} calls, {self.accesses} accesses seen"
+        lines = [f"the declaration of {self.op} {verdict} ({count})"]
+        if not self.accesses:
+            lines.append("  nothing was seen of what it does: only ops that it calls can be")
+        for fact in self.facts:
+            if fact.declared:
+                lines.append(f"  {'ok   ' if fact.holds else 'FALSE'} {fact.name}: {fact.says}")
+            else:
+                seen = "not contradicted" if fact.holds else "not so"
+                lines.append(f"  -     {fact.name}: not declared, {seen}")
+            if fact.declared and fact.contradiction is not None:
+                lines.append(f"        but {fact.contradiction.text}")
+        return "\n".join(lines)
+
+
+def check_declaration(
+    op: OpRef,
+    inputs: Sequence[Any] | Mapping[str, Any] | Callable[..., Any],
+    ranks: int = 3,
+    *,
+    setup: str | None = None,
+    rounds: int = 2,
+    timeout: float = 120.0,
+) -> DeclarationReport:
+    """Run a declared op on real ranks of this machine, and see whether its declaration holds.
+
+    Processes are started for the ranks; this one takes no part. In each call another rank is late,
+    at the start or before each access of a peer's bytes: see [Note: how a declaration is
+    contradicted] in `symmplan.testing.declaration`.
+
+    Args:
+        op: What is declared: a name, an overload, a packet or a custom op.
+        inputs: The op's arguments but for its group: in the order of the schema, or by name.
+            Tensors on the CPU are examples: floating ones get other values on each rank and in
+            each call. Or a function of ``(rank, ranks, call)`` that returns the arguments.
+        ranks: How many ranks, 2 or more.
+        setup: Name of a module that defines and declares the op, for ranks that are started anew.
+            By default they are forked from this process, which knows it already.
+        rounds: How often each rank is late in each way.
+        timeout: Seconds for everything.
+
+    Returns:
+        The facts, and for each the first access that contradicts it.
+
+    Raises:
+        DeclarationError: The op is not declared, or there are fewer than two ranks.
+        RunError: The op raised on a rank, which the message names, or a rank ended.
+        PeerTimeoutError: The ranks did not finish in time; ``missing`` names them.
+
+    Collective: no. It may be called where there is no process group, and where there is one.
+    """
+    spec = requirements(op)
+    if spec is None:
+        raise DeclarationError(
+            f"{op} is not declared",
+            expected="an op with a declaration",
+            got="none",
+            fix="declare it with symmplan.symm_args or symmplan.register_symm_mem_args",
+        )
+    if ranks < 2:
+        raise DeclarationError(
+            f"a declaration speaks of several ranks, and {spec.op} was to be run on {ranks}",
+            expected="2 or more ranks",
+            got=ranks,
+            fix="pass ranks=3",
+            op=spec.op,
+        )
+    calls = _run(Job(spec.op, inputs, ranks, rounds, setup, 2 * timeout), timeout)
+    return _judge(spec, calls, ranks)
+
+
+def _run(job: Job, timeout: float) -> list[list[Call]]:
+    """What each rank did, call by call."""
+    from torch._C._distributed_c10d import TCPStore
+
+    context: Any = multiprocessing.get_context("fork" if job.setup is None else "spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    progress = context.RawArray("q", 2 * job.ranks)
+    pipes = [context.Pipe(duplex=False) for _ in range(job.ranks)]
+    processes: list[Any] = [
+        context.Process(
+            target=run_rank, args=(job, rank, store.port, progress, pipes[rank][1]), daemon=True
+        )
+        for rank in range(job.ranks)
+    ]
+    deadline = time.monotonic() + timeout
+    with _ended(processes), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forked: the child makes no threads
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        found: dict[int, list[Call]] = {}
+        while len(found) < job.ranks:
+            waiting: dict[Any, int] = {
+                ours: r for r, (ours, _) in enumerate(pipes) if r not in found
+            }
+            ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise _late(job, sorted(waiting.values()), timeout)
+            for connection in ready:
+                rank = waiting[connection]
+                found[rank] = _received(job, rank, connection)
+        return [found[rank] for rank in range(job.ranks)]
+
+
+def _received(job: Job, rank: int, connection: Any) -> list[Call]:
+    try:
+        kind, value = connection.recv()  # from a process that this one started
+    except EOFError:
+        kind, value = "error", "it ended without a word"
+    if kind == "calls":
+        return list(value)
+    raise RunError(
+        f"rank {rank} could not run {job.op}",
+        expected="an op that runs on symmetric tensors",
+        got=value,
+        fix="mend the op, or the inputs that it was given",
+        op=job.op,
+        failed_rank=rank,
+    )
+
+
+def _late(job: Job, missing: list[int], timeout: float) -> PeerTimeoutError:
+    return PeerTimeoutError(
+        f"{job.op} did not end within {timeout:g} s on rank {', '.join(map(str, missing))}",
+        expected=f"all calls of {job.ranks} ranks",
+        got=f"those of {job.ranks - len(missing)}",
+        fix="see whether the op waits for what no peer does, or raise timeout=",
+        op=job.op,
+        missing=tuple(missing),
+        timeout=timeout,
+    )
+
+
+@contextlib.contextmanager
+def _ended(processes: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+# What the calls say. Times are of one clock; an access is at least as late as it was noted.
+
+
+def _judge(spec: Any, ranks: list[list[Call]], size: int) -> DeclarationReport:
+    declared = {"reads", "writes"}
+    declared |= set(_OF_HANDSHAKE) if spec.handshake else set()
+    declared |= set(_OF_RELEASE) if spec.release else set()
+    named = {r.where.partition(".")[0] for r in spec.requirements}
+    found: dict[str, Contradiction] = {}
+    for number, calls in enumerate(zip(*ranks, strict=True)):
+        for name, contradiction in _contradictions(calls, named):
+            found.setdefault(name, _placed(contradiction, number))
+    facts = tuple(Fact(n, says, n in declared, found.get(n)) for n, says in _SAYS.items())
+    seen = sum(len(call.accesses) for calls in ranks for call in calls)
+    return DeclarationReport(spec.op, size, len(ranks[0]), seen, facts)
+
+
+def _placed(contradiction: Contradiction, number: int) -> Contradiction:
+    from attrs import evolve
+
+    return evolve(contradiction, text=f"{contradiction.text} (call {number})")
+
+
+def _contradictions(calls: Sequence[Call], named: set[str]) -> Iterator[tuple[str, Contradiction]]:
+    """What contradicts which fact in one call of all ranks, in the order of time."""
+    last = max(range(len(calls)), key=lambda r: calls[r].began)
+    first = min(range(len(calls)), key=lambda r: calls[r].ended)
+    if calls[first].ended < calls[last].began:
+        text = f"rank {first} ended the call before rank {last} had begun it"
+        yield "meets", Contradiction(text, first, last)
+    made = [(a.time, rank, a) for rank, call in enumerate(calls) for a in call.accesses]
+    for when, rank, a in sorted(made, key=lambda m: m[:2]):
+        what = f"rank {rank} {'wrote' if a.write else 'read'} bytes [{a.low}, {a.high}) of "
+        what += "its own " if a.owner == rank else f"rank {a.owner}'s "
+        what += f"{a.tensor!r} in {a.op}" + (f" at {a.line}" if a.line else "")
+        own = (a.tensor, a.low, a.high, a.write, a.op, a.line)
+        peer = last if a.owner == rank else a.owner
+        if when < calls[last].began:
+            text = f"{what} before rank {last} had begun the call"
+            yield "handshake", Contradiction(text, rank, peer, *own)
+        if when > calls[first].ended:
+            peer = first if a.owner == rank else a.owner
+            text = f"{what} after rank {first} had ended the call"
+            yield "release", Contradiction(text, rank, peer, *own)
+        if a.write and not a.mutable:
+            text = f"{what}, which the schema does not say"
+            yield "writes", Contradiction(text, rank, a.owner, *own)
+        if a.owner == rank:
+            continue
+        if when < calls[a.owner].began:
+            text = f"{what} before rank {a.owner} had begun the call"
+            yield "enters", Contradiction(text, rank, a.owner, *own)
+        if when > calls[a.owner].ended:
+            text = f"{what} after rank {a.owner} had ended the call"
+            yield "releases", Contradiction(text, rank, a.owner, *own)
+        if a.tensor.partition(".")[0] not in named:
+            yield "reads", Contradiction(f"{what}, which is not declared", rank, a.owner, *own)
