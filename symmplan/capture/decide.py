@@ -226,6 +226,9 @@ class Decider:
         if origin != value:
             return  # an in-place op returns its argument, whose own site speaks for it
         name = element_where(value[0].name, value[1])
+        if request.spec.origin == "catalogue" and not contiguous(self.values.tensors[value]):
+            self._leave_out(request, "it is not contiguous")
+            return
         copied = self._why_copied(request)
         if copied is not None and value[0] in self.waits:
             self._leave_out(request, f"{copied}, and a copy would not wait for it")
