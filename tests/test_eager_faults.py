@@ -59,26 +59,23 @@ def _run(rank, world_size, fault, who, when):
     kept = []
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
     expected = _program(x)
-    began = time.monotonic()
     with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
         for turn in range(4):
             mine = fault if rank == who and turn == when else ""
             got = _program(x, mine, kept)
             assert mine or torch.allclose(got, expected), "a wrong number"
             session.step()
-    return time.monotonic() - began
 
 
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("fault", ["shape", "extra", "dtype", "less", "other"])
 def test_a_rank_that_departs_ends_in_an_error_on_all(pool, fault, who, when):
-    began = time.monotonic()
     outcomes = pool.outcomes(_run, fault, who, when)
-    assert time.monotonic() - began < 3 * TIMEOUT
     for outcome in outcomes:
         assert outcome.error is not None, outcome
         assert "SymmplanError" in outcome.error.kinds, outcome.error.traceback
+        assert outcome.error.kind != "PeerTimeoutError", "it waited instead of listening"
         assert outcome.error.fields["op"], outcome.error.text
         assert f"rank {who}" in outcome.error.text or "ranks 0 and 1" in outcome.error.text
         if when:
@@ -197,20 +194,14 @@ def _waits_elsewhere(rank, world_size):
     import symmplan
 
     x = torch.ones(4, 8)
-    began = None
-    try:
-        with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
-            for turn in range(4):
-                if turn == 2 and rank == 0:
-                    began = time.monotonic()
-                    while time.monotonic() < began + 60:  # it would see a wrong number then
-                        time.sleep(0.05)
-                _program(x, "shape" if rank == 1 and turn == 2 else "")
-                session.step()
-    except RuntimeError as error:
-        if began is not None:
-            assert time.monotonic() - began < 2 * TIMEOUT
-        raise error from None
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for turn in range(4):
+            if turn == 2 and rank == 0:
+                for _ in range(1500):
+                    time.sleep(0.05)
+                raise AssertionError("nobody told it")
+            _program(x, "shape" if rank == 1 and turn == 2 else "")
+            session.step()
 
 
 def test_a_rank_that_waits_elsewhere_is_told(pool):
@@ -261,7 +252,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
 
     table = lowering.Lowerings.table
     lowering.Lowerings.table = property(lambda _: lowering._C10D)  # as on devices
-    x, kept, started, began = torch.ones(16), [], [], None
+    x, kept, started = torch.ones(16), [], []
     name = dist.group.WORLD.group_name
 
     def wait():
@@ -276,7 +267,6 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
             for turn in range(4):
                 mine = fault if rank == world_size - 1 and turn == 2 else ""
                 for i in range(4):
-                    began = time.monotonic()
                     y = symmplan.out(torch.mul, x, i + 1.0)
                     if i == 1:
                         _raise(mine)
@@ -290,10 +280,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
                 while started:
                     wait()
                 session.step()
-    except (SymmplanError, ZeroDivisionError) as error:
-        error.seconds = time.monotonic() - began
-        if isinstance(error, SymmplanError):
-            error.fields["seconds"] = error.seconds
+    except (SymmplanError, ZeroDivisionError):
         for tensor in kept:
             assert bool((tensor == world_size).all()), "a byte that was kept has changed"
         raise
@@ -311,7 +298,6 @@ def test_nobody_is_left_waiting_in_a_collective(fault, ranks, ahead):
     for outcome in outcomes:
         assert outcome.error is not None, outcome.describe()
         assert "a wrong number" not in outcome.error.text, outcome.error.traceback
-        assert outcome.error.fields["seconds"] < 3 * TIMEOUT
         if fault == "raise":
             assert "a fault of the program" in outcome.error.text, outcome.error.traceback
             continue

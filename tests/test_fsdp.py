@@ -224,7 +224,6 @@ def test_a_rank_that_keeps_buffers_from_the_start_makes_all_ranks_plan_for_it(tw
 def test_ranks_that_record_different_programs_all_raise(two):
     outcomes = two.outcomes(programs.disagreement)
     assert [o.error.kind for o in outcomes] == ["AgreementError"] * 2
-    assert all(o.seconds < 15 for o in outcomes)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

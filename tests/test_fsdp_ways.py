@@ -58,10 +58,9 @@ def test_16_bit_sums_are_rounded_once(dtype):
 @pytest.mark.parametrize("where", ["planning", "measuring"])
 def test_a_rank_that_fails_alone_fails_all_ranks_at_once(two, where):
     """And leaves them in step: the next plan is made as if nothing had been."""
-    (peer, waited), (own, _) = two.run(ways.failing_freeze, where)
+    peer, own = two.run(ways.failing_freeze, where)
     assert own == f"ArithmeticError: no luck in {where}"
     assert "rank 1 failed: ArithmeticError: no luck" in peer
-    assert waited < 20
     for result in two.run(ways.forced, "measure", "plain"):
         assert result["differences"] == []
 

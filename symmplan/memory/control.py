@@ -103,9 +103,20 @@ class ControlArea:
         """Whether the owner is well, gave up, or released."""
         return int(self._words[_STATUS])
 
-    def mark_broken(self) -> None:
-        """Tell the peers not to wait for this rank any more."""
+    @property
+    def because(self) -> list[int]:
+        """Keys of the processes for which the owner gave up, if it was for others."""
+        return [key for key in self._words[_STATUS + 1 : _HEADER].tolist() if key]
+
+    def mark_broken(self, because: Sequence[int] = ()) -> None:
+        """Tell the peers not to wait for this rank any more.
+
+        Args:
+            because: Keys of the processes that it waited for in vain; some, if there are many.
+        """
         if self.status == _WELL:
+            for i, key in enumerate(because[: _HEADER - 1]):
+                self._words[_STATUS + 1 + i] = key
             self._words[_STATUS] = _BROKEN
 
     def mark_released(self) -> None:
@@ -139,7 +150,8 @@ class Meeting:
         processes: Every rank's process.
         segment: Name of the segment, for messages.
         timeout: Seconds that a barrier may take unless it says otherwise.
-        on_failure: Called with the error of a failed barrier.
+        on_failure: Called with the error of a failed barrier, and with the keys of the processes
+            that were waited for in vain.
         order: Told of arrivals and meetings, if the segment is watched for races.
 
     Attributes:
@@ -155,7 +167,7 @@ class Meeting:
         *,
         segment: str,
         timeout: float,
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException, Sequence[int]], None],
         order: Meetings | None = None,
     ) -> None:
         parts = [area.part(start, group.size) for area, start in zip(areas, starts, strict=True)]
@@ -165,6 +177,7 @@ class Meeting:
         self._segment = segment
         self._timeout = timeout
         self._on_failure = on_failure
+        self._because: list[int] = []
         self.watch: Callable[[], None] | None = None
         self._order = order
         self._mine = parts[group.rank]
@@ -295,7 +308,7 @@ class Meeting:
                 time.sleep(pause)
                 pause = min(pause * 1.2, _LONGEST_SLEEP)
         except BaseException as error:
-            self._on_failure(error)
+            self._on_failure(error, self._because)
             raise
 
     def _absent(self) -> list[int]:
@@ -310,9 +323,11 @@ class Meeting:
         if self.watch is not None:
             self.watch()
         for rank, counter in self._others:
-            status = self._areas[rank].status
+            status, lost = self._areas[rank].status, [rank]
             if status == _BROKEN:
-                what, fix = f"rank {rank} gave up", "see that rank's error"
+                self._because = self._areas[rank].because or [self._processes[rank].key]
+                what, lost = self._gave_up(rank)
+                fix = f"see the error of rank {_listed(lost)}"
             elif counter[0] >= self._count:
                 continue
             elif status == _RELEASED:
@@ -324,8 +339,10 @@ class Meeting:
             else:
                 continue
             # It may have arrived just before it ended, after we looked.
-            if status != _BROKEN and counter[0] >= self._count:
-                continue
+            if status != _BROKEN:
+                if counter[0] >= self._count:
+                    continue
+                self._because = [self._processes[rank].key]
             if self._order is not None:
                 self._order.check()  # that a race was found says more
             raise PeerLostError(
@@ -333,18 +350,31 @@ class Meeting:
                 fix=fix,
                 group=self._group.name,
                 rank=self._group.rank,
-                lost_rank=rank,
+                lost_rank=lost[0],
                 segment=self._segment,
             )
+
+    def _gave_up(self, rank: int) -> tuple[str, list[int]]:
+        """That a rank gave up, for whom, and which ranks that leaves to be looked at."""
+        names = {process.key: r for r, process in enumerate(self._processes)}
+        because = self._areas[rank].because
+        named = {names[key] for key in because if key in names} - {rank}
+        lost = sorted(named - {self._group.rank})
+        if not because or named == {self._group.rank}:
+            return f"rank {rank} gave up{' waiting for this one' if named else ''}", [rank]
+        if not lost:
+            return f"rank {rank} gave up waiting for a rank of another group", [rank]
+        return f"rank {_listed(lost)} did not come, rank {rank} gave up", lost
 
     def _give_up(self, timeout: float) -> None:
         missing = self._absent()
         if not missing:
             return
+        self._because = [self._processes[rank].key for rank in missing]
         # Raised without a name: a frame that holds its own error would hold the memory, too.
         raise PeerTimeoutError(
-            f"waited {timeout:g} s on segment {self._segment!r} for rank "
-            f"{', '.join(map(str, missing))}",
+            f"rank {_listed(missing)} did not come: rank {self._group.rank} waited {timeout:g} s "
+            f"on segment {self._segment!r}",
             expected=f"all {self._group.size} ranks of the group",
             got=f"{self._group.size - len(missing)}",
             fix="check that every rank of the group makes the same calls, or raise timeout=",
@@ -369,3 +399,7 @@ class Meeting:
             ranks=(self._group.rank, other),
             segment=self._segment,
         )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -274,7 +274,8 @@ class Exchange:
         group = self.groups[name]
         missing = self._missing(name, phase)
         return PeerTimeoutError(
-            f"waited {self.timeout:g} s in {phase!r} for rank {_list(missing)}",
+            f"rank {_list(missing)} did not come: rank {group.rank} waited {self.timeout:g} s "
+            f"in {phase!r}",
             expected=f"all {group.size} ranks of the group",
             got=f"{group.size - len(missing)}",
             fix="check that every rank of the group makes the same call, or raise timeout=",

@@ -7,6 +7,7 @@ container. Together with its start time and its pid namespace it does.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -37,6 +38,12 @@ class ProcessIdentity:
     namespace: str = field(validator=instance_of(str))
     host: str = field(validator=instance_of(str))
     user: int = field(validator=instance_of(int))
+
+    @property
+    def key(self) -> int:
+        """A word of 8 bytes that stands for it, never 0."""
+        text = repr(sorted(self.to_dict().items())).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""

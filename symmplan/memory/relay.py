@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["error_as_data", "error_from_data", "post_error"]
 
 
+#: Ranks have other numbers in other groups.
+_OF_GROUP = ", by the numbers of group "
+
+
 def post_error(group: Group, key: str, error: BaseException) -> None:
     """Leave ``error`` under ``key`` in the group's store, unless one lies there. Never raises."""
     if group.forked:
@@ -31,7 +35,8 @@ def error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
         what = f"{type(error).__name__}: {error}"
         return {"rank": rank, "kind": RunError.__name__, "what": what}
     return {
-        "rank": error.fields.get("failed_rank", rank),
+        "rank": _failed_rank(error, rank),
+        "group": error.group,
         "kind": type(error).__name__,
         "what": error.what,
         "expected": None if error.expected is None else str(error.expected),
@@ -47,6 +52,7 @@ def error_from_data(text: bytes, group: Group) -> SymmplanError:
         data = json.loads(text)
         failed = int(data["rank"])
         kind, what = str(data["kind"]), str(data["what"])
+        where = str(data.get("group") or group.name)
         fields = data.get("fields") or {}
         plain = {
             str(k): _tupled(v)
@@ -58,8 +64,12 @@ def error_from_data(text: bytes, group: Group) -> SymmplanError:
     for taken in ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields"):
         plain.pop(taken, None)
     known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
+    if not what.startswith("rank "):
+        what = f"rank {failed} failed: {what}"
+    if where not in (group.name, group.torch_name) and _OF_GROUP not in what:
+        what = f"{what}{_OF_GROUP}{where!r}"
     result: SymmplanError = known(
-        what if what.startswith("rank ") else f"rank {failed} failed: {what}",
+        what,
         expected=data.get("expected"),
         got=data.get("got"),
         fix=data.get("fix"),
@@ -69,6 +79,13 @@ def error_from_data(text: bytes, group: Group) -> SymmplanError:
         **plain,
     )
     return result
+
+
+def _failed_rank(error: SymmplanError, rank: int) -> Any:
+    """Which rank is at fault: who waits for one that does not come is not."""
+    missing = error.fields.get("missing") or (rank,)
+    lost = error.fields.get("lost_rank")
+    return error.fields.get("failed_rank", missing[0] if lost is None else lost)
 
 
 def _is_plain(value: object) -> bool:

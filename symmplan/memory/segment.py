@@ -46,14 +46,19 @@ class Health:
     #: First line of the first error, None while all is well. Not the error itself: its traceback
     #: would hold on to the frames that hold the memory.
     reason: str | None = None
-    on_break: list[Callable[[], None]] = field(factory=list)
+    on_break: list[Callable[[Sequence[int]], None]] = field(factory=list)
 
-    def break_(self, error: BaseException) -> None:
-        """Make the arena unusable because of ``error``; the first one stays."""
+    def break_(self, error: BaseException, because: Sequence[int] = ()) -> None:
+        """Make the arena unusable because of ``error``; the first one stays.
+
+        Args:
+            error: What happened.
+            because: Keys of the processes that this rank waited for in vain.
+        """
         if self.reason is None:
             self.reason = (str(error) or repr(error)).splitlines()[0]
             for act in self.on_break:
-                act()
+                act(because)
 
 
 class Rendezvous:

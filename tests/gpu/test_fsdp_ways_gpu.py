@@ -251,10 +251,9 @@ def test_two_communicators_serve_all_models(pool):
 
 @pytest.mark.parametrize("where", ["planning", "measuring"])
 def test_a_rank_that_fails_alone_fails_all_ranks_at_once(pool, where):
-    for rank, (error, waited) in enumerate(pool.run(fail_alone, where)):
+    for rank, error in enumerate(pool.run(fail_alone, where)):
         own = "ArithmeticError: no luck in" if rank == 1 else "rank 1 failed: ArithmeticError"
         assert own in error
-        assert waited < 40
     for result in pool.run(parity, "measure", False, True):
         assert result["differences"] == []
 
