@@ -78,6 +78,7 @@ def _eager(
     turns=TURNS,
     device="cpu",
     memory="shm",
+    debug=False,
 ):
     import one_sided_ops
 
@@ -89,7 +90,7 @@ def _eager(
         return [], 0, 0
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
-    with symmplan.eager(timeout=60.0, memory=memory, collectives=way) as session:
+    with symmplan.eager(timeout=60.0, memory=memory, debug=debug, collectives=way) as session:
         for turn in range(turns):
             got = run(program, _GROUPS, *_inputs(program, rank, turn, device))
             # What is compared is copied first: a wrong number must not hold up this rank alone.
@@ -266,3 +267,16 @@ def test_what_was_seen(pool, name, work):
     if pool.world_size not in ranks:
         return
     _check(pool, _late, _program(pool.world_size, *steps, outputs=outputs), way, work)
+
+
+def _watched(rank, world_size, program, way):
+    """Under the race detector, which knows nothing of plans."""
+    return _eager(rank, world_size, program, way, 0.001, 0, turns=3, debug=True)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_the_race_detector_finds_nothing(pool, name):
+    way, ranks, steps, outputs = SEEN[name]
+    if pool.world_size not in ranks:
+        return
+    _check(pool, _watched, _program(pool.world_size, *steps, outputs=outputs), way)

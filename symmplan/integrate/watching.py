@@ -141,6 +141,7 @@ class Watching(TorchDispatchMode):
         self._pending: dict[int, list[_Pending]] = {}
         self._handles: list[tuple[_Pending, Any]] = []
         self._ops = 0
+        self._under = 0
 
     def __enter__(self) -> Self:
         _ACTIVE.append(self)
@@ -155,6 +156,8 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
+        if self._under:
+            return func(*args, **kwargs)
         self._ops += 1
         name, namespace = func._schema.name, func.namespace
         if not LIVE:
@@ -199,7 +202,11 @@ class Watching(TorchDispatchMode):
             RaceError: What it accesses at its start is not ordered behind what others did.
         """
         pending = self._started(func, args, kwargs)
-        result = run()
+        self._under += 1  # what it is made of accesses nothing else
+        try:
+            result = run()
+        finally:
+            self._under -= 1
         if func.namespace == "c10d":
             return self._with_work(result, pending)
         for tensor in _tensors((result, args, kwargs)):

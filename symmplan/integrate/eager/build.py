@@ -205,8 +205,8 @@ class _Builder:
             due = barriers.get(operation.name, [])
             base, _, kind = operation.name.rpartition(":")
             if kind == "dead":
-                poison = _Poison(self._bytes(base), self.lent.get(base))
-                lazy.append((operation.name, [*due, poison]))
+                lazy.append((operation.name, [_Poison(self._bytes(base), self.lent.get(base))]))
+                self._move_up(due, events[: current + 1], tail)
                 continue
             node = operation.name.partition(":")[0].partition(".")[0]
             drop = kind.startswith("drop")
@@ -220,9 +220,7 @@ class _Builder:
                         lazy = _hand_over(lazy, following, operation.name, behind)
                     current += 1
             if event is None:
-                for act in due:
-                    for target in self._behind(act, events[: current + 1]) or [tail]:
-                        target.append(act)
+                self._move_up(due, events[: current + 1], tail)
             elif kind == "in":
                 _before_copy(event, operation.name).extend(due)
             elif event.call.kind != "op":
@@ -232,6 +230,17 @@ class _Builder:
             else:
                 event.ready += due
         return [*(act for _, acts in lazy for act in acts), *tail]
+
+    def _move_up(
+        self, barriers: list[_Barrier], events: list[Event], tail: list[Callable[[], None]]
+    ) -> None:
+        """See [Note: barriers of an eager program]; also those in front of overwriting.
+
+        That waits for a later call, but what comes before it may count on the barrier.
+        """
+        for act in barriers:
+            for target in self._behind(act, events) or [tail]:
+                target.append(act)
 
     def _behind_of(self) -> Callable[[str, str], bool]:
         """Whether an operation, the second one, is ordered behind another."""
