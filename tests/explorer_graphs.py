@@ -265,7 +265,7 @@ def rewritten(
     if all(s.buffer is None for s in captured.sites):
         return None
     if poison:
-        captured = attrs.evolve(captured, problem=plan_poison(captured.problem))
+        captured = plan_poison(captured)
     plan = symmplan.plan(told(captured.problem))
     plan.verify()
     barriers = kept([(b.before, b.group) for b in plan.barriers])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from attrs import define, evolve, field
 
 from symmplan.capture.fx import capture_fx
+from symmplan.capture.sites import Captured, Step
 from symmplan.capture.streams import MAIN, unordered, with_streams
 from symmplan.model import Access, Operation
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorder
     from symmplan.capture.producers import Write
-    from symmplan.capture.sites import Captured
     from symmplan.model import OpSpec, Requirement
 
 __all__ = ["capture_recorded"]
@@ -82,13 +82,14 @@ class _Line:
     operations: list[Operation] = field(factory=list)
     accesses: list[Access] = field(factory=list)
     moments: list[tuple[int, str]] = field(factory=list)
+    drops: dict[str, Step] = field(factory=dict)
 
     def run(self) -> Captured:
         problem = self.captured.problem
         self.operations = list(problem.operations)
         self.accesses = list(problem.accesses)
         for operation in self.operations:
-            now, stream = self._moment(operation.name)
+            now, stream = self._moment(self.captured.steps[operation.name])
             # A copy out follows the wait, which may be that of another result.
             now = max(now, self.moments[-1][0]) if self.moments else now
             self.moments.append((now, stream))
@@ -96,17 +97,14 @@ class _Line:
         problem = evolve(problem, operations=self.operations, accesses=self.accesses)
         declared = {call.stream for call in self.recorder.calls} | {MAIN}
         problem = with_streams(problem, self.recorder.timeline, self.moments, declared)
-        return evolve(self.captured, problem=problem)
+        return evolve(self.captured, problem=problem, steps={**self.captured.steps, **self.drops})
 
-    def _moment(self, operation: str) -> tuple[int, str]:
-        base, _, kind = operation.partition(":")
-        name = base.partition(".")[0]
-        if kind in ("out", "back"):
-            for node, waits in self.captured.waits.items():
-                if node.name == name and waits:
-                    at = self.recorder.timeline.at
-                    name = max((wait.name for wait in waits.values()), key=lambda n: at[n])
-        timeline = self.recorder.timeline
+    def _moment(self, step: Step) -> tuple[int, str]:
+        assert step.node is not None
+        timeline, name = self.recorder.timeline, step.node.name
+        if step.kind in ("copy out", "copy back"):
+            waits = self.captured.waits.get(step.node, {}).values()
+            name = max((wait.name for wait in waits), key=timeline.at.__getitem__, default=name)
         return timeline.at.get(name, 0), timeline.streams.get(name, MAIN)
 
     def _add_drops(self) -> None:
@@ -139,3 +137,4 @@ class _Line:
                 self.operations.insert(end, Operation(name, stream=stream))
                 self.moments.insert(end, (at, stream))
                 self.accesses.append(Access(name, buffer))
+                self.drops[name] = Step("release", buffer=buffer)

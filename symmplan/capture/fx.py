@@ -35,7 +35,7 @@ from symmplan.capture.graphs import (
     written_nodes,
 )
 from symmplan.capture.producers import Write, writes_inductor
-from symmplan.capture.sites import Captured, Home, Kept, Site
+from symmplan.capture.sites import Captured, Home, Kept, Site, Step
 from symmplan.capture.steps import Steps
 from symmplan.capture.values import Value, Values, example_values, is_pure_view
 from symmplan.errors import CaptureError
@@ -45,17 +45,7 @@ from symmplan.registry import bind_arguments, spec_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["capture_fx", "given_name", "saved_name"]
-
-
-def saved_name(prefix: str) -> str:
-    """Name of the operation that ends a forward: what it saved is live. See [Note: crossing]."""
-    return f"{prefix}:saved"
-
-
-def given_name(prefix: str) -> str:
-    """Name of the operation that begins a backward: what was saved is live."""
-    return f"{prefix}:given"
+__all__ = ["capture_fx"]
 
 
 def capture_fx(
@@ -186,10 +176,11 @@ class _Builder:
         sites = sorted(self.decider.sites, key=lambda s: self.order[s.node])
         self._plain(sites, ends)
         saved = self._saved()
-        problem, residence = self._problems(sites, saved, given)
+        problem, residence, steps = self._problems(sites, saved, given)
         return Captured(
             problem=problem,
             sites=tuple(sites),
+            steps=steps,
             homes=tuple(self.decider.homes.values()),
             specs=self.specs,
             waits=self.decider.waits,
@@ -308,7 +299,7 @@ class _Builder:
 
     def _problems(
         self, sites: Sequence[Site], saved: Mapping[int, str], given: Mapping[fx.Node, Buffer]
-    ) -> tuple[Problem, Problem | None]:
+    ) -> tuple[Problem, Problem | None, dict[str, Step]]:
         """What the graph does with its own buffers, and with those that outlive it."""
         steps = Steps(
             self.prefix, self.order, self.specs, self.decider.waits, self._source, self._filled
@@ -328,12 +319,14 @@ class _Builder:
         residence = self._residence(kept, operations, accesses) if kept else None
         accesses = tuple(a for a in accesses if a.buffer not in kept)
         if given:
-            name = given_name(self.prefix)
+            name = f"{self.prefix}:given"
+            steps.steps[name] = Step("given")
             operations = (Operation(name, op="symmplan::given"), *operations)
             held = sorted({buffer.name for buffer in given.values()})
             accesses = (*(Access(name, buffer) for buffer in held), *accesses)
         if saved:
-            name = saved_name(self.prefix)
+            name = f"{self.prefix}:saved"
+            steps.steps[name] = Step("saved")
             operations = (*operations, Operation(name, op="symmplan::saved"))
             accesses = (*accesses, *(Access(name, b) for b in sorted({*saved.values()})))
         problem = Problem(
@@ -342,7 +335,7 @@ class _Builder:
             accesses=accesses,
             unplanned=tuple(self.decider.unplanned),
         )
-        return problem, residence
+        return problem, residence, steps.steps
 
     def _source(self, site: Site) -> str | None:
         """The buffer in which a site's value lies before it is copied, if any."""
@@ -354,17 +347,15 @@ class _Builder:
 
         None if that lies in ordinary memory; False if the op fills nothing.
         """
-        head, _, rest = site.where.partition(".")
         fills = {result: given for given, result in self.specs[site.node].fills}
-        given = fills.get(head)
+        given = fills.get(site.head)
         if given is None:
             return False
         overload = called(site.node)
         assert overload is not None
         bound = bind_arguments(overload, site.node.args, site.node.kwargs)
-        path = tuple(int(i) for i in rest.split(".")) if rest else ()
-        sources = dict(argument_nodes(bound[given]))
-        return self.decider.buffer_of(self.values.find((sources[path], ())))
+        source = dict(argument_nodes(bound[given]))[site.index]
+        return self.decider.buffer_of(self.values.find((source, ())))
 
     def _residence(
         self, kept: Collection[str], operations: Sequence[Operation], accesses: Sequence[Access]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attrs import field, frozen
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from symmplan.capture.values import Values
     from symmplan.model import OpSpec, Problem
 
-__all__ = ["Captured", "Home", "Kept", "Site"]
+__all__ = ["Captured", "CopyKind", "Home", "Kept", "Site", "Step"]
+
+#: The copies that a program makes of its declared tensors.
+CopyKind: TypeAlias = Literal["copy in", "copy out", "copy back"]
 
 
 @frozen(eq=False)
@@ -45,6 +48,17 @@ class Site:
     path: tuple[int, ...] = ()
     writes: bool = False
     stays: bool = False
+
+    @property
+    def head(self) -> str:
+        """Name of the argument, or ``"return"``."""
+        return self.where.partition(".")[0]
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Where in the argument or the result it is, if that is a list."""
+        rest = self.where.partition(".")[2]
+        return tuple(int(i) for i in rest.split(".")) if rest else ()
 
     @property
     def leaves(self) -> bool:
@@ -90,12 +104,35 @@ class Kept:
 
 
 @frozen(eq=False)
+class Step:
+    """What an operation of a captured problem does in the program.
+
+    Attributes:
+        kind: ``"launch"`` runs a declared op on its placements. The copies move one of its tensors:
+            in before the op (a staged argument, or what an op that works in place begins with) or
+            behind it (a result that is made elsewhere), out of its placement, or back to where
+            the program has it. ``"use"`` is what else the program does with a buffer.
+            ``"given"`` begins a backward, ``"saved"`` ends a forward. ``"release"`` is the moment
+            at which the program lets go of a tensor, ``"poison"`` overwrites a dead one.
+        node: The node to which it belongs, if there is one; that of the declared op, for copies.
+        site: The tensor that is copied.
+        buffer: What is released or overwritten.
+    """
+
+    kind: Literal["launch", "use", "given", "saved", "release", "poison"] | CopyKind
+    node: fx.Node | None = None
+    site: Site | None = None
+    buffer: str = ""
+
+
+@frozen(eq=False)
 class Captured:
     """What capture found: the problem, and how the graph has to change to follow a plan of it.
 
     Attributes:
         problem: The input of the planner.
         sites: Every declared tensor, in graph order.
+        steps: ``{operation of the problem: what it does}``; marks of streams do nothing.
         homes: Every storage that is made in its placement.
         specs: What is declared of the nodes that have sites.
         waits: ``{asynchronous node: {path of a result: its wait node}}``.
@@ -109,6 +146,7 @@ class Captured:
 
     problem: Problem
     sites: tuple[Site, ...]
+    steps: Mapping[str, Step]
     homes: tuple[Home, ...]
     specs: dict[fx.Node, OpSpec]
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]

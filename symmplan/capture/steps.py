@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import define, evolve, field
 
+from symmplan.capture.sites import Step
 from symmplan.model import Access, Operation, OpSpec
 
 if TYPE_CHECKING:
@@ -13,28 +14,16 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from symmplan.capture.sites import Site
+    from symmplan.capture.sites import CopyKind, Site
 
-__all__ = ["Steps", "copy_back_name", "copy_in_name", "copy_out_name"]
+__all__ = ["Steps", "copy_name"]
 
-
-def copy_in_name(prefix: str, site: Site) -> str:
-    """Name of the operation that copies into a placement.
-
-    A staged argument before the op; the argument from which an op that works in place fills its
-    result, before the op too; a staged result that stays there, after the op.
-    """
-    return f"{prefix}{site.node.name}.{site.where}:in"
+_SUFFIXES = {"copy in": "in", "copy out": "out", "copy back": "back"}
 
 
-def copy_back_name(prefix: str, site: Site) -> str:
-    """Name of the operation that copies a staged argument, which the op wrote, back."""
-    return f"{prefix}{site.node.name}.{site.where}:back"
-
-
-def copy_out_name(prefix: str, site: Site) -> str:
-    """Name of the operation that copies a staged result out of its placement."""
-    return f"{prefix}{site.node.name}.{site.where}:out"
+def copy_name(kind: CopyKind, prefix: str, site: Site) -> str:
+    """Name of the operation that copies a declared tensor. See `Step`."""
+    return f"{prefix}{site.node.name}.{site.where}:{_SUFFIXES[kind]}"
 
 
 @define(eq=False)
@@ -61,6 +50,7 @@ class Steps:
     source: Callable[[Site], str | None]
     filled: Callable[[Site], str | Literal[False] | None]
     operations: list[Operation] = field(init=False, factory=list)
+    steps: dict[str, Step] = field(init=False, factory=dict)
     accesses: dict[tuple[str, str], Access] = field(init=False, factory=dict)
     # Buffers that asynchronous work holds until a wait node, and the work that ends there.
     held: dict[fx.Node, list[Access]] = field(init=False, factory=dict)
@@ -81,14 +71,14 @@ class Steps:
         placed = [s for s in sites if s.buffer is not None]
         for site in placed:
             if site.how == "stage" and site.kind == "argument":
-                self._copy(copy_in_name(self.prefix, site), self.source(site), site.buffer)
+                self._copy("copy in", site, self.source(site), site.buffer)
         spec = self.specs.get(node)
         copied = [s for s in placed if s.kind == "result" and s.how == "stage" and s.stays]
         mine = [s for s in placed if s not in copied]
         for site in mine:
             given = self.filled(site)
             if given is not False:
-                self._copy(copy_in_name(self.prefix, site), given, site.buffer)
+                self._copy("copy in", site, given, site.buffer)
         name = f"{self.prefix}{node.name}"
         if mine:
             assert spec is not None
@@ -100,17 +90,19 @@ class Steps:
                     release=spec.release,
                     meets=spec.meets,
                     op=spec.op,
-                )
+                ),
+                Step("launch", node),
             )
             for site in mine:
                 self._merge(self._reach(name, site, spec))
         elif touched or copied or node in self.held:
             op = getattr(node.target, "name", lambda: str(node.target))()
-            self._operation(Operation(name, ends=tuple(self.ends.pop(node, ())), op=op))
+            ends = tuple(self.ends.pop(node, ()))
+            self._operation(Operation(name, ends=ends, op=op), Step("use", node))
         for buffer, write in touched.items():
             self._merge(Access(name, buffer, write=write))
         for site in copied:
-            self._copy(copy_in_name(self.prefix, site), None, site.buffer)
+            self._copy("copy in", site, None, site.buffer)
         self._schedule_end(node, mine, touched)
         for access in self.held.pop(node, []):
             self._merge(access)
@@ -122,7 +114,7 @@ class Steps:
         assert site.buffer is not None
         heads = {r.where.partition(".")[0]: r for r in spec.requirements}
         exact = {r.where: r for r in spec.requirements}
-        facts = exact.get(site.where, heads.get(site.where.partition(".")[0]))
+        facts = exact.get(site.where, heads.get(site.head))
         return Access(
             operation,
             site.buffer,
@@ -156,24 +148,26 @@ class Steps:
 
     def _copy_after(self, site: Site) -> None:
         if site.leaves:
-            self._copy(copy_out_name(self.prefix, site), site.buffer, None)
+            self._copy("copy out", site, site.buffer, None)
         elif site.how == "stage" and site.kind == "argument" and site.writes:
-            self._copy(copy_back_name(self.prefix, site), site.buffer, self.source(site))
+            self._copy("copy back", site, site.buffer, self.source(site))
 
     def finish(self) -> tuple[tuple[Operation, ...], tuple[Access, ...]]:
         """All operations and accesses."""
         return tuple(self.operations), tuple(self.accesses.values())
 
-    def _copy(self, name: str, source: str | None, target: str | None) -> None:
+    def _copy(self, kind: CopyKind, site: Site, source: str | None, target: str | None) -> None:
         """A copy; None is ordinary memory."""
-        self._operation(Operation(name, op="aten::copy_"))
+        name = copy_name(kind, self.prefix, site)
+        self._operation(Operation(name, op="aten::copy_"), Step(kind, site.node, site))
         if source is not None:
             self._merge(Access(name, source))
         if target is not None:
             self._merge(Access(name, target, write=True))
 
-    def _operation(self, operation: Operation) -> None:
+    def _operation(self, operation: Operation, step: Step) -> None:
         self.operations.append(operation)
+        self.steps[operation.name] = step
 
     def _merge(self, access: Access) -> None:
         key = (access.operation, access.buffer)

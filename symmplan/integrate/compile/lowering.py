@@ -207,7 +207,7 @@ class Lowerings:
             row = self.row(spec)
             if row is None or not row.target.startswith("symmplan::"):
                 continue
-            needed = [s for s in captured.at(node) if s.where.split(".")[0] in row.needs]
+            needed = [s for s in captured.at(node) if s.head in row.needs]
             without = [s for s in needed if s.buffer is None]
             if without and len(without) < len(needed):
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"

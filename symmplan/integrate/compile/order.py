@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmplan.capture.fx import given_name, saved_name
 from symmplan.capture.graphs import called, written_nodes
 
 if TYPE_CHECKING:
@@ -54,13 +53,15 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
     if captured.residence is not None:
         mine.update(o.name for o in captured.residence.operations)
     edges = {
-        given_name(captured.prefix): emitter.begin,
-        saved_name(captured.prefix): next(n for n in emitter.graph.nodes if n.op == "output"),
+        "given": emitter.begin,
+        "saved": next(n for n in emitter.graph.nodes if n.op == "output"),
     }
     for before, group in barriers:
         if before not in mine:
             continue
-        at = edges.get(before) or emitter.first.get(before) or by_name[before]
+        step = captured.steps.get(before)
+        at = None if step is None else edges.get(step.kind)
+        at = at or emitter.first.get(before) or by_name[before]
         node = _of_group(emitter, captured, group)
         everything = [n for nodes in emitter.nodes.values() for n in nodes]
         everything += [k.node for k in captured.kept]

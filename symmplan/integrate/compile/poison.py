@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
-from symmplan.capture.fx import given_name, saved_name
-from symmplan.model import Access, Operation, Problem
+from symmplan.capture.sites import Step
+from symmplan.model import Access, Operation
 
 if TYPE_CHECKING:
     from torch import fx
@@ -25,16 +25,15 @@ __all__ = ["plan_poison", "poison"]
 _OP = "symmplan::poison_"
 
 
-def plan_poison(problem: Problem, prefix: str = "") -> Problem:
-    """The problem, with an operation that overwrites each buffer behind its last access.
+def plan_poison(captured: Captured) -> Captured:
+    """The same program, with an operation that overwrites each buffer behind its last access.
 
     Buffers that are used on several streams are left alone: one use may not be behind all others.
-
-    Args:
-        problem: What capture found.
-        prefix: What its operations' names start with. What is saved there dies elsewhere.
+    So are those that a forward saves, which die elsewhere.
     """
-    saved = {a.buffer for a in problem.accesses if a.operation == saved_name(prefix)}
+    problem, steps = captured.problem, dict(captured.steps)
+    saves = {name for name, step in steps.items() if step.kind == "saved"}
+    saved = {a.buffer for a in problem.accesses if a.operation in saves}
     rank = {o.name: i for i, o in enumerate(problem.operations)}
     stream = {o.name: o.stream for o in problem.operations}
     last: dict[str, int] = {}
@@ -52,9 +51,12 @@ def plan_poison(problem: Problem, prefix: str = "") -> Problem:
     for i, operation in enumerate(problem.operations):
         operations.append(operation)
         for name in dying.get(i, ()):
-            operations.append(Operation(f"{name}:dead", stream=operation.stream, op=_OP))
-            accesses.append(Access(f"{name}:dead", name, write=True))
-    return evolve(problem, operations=operations, accesses=accesses)
+            dead = Operation(f"{name}:dead", stream=operation.stream, op=_OP)
+            operations.append(dead)
+            accesses.append(Access(dead.name, name, write=True))
+            steps[dead.name] = Step("poison", buffer=name)
+    problem = evolve(problem, operations=operations, accesses=accesses)
+    return evolve(captured, problem=problem, steps=steps)
 
 
 def poison(emitter: Emitter, captured: Captured) -> None:
@@ -74,12 +76,13 @@ def poison(emitter: Emitter, captured: Captured) -> None:
         before[operation.name] = last
         last = emitter.first.get(operation.name) or by_name.get(operation.name) or last
     for operation in reversed(problem.operations):
-        if operation.name in (saved_name(captured.prefix), given_name(captured.prefix)):
+        step = captured.steps[operation.name]
+        if step.kind in ("given", "saved"):
             continue  # the ends of the graph
-        if operation.op != _OP:
+        if step.kind != "poison":
             at = emitter.first.get(operation.name) or by_name[operation.name]
             continue
-        buffer = buffers[operation.name.removesuffix(":dead")]
+        buffer = buffers[step.buffer]
         dtype = getattr(torch, buffer.dtype)
         like = torch.empty(buffer.nbytes // dtype.itemsize, dtype=dtype, device="meta")
         emitter.origin = before[operation.name]

@@ -11,7 +11,7 @@ from attrs import define, field
 from torch import fx
 
 from symmplan.capture.graphs import is_wait, overload_of
-from symmplan.capture.steps import copy_back_name, copy_in_name, copy_out_name
+from symmplan.capture.steps import copy_name
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
 from symmplan.integrate.compile.homes import make_homes
@@ -145,13 +145,11 @@ class _Declared:
                 continue
             assert site.buffer is not None
             assert site.source is not None
-            head, _, rest = site.where.partition(".")
-            path = tuple(int(p) for p in rest.split(".")) if rest else ()
-            source = _at(bound[head], path)
+            source = _at(bound[site.head], site.index)
             view = self.emitter.view(site.buffer, source.meta["val"], contiguous=True)
             copy = self.emitter.call(torch.ops.aten.copy_.default, (view, source))
-            self.emitter.first[copy_in_name(self.captured.prefix, site)] = copy
-            bound[head] = _put(bound[head], path, view)
+            self.emitter.first[copy_name("copy in", self.captured.prefix, site)] = copy
+            bound[site.head] = _put(bound[site.head], site.index, view)
             staged[site] = (view, source)
         return staged
 
@@ -183,7 +181,7 @@ class _Declared:
             elements[path] = {**elements[path], "input": outs[path]}
             for site in self.captured.at(node):
                 if site.kind == "result" and site.path == path and site.buffer is not None:
-                    self.emitter.first[copy_in_name(self.captured.prefix, site)] = copy
+                    self.emitter.first[copy_name("copy in", self.captured.prefix, site)] = copy
                     before = node.prev
         for path, element in elements.items():
             self._run_row(target, element, outs[path])
@@ -253,7 +251,7 @@ class _Declared:
                 made[path] = results[path]
                 for site in self.captured.at(node):
                     if site.kind == "result" and site.path == path and site.buffer is not None:
-                        self.emitter.first[copy_in_name(self.captured.prefix, site)] = copy
+                        self.emitter.first[copy_name("copy in", self.captured.prefix, site)] = copy
         return made
 
     def _finish(
@@ -275,7 +273,7 @@ class _Declared:
                 with self._behind(wait or anchor):
                     value = wait or results[site.path]
                     copied = self.emitter.call(torch.ops.aten.clone.default, (value,))
-                self.emitter.first[copy_out_name(self.captured.prefix, site)] = copied
+                self.emitter.first[copy_name("copy out", self.captured.prefix, site)] = copied
                 if wait is None:
                     results[site.path] = copied
                 else:
@@ -322,7 +320,7 @@ class _Declared:
                 back = self.emitter.call(torch.ops.aten.copy_.default, (source, view))
             else:
                 back = self.emitter.call(torch.ops.aten.clone.default, (view,))
-        self.emitter.first[copy_back_name(self.captured.prefix, site)] = back
+        self.emitter.first[copy_name("copy back", self.captured.prefix, site)] = back
         written = source if outside else back
         position = {n: i for i, n in enumerate(self.graph.nodes)}
         if not outside:

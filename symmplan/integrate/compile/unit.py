@@ -8,7 +8,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
@@ -176,8 +176,7 @@ class Unit:
         if not captured.sites and not captured.problem.unplanned:
             return None
         if self.settings.debug:
-            poisoned = plan_poison(captured.problem, captured.prefix)
-            captured = evolve(captured, problem=poisoned)
+            captured = plan_poison(captured)
         self.record.add(captured)
         plan = self._plan(captured, part)
         self.record.plans[part] = plan

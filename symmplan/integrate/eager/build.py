@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
-    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.capture.sites import Captured, Home, Site, Step
     from symmplan.integrate.compile.lowering import Lowerings
     from symmplan.memory import Arena
     from symmplan.model import Plan
@@ -157,8 +157,7 @@ class _Builder:
                     event.results[site.path] = self._leave(event, site)
                     written.append(site.buffer)
                 continue
-            head, _, rest = site.where.partition(".")
-            index = tuple(int(i) for i in rest.split(".")) if rest else ()
+            head, index = site.head, site.index
             assert site.source is not None
             like = self.captured.values.tensors[(site.source, site.path)]
             if site.how == "stage":
@@ -188,8 +187,7 @@ class _Builder:
 
     def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Callable[[], None]]:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
-        by_name = {event.call.node.name: event for event in events}
-        nodes = {node.name: i for node, i in order.items()}
+        by_node = {event.call.node: event for event in events}
         barriers: dict[str, list[_Barrier]] = {}
         for barrier in self.plan.barriers:
             segment = self.arena.segments[self.plan.placements[barrier.buffers[0]].segment]
@@ -202,30 +200,27 @@ class _Builder:
         for operation in self.captured.problem.operations:
             if operation.op == MARK:
                 continue
-            due = barriers.get(operation.name, [])
-            base, _, kind = operation.name.rpartition(":")
-            if kind == "dead":
-                lazy.append((operation.name, [_Poison(self._bytes(base), self.lent.get(base))]))
-                self._move_up(due, events[: current + 1], tail)
-                continue
-            node = operation.name.partition(":")[0].partition(".")[0]
-            drop = kind.startswith("drop")
-            event = None if drop else by_name.get(node)
-            if not drop:
+            due, step = barriers.get(operation.name, []), self.captured.steps[operation.name]
+            if step.kind == "poison":
+                poison = _Poison(self._bytes(step.buffer), self.lent.get(step.buffer))
+                lazy.append((operation.name, [poison]))
+            event = None
+            if step.node is not None:
+                event = by_node.get(step.node)
                 while current + 1 < len(events):
                     following = events[current + 1]
-                    if order[following.call.node] > nodes[node]:
+                    if order[following.call.node] > order[step.node]:
                         break
-                    if following.call.node.name == node:
+                    if following is event:
                         lazy = _hand_over(lazy, following, operation.name, behind)
                     current += 1
             if event is None:
                 self._move_up(due, events[: current + 1], tail)
-            elif kind == "in":
-                _before_copy(event, operation.name).extend(due)
+            elif step.kind == "copy in":
+                _before_copy(event, step).extend(due)
             elif event.call.kind != "op":
                 event.before += due
-            elif kind in ("out", "back"):
+            elif step.kind in ("copy out", "copy back"):
                 event.copied += due
             else:
                 event.ready += due
@@ -259,11 +254,11 @@ class _Builder:
         if self.one_stream:
             return [events[-1].after] if events else []
         nodes = {
-            a.operation.partition(":")[0].partition(".")[0]
+            self.captured.steps[a.operation].node
             for a in self.captured.problem.accesses
             if a.remote and a.buffer in barrier.buffers
         }
-        last = {e.stream: e for e in events if e.call.node.name in nodes}
+        last = {e.stream: e for e in events if e.call.node in nodes}
         return [event.after for event in last.values()]
 
 
@@ -289,13 +284,11 @@ class _Poison:
             self.view.fill_(255)
 
 
-def _before_copy(event: Event, operation: str) -> list[Callable[[], None]]:
+def _before_copy(event: Event, step: Step) -> list[Callable[[], None]]:
     """Where barriers run that belong before a copy into a placement."""
-    where = operation.rpartition(":")[0].rpartition(":")[2].partition(".")[2]
-    head, _, rest = where.partition(".")
-    index = tuple(int(i) for i in rest.split(".")) if rest else ()
+    assert step.site is not None
     for stage in event.stages:
-        if (stage.head, stage.index) == (head, index):
+        if (stage.head, stage.index) == (step.site.head, step.site.index):
             return stage.ready
     return event.filling if event.row is not None else event.landing
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
@@ -192,7 +192,7 @@ class Recording:
             partly=settings.lowerings.partly,
         )
         if settings.debug:
-            captured = evolve(captured, problem=plan_poison(captured.problem))
+            captured = plan_poison(captured)
         plan = plan_problem(captured.problem, effort=settings.effort)
         plan.verify()
         group = settings.group
