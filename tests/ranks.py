@@ -39,7 +39,13 @@ from pathlib import Path
 import attrs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "symmplan.memory"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "symmplan.integrate.compile.backend",
+        "symmplan.integrate.fsdp.apply",
+        "torch._inductor.compile_fx",
+    ]
+)
 
 
 @attrs.frozen
@@ -62,13 +68,17 @@ class RankError:
 
 @attrs.frozen
 class Outcome:
-    """What became of one rank: a value, an error, or a death (``exitcode``, negative signal)."""
+    """What became of one rank: a value, an error, or a death (``exitcode``, negative signal).
+
+    ``stack`` is where it was when a fault of its memory killed it.
+    """
 
     rank: int
     value: object = None
     error: RankError | None = None
     exitcode: int | None = None
     hung: str | None = None
+    stack: str = ""
     seconds: float = 0.0
 
     @property
@@ -80,7 +90,7 @@ class Outcome:
             return f"rank {self.rank} raised:\n{self.error.traceback}"
         if self.hung is not None:
             return f"rank {self.rank} did not finish in time; it was at:\n{self.hung}"
-        return f"rank {self.rank} exited with {self.exitcode}"
+        return f"rank {self.rank} exited with {self.exitcode}\n{self.stack}".rstrip()
 
 
 class RanksFailed(AssertionError):
@@ -225,7 +235,8 @@ class RankPool:
         except (EOFError, OSError):
             self._processes[rank].join(10.0)
             code = self._processes[rank].exitcode
-            self._dead[rank] = Outcome(rank, exitcode=code, seconds=seconds)
+            stack = Path(self._stack_path(rank)).read_text() if code and code < 0 else ""
+            self._dead[rank] = Outcome(rank, exitcode=code, stack=stack, seconds=seconds)
             return self._dead[rank]
         if kind == "value":
             return Outcome(rank, value=payload, seconds=seconds)
@@ -262,6 +273,7 @@ def _serve(connection: Connection, setup: dict) -> None:
     sys.path[:] = setup["path"]
     stack = open(setup["stack"], "w")  # noqa: SIM115, PTH123 (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack, all_threads=True)
     rank, world_size = setup["rank"], setup["world_size"]
     try:
         _init(setup)

@@ -320,7 +320,7 @@ def _is_view(node):
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(program=programs())
 def test_no_two_live_storages_share_a_byte(groups, program: Program):

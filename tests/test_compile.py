@@ -79,7 +79,7 @@ def _check(pool, program, inner, repeat=3):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(program=programs())
 def test_random_programs_op_by_op(pool, program):
@@ -87,7 +87,7 @@ def test_random_programs_op_by_op(pool, program):
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(program=programs(max_steps=16))
 # What one group gathered is written for another, and then the first wants it again.

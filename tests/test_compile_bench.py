@@ -18,6 +18,7 @@ def options(*words):
 
 
 @pytest.mark.ranks
+@pytest.mark.further
 def test_a_small_benchmark_runs_and_compares():
     args = options(
         *("--cases", "overlap", "--gather-bytes", "1024", "--width", "16"),

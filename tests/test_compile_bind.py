@@ -265,7 +265,7 @@ def _random(rank, size, program, plan_of_actions, inner):
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @example(
     program=Program((4, 4), (("reduce", 0, 0), ("peers", 1, 0)), (2, 3)),

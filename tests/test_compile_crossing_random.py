@@ -75,7 +75,7 @@ def _check(pool, training, inner, *, debug=True):
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(training=trainings())
 def test_random_trainings_op_by_op(pool, training):

@@ -147,6 +147,7 @@ def _with_option(rank, size, option):
 
 @pytest.mark.parametrize("ranks", ["single", pytest.param("pair", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", [o for o in _OPTIONS if o != "nothing"])
+@pytest.mark.further
 def test_options_of_inductor_leave_results_and_placements_alone(request, ranks, option):
     first, *others = request.getfixturevalue(ranks).run(_with_option, option)
     if first is None:
@@ -301,6 +302,7 @@ def _kernels(rank, size, function):
 
 @pytest.mark.parametrize("ranks", ["single", pytest.param("pair", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", [_chain, _loss])
+@pytest.mark.further
 def test_no_copies_are_added_but_those_that_are_stated(request, ranks, function):
     kernels, staged, stats = request.getfixturevalue(ranks).run(_kernels, function)[0]
     # Each copy that cannot be fused is a kernel of its own.

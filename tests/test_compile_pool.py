@@ -65,7 +65,7 @@ def _several(rank, world_size, given_programs: list[Program], inner: str):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(one=programs(groups=1), two=programs(groups=1))
 def test_random_programs_take_turns(pool, one, two):

@@ -90,7 +90,7 @@ def _aliases(gm):
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     kinds=st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 9)), min_size=1, max_size=10),
     choices=st.lists(

@@ -113,6 +113,7 @@ def test_an_op_that_raises_is_named():
     assert caught.value.failed_rank == 1
 
 
+@pytest.mark.further
 def test_an_op_that_never_ends_is_given_up():
     with pytest.raises(PeerTimeoutError) as caught:
         check_declaration(declared_ops.waits_alone, (X,), timeout=15.0)

@@ -100,6 +100,7 @@ def result(tmp_path_factory) -> dict:
     return {**json.loads(text), "code": demo.process.returncode, "out": out, "stderr": rest}
 
 
+@pytest.mark.further
 def test_both_models_learn_the_same(result):
     assert result["parity"] is True, {k: v for k, v in result.items() if "difference" in k}
     assert result["loss_difference"] <= 1e-6
@@ -113,15 +114,18 @@ def test_both_models_learn_the_same(result):
     assert (result["ok"], result["code"]) == (True, 0)
 
 
+@pytest.mark.further
 def test_bytes_are_shared_down_to_the_proven_minimum(result):
     assert result["peak_bytes"] == result["segment_bytes"] == result["lower_bound_bytes"]
     assert result["unshared_bytes"] > 3 * result["peak_bytes"]
 
 
+@pytest.mark.further
 def test_each_segment_met_once(result):
     assert result["rendezvous"] == result["segments"] >= 1
 
 
+@pytest.mark.further
 def test_every_declared_tensor_is_placed_or_explained(result):
     assert result["placed"] == result["bound"] + result["staged"] > 0
     assert len(result["staged_because"]) == result["staged"]
@@ -129,11 +133,13 @@ def test_every_declared_tensor_is_placed_or_explained(result):
     assert all(entry["reason"] for entry in result["unplanned"])
 
 
+@pytest.mark.further
 def test_the_declared_op_is_placed(result):
     plan = Plan.from_json((result["out"] / "plan.json").read_text())
     assert "symmplan_demo::peer_max.default" in {b.op for b in plan.problem.buffers}
 
 
+@pytest.mark.further
 def test_collectives_are_timed(result):
     calls = {call["kind"]: call for call in result["collectives"]}
     assert {"all_gather", "reduce_scatter"} <= set(calls)
@@ -144,6 +150,7 @@ def test_collectives_are_timed(result):
     assert result["collective_speedup_vs_gloo"] > 1
 
 
+@pytest.mark.further
 def test_the_plan_is_written_and_is_the_one_that_ran(result):
     plan = Plan.from_json((result["out"] / "plan.json").read_text())
     assert plan.fingerprint == result["fingerprint"]
@@ -153,6 +160,7 @@ def test_the_plan_is_written_and_is_the_one_that_ran(result):
     assert sorted(path.name for path in result["out"].iterdir()) == ["plan.html", "plan.json"]
 
 
+@pytest.mark.further
 def test_the_report_tells_it_all(result):
     from symmplan.cli.demo import render
 
@@ -164,11 +172,13 @@ def test_the_report_tells_it_all(result):
     assert "DOES NOT HOLD" in render({**result, "parity": False})
 
 
+@pytest.mark.further
 def test_progress_says_what_is_done(result):
     for mark in ("step 1 of 8", "compile with", "time the collectives"):
         assert mark in result["stderr"]
 
 
+@pytest.mark.further
 def test_without_a_compiler_the_demo_runs_op_by_op_and_says_so(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -243,6 +253,7 @@ def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
     assert "Traceback" not in told
 
 
+@pytest.mark.further
 def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):
     (tmp_path / "plan.json" / "in the way").mkdir(parents=True)
     with Demo(tmp_path, "--inner", "eager", "--steps", "1") as demo:

@@ -159,14 +159,14 @@ def _held(rank, world_size, program: Program, repeat: int):
 
 
 @given(programs())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_random_straight_lines_plan_as_fx_does(pool, program):
     first, second = pool.run(_same_program, program, 3)
     assert first == second
 
 
 @given(programs())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_random_programs_that_hold_their_values(pool, program):
     first, second = pool.run(_held, program, 3)
     assert first == second

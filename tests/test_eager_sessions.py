@@ -284,7 +284,7 @@ def test_nothing_of_a_session_stays(two, how):
 def test_the_interpreter_ends_well(how, tmp_path):
     """A thread that is in a store's C++ code while the interpreter ends aborts the process."""
     script = Path(__file__).with_name("ending_programs.py")
-    times = int(os.environ.get("SYMMPLAN_ENDINGS", "2"))
+    times = int(os.environ.get("SYMMPLAN_ENDINGS", "1"))
     done = subprocess.run(
         [sys.executable, str(script), how, str(times), str(tmp_path)],
         capture_output=True,

@@ -32,6 +32,7 @@ def event(name, begin, end, launched=None):
 # Whole runs.
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_a_small_benchmark_runs_and_compares():
     args = options("--layers", "2", "--dim", "16", "--steps", "2", "--tokens", "4")
@@ -64,6 +65,7 @@ def test_a_small_benchmark_runs_and_compares():
     assert "pooled: left out" in text
 
 
+@pytest.mark.further
 @pytest.mark.ranks
 def test_a_small_llama_runs_at_several_lengths():
     words = ("--model", "llama", "--layers", "2", "--dim", "32", "--steps", "1")

@@ -26,7 +26,7 @@ def with_ops(ops, edges=()):
     return Problem([Buffer("b", 1)], ops, [Access(ops[0].name, "b")], edges=edges)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems(max_operations=7, max_buffers=1, **PLAIN))
 def test_clocks_agree_with_all_linear_extensions(problem):
     before = happens_before(problem)
@@ -42,7 +42,7 @@ def test_clocks_agree_with_all_linear_extensions(problem):
     assert tuple(clocks.names) in set(linear_extensions(problem))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems(max_operations=7, max_buffers=7, constraints=True, **PLAIN))
 def test_interference_is_exact(problem):
     items = items_of(problem)
@@ -59,7 +59,7 @@ def test_interference_is_exact(problem):
     assert (found.matrix() == found.matrix().T).all()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems(max_operations=7, max_buffers=7, constraints=False, aligns=(1,), **PLAIN))
 def test_the_heaviest_clique_is_exact(problem):
     items = items_of(problem)

@@ -14,8 +14,8 @@ from symmplan.model import Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
 
-MANY = settings(max_examples=600, deadline=None)
-SOME = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=200, deadline=None)
+SOME = settings(max_examples=80, deadline=None)
 
 
 @MANY

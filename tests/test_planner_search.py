@@ -59,19 +59,19 @@ def decide(problem, data):
     check(task, conflicts, offset, peak)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(interval_problems(max_buffers=7, max_time=6, max_bytes=6), st.data())
 def test_search_is_right_on_intervals(problem, data):
     decide(problem, data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problems(groups=("g",), remote=False, constraints=False, pins=False, max_bytes=6), st.data())
 def test_search_is_right_on_partial_orders_with_alignments(problem, data):
     decide(problem, data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(interval_problems(max_buffers=6, max_time=6, max_bytes=6), st.data())
 def test_search_respects_pins(problem, data):
     task, conflicts = prepared(problem)

@@ -24,7 +24,7 @@ from symmplan.model import Requirement
 LIB = torch.library.Library("symmtest_random", "FRAGMENT")
 NUMBER = itertools.count()
 RANDOM = settings(
-    max_examples=300,
+    max_examples=160,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -19,13 +19,17 @@ from ranks import RankPool
 
 pytestmark = pytest.mark.ranks
 
-EXAMPLES = int(os.environ.get("SYMMPLAN_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("SYMMPLAN_EXAMPLES", "12"))
 WAYS = ("auto", "process group")
 TURNS = 5
 _GROUPS: list[str] = []
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(2, marks=pytest.mark.further), 3],
+    ids=["2-ranks", "3-ranks"],
+)
 def pool(request):
     with RankPool(request.param, timeout=180.0) as ranks:
         ranks.run(_setup)
@@ -160,6 +164,7 @@ PAUSES = st.sampled_from((0.0, 0.002))
 SEEDS = st.integers(0, 1000)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("way", WAYS)
 @MANY
 @given(data=st.data())
@@ -168,6 +173,7 @@ def test_eager_programs(pool, way, data):
     _check(pool, _eager, program, way, data.draw(PAUSES), data.draw(SEEDS))
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("way", WAYS)
 @MANY
 @given(data=st.data())
@@ -260,7 +266,12 @@ def _late(rank, world_size, program, way, work, **more_of_it):
     return wrong, *counts
 
 
-@pytest.mark.parametrize("work", [_eager, _compiled], ids=["eager", "compiled"])
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    "work",
+    [_eager, pytest.param(_compiled, marks=pytest.mark.further)],
+    ids=["eager", "compiled"],
+)
 @pytest.mark.parametrize("name", SEEN)
 def test_what_was_seen(pool, name, work):
     way, ranks, steps, outputs = SEEN[name]

@@ -190,7 +190,7 @@ def test_a_persistent_buffer_shares_with_nothing(made):
     assert kind_of(wrong) in ("overlap", "apart")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(problems(pins=False), st.data())
 def test_a_moved_buffer_is_caught_exactly_if_it_is_wrong(problem, data):
     try:
