@@ -271,6 +271,11 @@ def _random(rank, size, program, plan_of_actions, inner):
     program=Program((4, 4), (("reduce", 0, 0), ("peers", 1, 0)), (2, 3)),
     actions=[["data kept"] * 4, ["update"] * 4, ["update"] * 4],
 )
+@example(
+    # No peer touches what is placed: the op writes its result elsewhere, and it is copied in.
+    program=Program((2,), (("sum", 0, 0), ("relu", 1), ("relu", 0)), (0, 2)),
+    actions=[["nothing"] * 4] * 2,
+)
 @given(
     program=programs(groups=1, max_steps=6),
     actions=st.lists(

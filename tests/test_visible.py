@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
+from hypothesis import given, settings
+from strategies import problems
 
+import symmplan
+from symmplan.errors import PlanningError
 from symmplan.model import Access, Barrier, Buffer, Operation, Placement, Plan, Problem, SegmentSpec
 from symmplan.planner.visible import visible
 
@@ -87,3 +91,29 @@ def test_operations_without_an_order_stay_as_they_are():
     apart = (evolve(first, stream="side"), last)
     unordered = evolve(plan, problem=evolve(plan.problem, operations=apart))
     assert visible(unordered) is unordered
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_every_plan_shows_something(problem):
+    """Also one whose tensors are placed, and none of them is touched by a peer."""
+    alone = evolve(
+        problem,
+        operations=[
+            evolve(o, group=None, handshake=False, release=False, meets=False)
+            for o in problem.operations
+        ],
+        accesses=[evolve(a, remote=False, enters=False, releases=False) for a in problem.accesses],
+    )
+    for each in (problem, alone):
+        try:
+            plan = symmplan.plan(each)
+        except PlanningError:  # what is pinned may not fit
+            continue
+        seen = visible(plan)
+        assert len(seen.fingerprint) == 64
+        assert (
+            seen.segments
+            == tuple(evolve(s, lower_bound_bytes=0, witness=()) for s in plan.segments)
+            or seen is plan
+        )

@@ -46,7 +46,8 @@ def _content(plan: Plan) -> dict[str, Any]:
     buffers = sorted(problem.buffers, key=lambda b: b.name)
     operations = sorted(problem.operations, key=lambda o: index[o.name])
     label: dict[str | None, int] = {None: -1}
-    for group in [b.group for b in buffers] + [o.group for o in operations]:
+    named = [*(b.group for b in buffers), *(o.group for o in operations)]
+    for group in [*named, *(g for s in plan.segments for g in s.groups)]:
         label.setdefault(group, len(label) - 1)
     shared = [sorted(label[g] for g in groups if g in label) for groups in problem.shared_groups]
     return {
