@@ -37,15 +37,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import attrs
+import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "symmplan.integrate.compile.backend",
-        "symmplan.integrate.fsdp.apply",
-        "torch._inductor.compile_fx",
-    ]
-)
+_PRELOAD = ["torch.distributed", "symmplan.memory"]
+if not torch.cuda.is_available():  # Inductor asks devices for their properties, and forks cannot
+    _PRELOAD += ["symmplan.integrate.compile.backend", "symmplan.integrate.fsdp.apply"]
+    _PRELOAD += ["torch._inductor.compile_fx"]
+_CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 @attrs.frozen

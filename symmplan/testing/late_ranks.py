@@ -175,8 +175,12 @@ class _Rank:
 
 
 def run_rank(job: Job, rank: int, port: int, progress: Any, results: Any) -> None:
-    """One rank's life; sends ``("calls", [Call, ...])`` or ``("error", text)``."""
+    """One rank's life; sends ``("calls", [Call, ...])`` or ``("error", text)``.
+
+    Then it waits until its parent ends it.
+    """
     answer: tuple[str, Any]
+    parent = os.getppid()
     try:
         answer = ("calls", _work(job, rank, port, progress))
     except BaseException as error:  # noqa: BLE001 (whatever it is, the parent says it)
@@ -187,6 +191,8 @@ def run_rank(job: Job, rank: int, port: int, progress: Any, results: Any) -> Non
         answer = ("error", text + line)
     results.send(answer)
     results.close()
+    while os.getppid() == parent:  # peers that wait for a rank that ended would say that it is lost
+        time.sleep(0.2)
     os._exit(0)  # what the parent's modules would do at exit is the parent's
 
 
