@@ -24,10 +24,10 @@ import symmplan.memory.ops
 from symmplan.capture import capture_fx
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.compile import ops
-from symmplan.integrate.compile.lowering import Lowerings
-from symmplan.integrate.compile.poison import plan_poison
 from symmplan.integrate.compile.refresh import fake_mode_of
 from symmplan.integrate.compile.rewrite import rewrite
+from symmplan.place.poison import plan_poison
+from symmplan.place.ways import Lowerings
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
 
 if TYPE_CHECKING:

@@ -150,13 +150,11 @@ def seed():
     """On this rank: collectives as `PROCESS_GROUP` says, and plans without their barriers."""
     import symmplan.integrate.compile.unit as unit
     import symmplan.integrate.eager.recording as recording
-    from symmplan.integrate.compile import lowering
     from symmplan.model import Plan
+    from symmplan.place import ways
 
     load()
-    lowering.Lowerings.table = property(
-        lambda _: lowering._C10D if PROCESS_GROUP[0] else lowering._SHM
-    )
+    ways.Lowerings.table = property(lambda _: ways._C10D if PROCESS_GROUP[0] else ways._SHM)
     unit._points = lambda _barriers: ()
     planned = recording.plan_problem
 

@@ -90,7 +90,7 @@ class _StraightLine(torch.fx.Interpreter):
 def _same_program(rank, world_size, program: Program, repeat: int):
     import symmplan
     from symmplan.capture import capture_fx
-    from symmplan.integrate.compile.lowering import Lowerings
+    from symmplan.place.ways import Lowerings
 
     gm, inputs = _graph(program, rank)
     expected = run(program, _GROUPS, *(x.clone() for x in inputs))

@@ -248,10 +248,10 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
 
     import symmplan
     from symmplan.errors import SymmplanError
-    from symmplan.integrate.compile import lowering
+    from symmplan.place import ways
 
-    table = lowering.Lowerings.table
-    lowering.Lowerings.table = property(lambda _: lowering._C10D)  # as on devices
+    table = ways.Lowerings.table
+    ways.Lowerings.table = property(lambda _: ways._C10D)  # as on devices
     x, kept, started = torch.ones(16), [], []
     name = dist.group.WORLD.group_name
 
@@ -285,7 +285,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
             assert bool((tensor == world_size).all()), "a byte that was kept has changed"
         raise
     finally:
-        lowering.Lowerings.table = table
+        ways.Lowerings.table = table
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,12 @@ def _same(rank, world_size, program, c10d):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate.compile import lowering
     from symmplan.memory import locate
+    from symmplan.place import ways
 
-    kept = lowering.Lowerings.table
+    kept = ways.Lowerings.table
     if c10d:  # as on devices
-        lowering.Lowerings.table = property(lambda _: lowering._C10D)
+        ways.Lowerings.table = property(lambda _: ways._C10D)
     steps, no_grad = program
     name = dist.group.WORLD.group_name
     generator = torch.Generator().manual_seed(rank)
@@ -120,7 +120,7 @@ def _same(rank, world_size, program, c10d):
             session.plan.verify()
             stats = session.stats
     finally:
-        lowering.Lowerings.table = kept
+        ways.Lowerings.table = kept
     return stats.bound, stats.staged, placed, session.plan.fingerprint
 
 

@@ -123,7 +123,7 @@ def _together():
 
 
 def _rows(c10d):
-    from symmplan.integrate.compile.lowering import _C10D, _SHM, Lowerings
+    from symmplan.place.ways import _C10D, _SHM, Lowerings
 
     Lowerings.table = property(lambda _: _C10D if c10d else _SHM)
 

@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from symmplan.capture import capture_fx
 from symmplan.capture.fsdp import Call, Key
-from symmplan.integrate.compile.lowering import Lowerings
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.place.ways import Lowerings
 
 F = torch.ops._c10d_functional
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import symmplan
@@ -33,13 +34,16 @@ ALLOWED = {
     "registry": BASE,
     "capture": BASE | {"registry", "planner"},
     "memory": BASE | {"planner", "registry"},
-    "integrate": BASE | {"registry", "planner", "capture", "memory"},
-    "testing": BASE | {"_compat_c10d", "registry", "planner", "capture", "memory", "integrate"},
+    "place": BASE | {"registry", "planner", "capture", "memory"},
+    "integrate": BASE | {"registry", "planner", "capture", "memory", "place"},
+    "testing": BASE
+    | {"_compat_c10d", "registry", "planner", "capture", "memory", "place", "integrate"},
     "fsdp": BASE | {"integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate"},
     "__main__": {"cli"},
     "cli": BASE
-    | {"registry", "planner", "capture", "memory", "integrate", "report", "testing", "api", ""},
+    | {"registry", "planner", "capture", "memory", "place", "integrate"}
+    | {"report", "testing", "api", ""},
 }
 #: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
 #: functions, and nothing else may look ahead.
@@ -98,6 +102,10 @@ def wrong_imports(files: dict[str, str]) -> list[str]:
             other = _layer(module)
             if layer in WITHOUT_TORCH and module.split(".")[0] == "torch":
                 wrong.append(f"{path}:{line}: {layer} must not import torch")
+            if layer == other == "integrate" and len(parts) > 2:
+                there = module.split(".")[2]
+                if there != parts[1] and f"integrate/{there}/__init__.py" in files:
+                    wrong.append(f"{path}:{line}: {parts[1]} must not import {module}")
             if other is None or other == layer or other in ALLOWED[layer]:
                 continue
             if inside and LOOKS_AHEAD.get((layer, other)) == path:
@@ -132,7 +140,10 @@ def test_layers_import_in_one_direction():
         ("errors.py", "from symmplan import model", "errors must not import"),
         ("model.py", "from symmplan.planner import plan", "model must not import"),
         ("model.py", "def f():\n    from symmplan.memory import x", "model must not import"),
+        ("place/x.py", "from symmplan.integrate.eager import lanes", "place must not import"),
         ("integrate/x.py", "import symmplan.cli", "integrate must not import"),
+        ("integrate/eager/x.py", "import symmplan.integrate.compile.emit", "eager must not import"),
+        ("integrate/fsdp/x.py", "from symmplan.integrate.eager import x", "fsdp must not import"),
         ("capture/x.py", "import symmplan", "capture must not import"),
         ("novel/x.py", "import os", "no known layer"),
     ],
@@ -140,6 +151,43 @@ def test_layers_import_in_one_direction():
 def test_the_check_of_the_direction_can_fail(path, source, says):
     files = {**_sources(), path: source}
     assert [line for line in wrong_imports(files) if line.startswith(path) and says in line]
+
+
+#: Where files must not import each other in a circle, when they are run.
+WITHOUT_CIRCLES = ("memory", "capture", "place", "integrate")
+
+
+def circles(files: dict[str, str]) -> list[list[str]]:
+    """The circles in which files of these layers import each other, but for types."""
+    graph = nx.DiGraph()
+    names = {path.removesuffix(".py").removesuffix("/__init__"): path for path in files}
+    for path, source in files.items():
+        if path.split("/")[0] not in WITHOUT_CIRCLES:
+            continue
+        package = ".".join(["symmplan", *path.split("/")[:-1]])
+        types = {
+            line
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for line in range(node.lineno, (node.end_lineno or 0) + 1)
+        }
+        for module, line, _ in _imports(source, package):
+            where = "/".join(module.split(".")[1:])
+            other = names.get(where) or names.get(where.rpartition("/")[0])
+            if other is not None and other != path and line not in types:
+                graph.add_edge(path, other)
+    return [sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circles(_sources()) == []
+    more = {
+        "place/x.py": "from symmplan.place.y import z",
+        "place/y.py": "def f():\n    from symmplan.place import x",
+        "place/u.py": "if TYPE_CHECKING:\n    from symmplan.place.v import a",
+        "place/v.py": "from symmplan.place.u import b",
+    }
+    assert circles({**_sources(), **more}) == [["place/x.py", "place/y.py"]]
 
 
 def _python(code: str) -> str:

@@ -111,8 +111,8 @@ def _one_sided(rank, world_size, between):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate.watching import Watching
     from symmplan.memory import realize
+    from symmplan.place.watching import Watching
 
     name = dist.group.WORLD.group_name
     problem = symmplan.Problem(

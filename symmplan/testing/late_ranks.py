@@ -202,7 +202,7 @@ def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     from symmplan._compat_c10d import forget_groups
-    from symmplan.integrate.watching import Watching
+    from symmplan.place.watching import Watching
 
     torch.set_num_threads(1)
     if job.setup is not None:
@@ -242,7 +242,7 @@ def _arguments(job: Job, rank: int, number: int) -> dict[str, Any]:
     """The arguments of a call, by name, without the group."""
     import torch
 
-    from symmplan.integrate.compile.lowering import overload_named
+    from symmplan.place.ways import overload_named
     from symmplan.registry import requirements
 
     op, spec = overload_named(job.op), requirements(job.op)
@@ -273,8 +273,8 @@ class _Placed:
         import torch.distributed as dist
 
         from symmplan import _compat as compat
-        from symmplan.integrate.compile.lowering import overload_named
         from symmplan.memory import realize
+        from symmplan.place.ways import overload_named
         from symmplan.planner import plan
         from symmplan.registry import requirements
 

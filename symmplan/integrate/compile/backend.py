@@ -15,10 +15,10 @@ from attrs import frozen
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops, traceable
 from symmplan.integrate.compile.crossing import reasons
-from symmplan.integrate.compile.lowering import check_collectives
 from symmplan.integrate.compile.pool import Pool
 from symmplan.integrate.compile.records import Record, Settings
 from symmplan.integrate.compile.unit import Unit
+from symmplan.place.ways import check_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.choice import Choice
-    from symmplan.integrate.compile.lowering import Collectives
     from symmplan.model import Plan
+    from symmplan.place.ways import Collectives
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
 

@@ -7,7 +7,7 @@ both ways at its size, with its copies, and beside as many matrix products as th
 its start and its wait. What does not gain clearly stays out of the plan, with the two times as the
 reason.
 
-A case is measured once in a process. See [Note: what is timed] in `symmplan.integrate.measuring`.
+A case is measured once in a process. See [Note: what is timed] in `symmplan.place.clock`.
 
 [Note: who measures]
     All ranks of a group must measure the same, or nobody. So what decides it, and under what the
@@ -33,14 +33,14 @@ from attrs import field, frozen
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.errors import AgreementError
-from symmplan.integrate.compile.lowering import Lowering, Lowerings, overload_named
 from symmplan.integrate.compile.work import flops_beside
-from symmplan.integrate.measuring import clock_of, seconds_of, slowest
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import leaders, tell
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.place.clock import clock_of, seconds_of, slowest
+from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.planner import plan as plan_problem
 from symmplan.registry import bind_arguments, resolve_group_name
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
-    from symmplan.integrate.measuring import Act, Clock
+    from symmplan.place.clock import Act, Clock
 
 __all__ = ["Choice", "forget", "refused"]
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.producers import OUT_VARIANTS, out_overload
-from symmplan.integrate.compile.lowering import overload_named
+from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
 from symmplan.integrate.compile.running import noted, with_segments
 from symmplan.integrate.compile.unwrap import unwrap
-from symmplan.integrate.watching import run_by_nodes
+from symmplan.place.watching import run_by_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.integrate.compile.refresh import fake_mode_of, refresh_values
 from symmplan.integrate.compile.running import noted, with_segments
-from symmplan.integrate.watching import run_by_nodes
+from symmplan.place.watching import run_by_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

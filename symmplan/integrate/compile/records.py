@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.choice import Choice
     from symmplan.integrate.compile.crossing import Given
     from symmplan.integrate.compile.emit import SegmentInput
-    from symmplan.integrate.compile.lowering import Collectives
     from symmplan.integrate.compile.unit import Unit
     from symmplan.model import Placement, Plan
+    from symmplan.place.ways import Collectives
 
 __all__ = ["Record", "Rewritten", "Settings"]
 

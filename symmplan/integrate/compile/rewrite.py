@@ -15,10 +15,10 @@ from symmplan.capture.steps import copy_name
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
 from symmplan.integrate.compile.homes import make_homes
-from symmplan.integrate.compile.lowering import Lowering, Lowerings, overload_named
 from symmplan.integrate.compile.ops import without_returns
 from symmplan.integrate.compile.order import keep_order
 from symmplan.integrate.compile.poison import poison
+from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:

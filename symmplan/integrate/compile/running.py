@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.integrate.watching import Watching
 from symmplan.memory.lend import lend
 from symmplan.memory.own import own_work
+from symmplan.place.watching import Watching
 
 if TYPE_CHECKING:
     from collections.abc import Callable

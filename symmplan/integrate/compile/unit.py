@@ -18,7 +18,6 @@ from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.compile.choice import refused
 from symmplan.integrate.compile.crossing import Zone, hand_over, take_over
-from symmplan.integrate.compile.lowering import Lowerings
 from symmplan.integrate.compile.parts import (
     alike,
     given_of,
@@ -28,7 +27,6 @@ from symmplan.integrate.compile.parts import (
     unreturned,
     writes_of,
 )
-from symmplan.integrate.compile.poison import plan_poison
 from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
 from symmplan.integrate.compile.records import Record, Rewritten, Settings
 from symmplan.integrate.compile.residents import Residents
@@ -36,6 +34,8 @@ from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.place.poison import plan_poison
+from symmplan.place.ways import Lowerings
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of

@@ -15,9 +15,9 @@ from attrs import define, field
 
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
-from symmplan.integrate.compile.lowering import overload_named
 from symmplan.integrate.eager.schedule import Bound, Event, Lent, Stage
 from symmplan.memory.lend import lend
+from symmplan.place.ways import overload_named
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.sites import Captured, Home, Site, Step
-    from symmplan.integrate.compile.lowering import Lowerings
     from symmplan.memory import Arena
     from symmplan.model import Plan
+    from symmplan.place.ways import Lowerings
 
 __all__ = ["events_of"]
 

@@ -13,7 +13,7 @@ from symmplan.integrate.eager.session import ACTIVE, Session
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.integrate.compile.lowering import Collectives
+    from symmplan.place.ways import Collectives
 
 __all__ = ["eager", "empty", "out"]
 

@@ -150,7 +150,7 @@ def front_of(
     launch = getattr(backend, method)
     row = event.row
     by_row = None
-    if row is not None and row.target[:5] != "_c10d":
+    if row is not None and row.one_sided:
         by_row = _row_of(event, form, tensors)
     reduces = name in ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
     reduction = compat.reduction_named(form.args[1]) if reduces else None

@@ -17,9 +17,9 @@ import torch
 
 from symmplan import _compat
 from symmplan.capture.c10d import NAMES
-from symmplan.integrate.compile.lowering import overload_named
 from symmplan.integrate.eager.direct import MISS, Caught, install_fronts
 from symmplan.memory.own import OWN
+from symmplan.place.ways import overload_named
 from symmplan.registry import all_specs
 
 if TYPE_CHECKING:

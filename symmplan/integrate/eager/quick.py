@@ -264,7 +264,7 @@ def _missing(_keys: Any, _args: Any) -> Any:
 
 def _is_another(event: Event) -> bool:
     """Whether what runs is no collective of the process group."""
-    return event.row is not None and event.row.target[:5] != "_c10d"
+    return event.row is not None and event.row.one_sided
 
 
 def _as_called(

@@ -11,7 +11,6 @@ from attrs import frozen
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.errors import AgreementError
-from symmplan.integrate.compile.poison import plan_poison
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.lanes import Lanes
@@ -21,6 +20,7 @@ from symmplan.integrate.eager.stats import Copy, copies_of
 from symmplan.memory import Arena, realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN
+from symmplan.place.poison import plan_poison
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.integrate.compile.lowering import Lowerings
     from symmplan.integrate.eager.lanes import Streams
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
+    from symmplan.place.ways import Lowerings
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
 

@@ -61,7 +61,7 @@ def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
     if event.call.kind != "op":
         return _nothing
     row = event.row
-    if row is None or row.target[:5] != "_c10d":
+    if row is None or row.one_sided:
         return None
     values = dict(zip(event.names, event.call.args, strict=False))
     values.update(event.call.kwargs)

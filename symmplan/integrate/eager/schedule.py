@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from symmplan.capture.eager import Recorded
-    from symmplan.integrate.compile.lowering import Lowering
+    from symmplan.place.ways import Lowering
 
 __all__ = ["Bound", "Event", "Lent", "Stage", "bound_values"]
 

@@ -9,9 +9,9 @@ import torch
 from symmplan import _compat
 from symmplan.errors import RunError
 from symmplan.integrate.eager.schedule import bound_values
-from symmplan.integrate.watching import watched
 from symmplan.memory.own import own_work
 from symmplan.memory.touches import LIVE
+from symmplan.place.watching import watched
 
 if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
@@ -78,7 +78,7 @@ def serve(
         swapped[id(tensor)] = stage.view
         if stage.copy_back:
             back.append((tensor, stage.view))
-    by_row = event.row is not None and not (form is not None and event.row.target[:5] == "_c10d")
+    by_row = event.row is not None and (form is None or event.row.one_sided)
     for act in () if by_row else event.ready:
         act()
     if by_row:

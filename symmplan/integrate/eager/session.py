@@ -11,7 +11,6 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.compile.lowering import Lowerings, check_collectives
 from symmplan.integrate.eager.faults import REDO, Faults, ends_within, public
 from symmplan.integrate.eager.kernels import declared_names, install, overload_name
 from symmplan.integrate.eager.lanes import Lanes, streams_of
@@ -20,21 +19,22 @@ from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.serve import serve, take_away
 from symmplan.integrate.eager.stats import Copy, Stats
-from symmplan.integrate.watching import Watching
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
 from symmplan.memory.sessions import SessionKeys, enter_session
+from symmplan.place.watching import Watching
+from symmplan.place.ways import Lowerings, check_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
-    from symmplan.integrate.compile.lowering import Collectives
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
+    from symmplan.place.ways import Collectives
 
 __all__ = ["ACTIVE", "Session"]
 

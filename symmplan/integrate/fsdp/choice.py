@@ -4,7 +4,7 @@ Symmetric memory is not always faster: without NVLink multicast a symmetric redu
 than the ordinary one, and small all-gathers gain nothing. And what a collective costs is not its
 own time: its kernels take multiprocessors from the program's, copy engines do not. So at freeze
 each kind, size and group of collective is timed in every way there is, on real bytes; on a device
-beside matrix products. See [Note: what is timed] in `symmplan.integrate.measuring`.
+beside matrix products. See [Note: what is timed] in `symmplan.place.clock`.
 
 Ways that are about as fast are told apart by what else they cost: multiprocessors, then symmetric
 bytes on a device.
@@ -21,16 +21,16 @@ from attrs import field, frozen
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
-from symmplan.integrate.measuring import ALIKE, clock_of, seconds_of, slowest
 from symmplan.memory.tell import leaders, tell
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.place.clock import ALIKE, clock_of, seconds_of, slowest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call
     from symmplan.integrate.fsdp.engines import Engines
-    from symmplan.integrate.measuring import Act, Clock
+    from symmplan.place.clock import Act, Clock
 
 __all__ = ["Choice", "Choices"]
 

@@ -43,6 +43,8 @@ class Lowering:
             or its input (in-place ops).
         inplace: The target works in place: the input is copied into ``out`` first.
         each: The op takes lists; the target runs once for each element.
+    one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit and
+        is over when it returns. Else it is a collective of the process group.
         why_not: Reason given for the declared tensors that are not needed.
     """
 
@@ -51,6 +53,7 @@ class Lowering:
     out: Literal["return", "out", "input"] = "return"
     inplace: bool = False
     each: bool = False
+    one_sided: bool = False
     why_not: str = ""
 
 
@@ -61,7 +64,7 @@ _COPIED = "it is copied into the result's placement, where the op then works in 
 _F = "_c10d_functional::"
 
 # One-sided collectives over shared memory: synchronous, handshake on entry, release on exit.
-_SHM: Mapping[str, Lowering] = {
+_ONE_SIDED: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
         "symmplan::all_gather_out.default", ("return",), why_not=_PUSHES
     ),
@@ -102,6 +105,7 @@ _SHM: Mapping[str, Lowering] = {
         "symmplan::broadcast_out.default", ("input",), out="input"
     ),
 }  # fmt: skip
+_SHM: Mapping[str, Lowering] = {op: evolve(row, one_sided=True) for op, row in _ONE_SIDED.items()}
 
 # The process group's own collectives, in the forms that write into given tensors.
 _C10D: Mapping[str, Lowering] = {
@@ -179,7 +183,7 @@ class Lowerings:
         row = self.row(spec)
         if row is None:
             return spec
-        if row.target.startswith("symmplan::"):
+        if row.one_sided:
             return evolve(spec, handshake=True, release=True, meets=True, asynchronous=False)
         return evolve(spec, fills=(("inputs" if row.each else "input", "return"),) * row.inplace)
 
@@ -205,7 +209,7 @@ class Lowerings:
             found = {n: SPLIT_WORDS for n in captured.specs if _splits_words(captured, n)}
         for node, spec in captured.specs.items():
             row = self.row(spec)
-            if row is None or not row.target.startswith("symmplan::"):
+            if row is None or not row.one_sided:
                 continue
             needed = [s for s in captured.at(node) if s.head in row.needs]
             without = [s for s in needed if s.buffer is None]
