@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from strategies import interval_problems, problems
 
 from symmplan.errors import PlanningError
-from symmplan.model import Problem
+from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
 
-MANY = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=300, deadline=None)
 SOME = settings(max_examples=80, deadline=None)
 
 
@@ -32,7 +32,34 @@ def test_no_two_conflicting_buffers_share_a_byte(problem):
         assert p.segment != q.segment or p.end <= q.offset or q.end <= p.offset
 
 
+#: A call that is not over where the ranks meet, but behind that.
+UNDER_WAY = Problem(
+    buffers=(Buffer("x", 1, "g", align=1),),
+    operations=(
+        Operation("start"),
+        Operation("meet", group="g", release=True),
+        Operation("wait", ends=("start",)),
+        Operation("read"),
+    ),
+    accesses=(
+        Access("start", "x", write=True),
+        Access("meet", "x"),
+        Access("wait", "x"),
+        Access("read", "x", remote=True),
+    ),
+)
+#: A release says nothing of bytes of another group, which the op touches, too.
+ELSEWHERE = Problem(
+    buffers=(Buffer("x", 1, "h", align=1), Buffer("y", 1, "g", align=1)),
+    operations=(Operation("read"), Operation("meet", group="g", release=True)),
+    accesses=(Access("meet", "x"), Access("read", "y", remote=True)),
+    shared_groups=(("g", "h"),),
+)
+
+
 @MANY
+@example(UNDER_WAY)
+@example(ELSEWHERE)
 @given(problems(pins=False))
 def test_peers_are_synchronised_wherever_bytes_are_reused(problem):
     try:

@@ -300,9 +300,9 @@ def _own(uses: list[_Use], items: Items, item: int, order: Order) -> Iterable[_N
             path = _path(a, b, group, group)
             if path and (a.write or b.write) and order.precedes(a.end, b.start):
                 yield _Need(a, b, (item, item), path)
-        # In a total order, who follows a meeting follows what came before it.
+        # In a total order, who follows a meeting follows what was over before it.
         if order.chains == 1 and b.start == b.end and (b.handshake or b.release):
-            before.clear()
+            before = [a for a in before if a.end >= b.start]
         before.append(b)
 
 
@@ -323,13 +323,13 @@ class _Meetings:
         number = {name: g for g, name in enumerate(groups)}
         parts = {p[i:j] for p in paths for i in range(len(p)) for j in range(i + 1, len(p) + 1)}
         self.paths = sorted(parts, key=lambda p: (len(p), p))
-        self.calls: dict[int, tuple[int, bool]] = {}  # where a meeting begins: group, release
+        self.calls: dict[int, int] = {}  # where a meeting begins: its group
         self.ends: dict[int, list[int]] = {}  # where calls end: where those begin
         ended: set[int] = set()
         for o in problem.operations:
             at = order.index[o.name]
             if o.group in number and (o.meets or o.handshake or o.release):
-                self.calls[at] = number[o.group], o.release
+                self.calls[at] = number[o.group]
             if o.ends:
                 self.ends[at] = sorted(order.index[name] for name in o.ends)
                 ended.update(self.ends[at])
@@ -394,15 +394,10 @@ class _Meetings:
     def _follow(self, op: int, rows: dict[Path, Row], begun: dict[int, dict[Path, Row]]) -> None:
         """It is over: who has met in it."""
         if op in self.calls and op not in self.later:
-            group, release = self.calls[op]
-            if release:
-                local = rows[()].copy()
-                local[self.order.chain[op]] = self.order.pos[op]
-                rows[()] = local
-            self._raise(group, rows, rows)
+            self._raise(self.calls[op], rows, rows)
         for start in self.ends.get(op, ()):
             if start in begun:
-                self._raise(self.calls[start][0], rows, begun[start])
+                self._raise(self.calls[start], rows, begun[start])
 
     def _raise(self, group: int, rows: dict[Path, Row], since: Mapping[Path, Row]) -> None:
         """A group has met: it began the meeting when things were as in ``since``."""

@@ -194,9 +194,9 @@ class _World:
         return next((o.name for o in self.calls.values() if op in o.ends), op)
 
     def writes(self, op: str, names: frozenset[str]) -> bool:
-        own = (op, self.end(op))
-        found = (a for a in self.plan.problem.accesses if a.buffer in names)
-        return any(a.write for a in found if a.operation in own)
+        own = {(n, o) for n in names if (n, op) in self.touches for o in (op, self.end(op))}
+        accesses = self.plan.problem.accesses
+        return any(a.write for a in accesses if (a.buffer, a.operation) in own)
 
     def peers(self, group: str | None, rank: int) -> tuple[int, ...]:
         sets = self.members.get(group or "", ())

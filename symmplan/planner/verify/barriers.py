@@ -114,11 +114,15 @@ def _spans(plan: Plan, users: list[User]) -> list[list[_Span]]:
     found: list[list[_Span]] = []
     for user in users:
         touching = {(a.operation, a.buffer) for a in user.accesses}
+        ending = {
+            (name, buffer)
+            for name, buffer in touching
+            if any((begun, buffer) in touching for begun in calls[name].ends)
+        }
         mine: dict[tuple[str, str], _Span] = {}
         for access in user.accesses:
-            ends = calls[access.operation].ends
-            if any((begun, access.buffer) in touching for begun in ends):
-                continue  # it is the end of those
+            if (access.operation, access.buffer) in ending:
+                continue  # it is the end of a call
             call = calls[access.operation]
             end = ended_at.get(call.name, call.name)
             ours = call.group == user.group
@@ -128,10 +132,8 @@ def _spans(plan: Plan, users: list[User]) -> list[list[_Span]]:
                 end=end,
                 changes=any(
                     a.write
-                    and (
-                        a.operation == call.name
-                        or (a.operation == end and (call.name, a.buffer) in touching)
-                    )
+                    and a.operation in (call.name, end)
+                    and (call.name, a.buffer) in touching - ending
                     for a in user.accesses
                 ),
                 touches_unasked=access.remote and not access.enters and not gated,
@@ -224,15 +226,14 @@ def _heard(
     told: NDArray[np.int32] = reached.copy()
     told[own, clocks.stream[own] - low] = clocks.place[own] - 1
     later = {begun for o in clocks.operations for begun in o.ends}
-    for level, group in enumerate(groups):
+    for group in groups:
         table = np.zeros_like(reached)
         rows = list(table)
         for i, op in enumerate(clocks.operations):
             over = rows[i]
             meets = op.group == group and (op.meets or op.handshake or op.release)
             if meets and op.name not in later:
-                # What the peers have done before it and, if all are done when it ends, in it.
-                over = np.maximum(over, reached[i] if op.release and not level else told[i])
+                over = np.maximum(over, told[i])
             for begun in op.ends:
                 j = clocks.number[begun]
                 call = clocks.operations[j]
