@@ -661,7 +661,7 @@ def lifecycle(rank, world):
     for name, error, act in (
         ("no fsdp", CaptureError, lambda: symmplan.fsdp.apply(nn.Linear(2, 2))),
         ("memory", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), memory="tape")),
-        ("choose", CaptureError, lambda: symmplan.fsdp.apply(shard(Net()), choose="dice")),
+        ("choose", BackendError, lambda: symmplan.fsdp.apply(shard(Net()), choose="dice")),
         ("effort", PlanningError, lambda: symmplan.fsdp.apply(shard(Net()), effort="none")),
     ):
         with pytest.raises(error) as raised:

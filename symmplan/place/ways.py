@@ -7,14 +7,13 @@ catalogue says what the *op* wants, a row what *this way of running it* wants.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from attrs import evolve, frozen
 from torch import fx
 
 from symmplan.capture.graphs import overload_of
-from symmplan.errors import BackendError
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import spec_for
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Site
     from symmplan.model import OpSpec, Requirement
 
-__all__ = ["Collectives", "Lowering", "Lowerings", "check_collectives"]
+__all__ = ["Collectives", "Lowering", "Lowerings"]
 
 #: Whose collectives run. See `Lowerings`.
 Collectives: TypeAlias = Literal["auto", "process group"]
@@ -216,22 +215,6 @@ class Lowerings:
             if without and len(without) < len(needed):
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
         return found
-
-
-def check_collectives(given: str) -> None:
-    """Whether there are such collectives.
-
-    Raises:
-        BackendError: There are not.
-    """
-    if given not in get_args(Collectives):
-        raise BackendError(
-            f"unknown collectives {given!r}",
-            expected=" or ".join(map(repr, get_args(Collectives))),
-            got=repr(given),
-            fix='leave it out, or pass collectives="process group" to run the process group\'s own '
-            "collectives on placements",
-        )
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:

@@ -16,9 +16,8 @@ from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops, traceable
 from symmplan.integrate.compile.crossing import reasons
 from symmplan.integrate.compile.pool import Pool
-from symmplan.integrate.compile.records import Record, Settings
+from symmplan.integrate.compile.records import CompileOptions, Record
 from symmplan.integrate.compile.unit import Unit
-from symmplan.place.ways import check_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,21 +97,17 @@ class CompileBackend:
         debug: bool | Literal["poison"] = False,
         collectives: Collectives = "auto",
     ) -> None:
-        _refuse("inner compiler", inner, ("inductor", "eager"))
-        _refuse("memory backend", memory, _memory_names())
-        _refuse("way to choose", choose, ("auto", "measure", "placed"))
-        if debug not in (False, True, "poison"):
-            raise BackendError(
-                f"unknown way to debug {debug!r}",
-                expected="False, True or 'poison'",
-                got=repr(debug),
-                fix="use True",
-            )
-        traceable.load()  # before Dynamo traces
-        check_collectives(collectives)
-        self.settings = Settings(
-            inner, memory, effort, timeout, choose, debug, bind, collectives=collectives
+        self.settings = CompileOptions(
+            inner=inner,
+            memory=memory,
+            effort=effort,
+            timeout=timeout,
+            choose=choose,
+            debug=debug,
+            bind=bind,
+            collectives=collectives,
         )
+        traceable.load()  # before Dynamo traces
         self.__name__ = "symmplan"
         self._graphs = 0
         self._records: list[Record] = []
@@ -344,22 +339,6 @@ def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
             got=repr(mode),
             fix="leave torch.compile's mode out",
         )
-
-
-def _refuse(what: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise BackendError(
-            f"unknown {what} {given!r}",
-            expected=", ".join(map(repr, known)),
-            got=repr(given),
-            fix=f"use {known[0]!r}",
-        )
-
-
-def _memory_names() -> tuple[str, ...]:
-    from symmplan.memory import BACKENDS
-
-    return tuple(BACKENDS)
 
 
 def _device_of(module: fx.GraphModule) -> torch.device | None:

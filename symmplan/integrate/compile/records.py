@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import define, field, frozen
 
+from symmplan.place.options import Options, known
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,35 +17,28 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.emit import SegmentInput
     from symmplan.integrate.compile.unit import Unit
     from symmplan.model import Placement, Plan
-    from symmplan.place.ways import Collectives
 
-__all__ = ["Record", "Rewritten", "Settings"]
+__all__ = ["CompileOptions", "Record", "Rewritten"]
 
 
-@frozen
-class Settings:
-    """How a compile backend was asked to work.
+@frozen(kw_only=True)
+class CompileOptions(Options):
+    """How a compile backend was asked to work; see `Options`.
 
     Attributes:
         inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
-        memory: Name of the memory backend.
-        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
-        timeout: Seconds that ranks wait for each other before they raise.
         choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
-        debug: Overwrite every placement when its buffer dies, so that a late reader shows; True
-            also to look for races.
         bind: Keep static inputs of declared ops in symmetric memory.
-        collectives: Whose collectives run, see `Lowerings`.
     """
 
-    inner: str
-    memory: str
-    effort: Literal["fast", "optimal"]
-    timeout: float
+    inner: Literal["inductor", "eager"]
     choose: Literal["auto", "measure", "placed"]
-    debug: bool | Literal["poison"]
     bind: bool
-    collectives: Collectives = "auto"
+
+    def __attrs_post_init__(self) -> None:
+        known("inner compiler", self.inner, ("inductor", "eager"))
+        known("way to choose", self.choose, ("auto", "measure", "placed"))
+        super().__attrs_post_init__()
 
     def chooses(self, device: torch.device) -> bool:
         """Whether collectives are measured before they are planned."""

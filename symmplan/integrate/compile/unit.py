@@ -28,7 +28,7 @@ from symmplan.integrate.compile.parts import (
     writes_of,
 )
 from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
-from symmplan.integrate.compile.records import Record, Rewritten, Settings
+from symmplan.integrate.compile.records import CompileOptions, Record, Rewritten
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
@@ -65,7 +65,7 @@ class Unit:
     then. What crosses from the forward to the backward stays where it is in between.
     """
 
-    settings: Settings
+    settings: CompileOptions
     device: torch.device
     pool: Pool
     record: Record = field(init=False, factory=Record)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from symmplan import _compat
-from symmplan.errors import BackendError, CaptureError
+from symmplan.errors import CaptureError
 from symmplan.integrate.eager.session import ACTIVE, Session
+from symmplan.place.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,13 +57,9 @@ def eager(
 
     Collective: no; entering, `Session.step` and leaving are.
     """
-    if debug not in (False, True, "poison"):
-        raise BackendError(
-            f"unknown way to debug {debug!r}",
-            expected="False, True or 'poison'",
-            got=repr(debug),
-            fix="use True",
-        )
+    options = Options(
+        memory=memory, effort=effort, timeout=timeout, debug=debug, collectives=collectives
+    )
     if not _compat.has_process_groups():
         raise CaptureError(
             "symmplan.eager needs torch.distributed",
@@ -78,15 +75,7 @@ def eager(
     if device.type == "cuda":  # the current one is another in other threads
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
-    return Session(
-        group,
-        memory=memory,
-        device=device,
-        effort=effort,
-        timeout=timeout,
-        debug=debug,
-        collectives=collectives,
-    )
+    return Session(group, device, options)
 
 
 def empty(

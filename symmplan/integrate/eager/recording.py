@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
+    from symmplan.place.options import Options
     from symmplan.place.ways import Lowerings
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
@@ -49,18 +50,14 @@ class Settings:
         lowerings: How ops run on its memory backend.
         device: Where declared tensors lie.
         streams: The device's streams; None if it has none.
-        effort: How hard the planner tries.
-        timeout: Seconds that ranks wait for each other.
-        debug: Whether dead placements are overwritten; True also to look for races.
+        options: What the user asked for.
     """
 
     groups: Mapping[str, Group]
     lowerings: Lowerings
     device: torch.device
     streams: Streams | None
-    effort: Literal["fast", "optimal"]
-    timeout: float
-    debug: bool | Literal["poison"]
+    options: Options
 
     @property
     def group(self) -> Group:
@@ -104,7 +101,7 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
     Collective: yes.
     """
     group = settings.group
-    exchange = Exchange(settings.groups, settings.timeout)
+    exchange = Exchange(settings.groups, settings.options.timeout)
     try:
         note = json.dumps([op, detail]).encode()
         said = exchange.round("call", note)[group.name]
@@ -139,7 +136,7 @@ class Recording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._scratch = RecordingScratch(
-            settings.lowerings.memory, settings.device, settings.timeout
+            settings.lowerings.memory, settings.device, settings.options.timeout
         )
         self._recorder = Recorder(
             settings.lowerings.lookup,
@@ -191,9 +188,9 @@ class Recording:
             skip=settings.lowerings.skip,
             partly=settings.lowerings.partly,
         )
-        if settings.debug:
+        if settings.options.debug:
             captured = plan_poison(captured)
-        plan = plan_problem(captured.problem, effort=settings.effort)
+        plan = plan_problem(captured.problem, effort=settings.options.effort)
         plan.verify()
         group = settings.group
         arena = realize(
@@ -201,8 +198,8 @@ class Recording:
             memory=settings.lowerings.memory,
             device=settings.device,
             groups={group.name: group.process_group},
-            timeout=settings.timeout,
-            debug=settings.debug is True,
+            timeout=settings.options.timeout,
+            debug=settings.options.debug is True,
         )
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode

@@ -24,7 +24,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
 from symmplan.memory.sessions import SessionKeys, enter_session
 from symmplan.place.watching import Watching
-from symmplan.place.ways import Lowerings, check_collectives
+from symmplan.place.ways import Lowerings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
-    from symmplan.place.ways import Collectives
+    from symmplan.place.options import Options
 
 __all__ = ["ACTIVE", "Session"]
 
@@ -48,23 +48,12 @@ _REST = 10.0
 class Session:
     """An eager program whose declared ops run in planned placements. Made by `eager`."""
 
-    def __init__(
-        self,
-        group: Any,
-        *,
-        memory: str,
-        device: torch.device,
-        effort: Literal["fast", "optimal"],
-        timeout: float,
-        debug: bool | Literal["poison"],
-        collectives: Collectives = "auto",
-    ) -> None:
-        check_collectives(collectives)
+    def __init__(self, group: Any, device: torch.device, options: Options) -> None:
         name = compat.world_name() if group is None else compat.group_name(group)
         groups = resolve_groups([name])
-        lowerings = Lowerings(resolve_backend(memory, device, groups).name, collectives)
-        streams = streams_of(device)
-        self._settings = Settings(groups, lowerings, device, streams, effort, timeout, debug)
+        backend = resolve_backend(options.memory, device, groups)
+        lowerings = Lowerings(backend.name, options.collectives)
+        self._settings = Settings(groups, lowerings, device, streams_of(device), options)
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
@@ -195,7 +184,8 @@ class Session:
         if frozen.arena.races is not None:
             names = declared_names()
             self._watching = Watching(
-                self._settings.timeout, lambda op: not OWN.depth and overload_name(op) in names
+                self._settings.options.timeout,
+                lambda op: not OWN.depth and overload_name(op) in names,
             )
             self._watching.__enter__()
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from symmplan import _compat as compat
-from symmplan.errors import BackendError, CaptureError
+from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
-from symmplan.integrate.fsdp.slots import Options
-from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
-from symmplan.planner import check_effort
+from symmplan.integrate.fsdp.slots import FsdpOptions
+from symmplan.memory import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -181,7 +180,7 @@ def apply(
     """
     from torch.distributed.fsdp import FSDPModule
 
-    _check(memory, choose, effort)
+    options = FsdpOptions(memory=memory, effort=effort, choose=choose, timeout=timeout)
     found: list[tuple[str, Any, Any, Any, Any]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -203,7 +202,7 @@ def apply(
             got="none",
             fix="call fully_shard(model, ...) first",
         )
-    runtime = Runtime(Options(memory, effort, choose, timeout), len(found))
+    runtime = Runtime(options, len(found))
     for site, module, group, gather, scatter in found:
         if compat.fsdp_can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))
@@ -215,25 +214,6 @@ def apply(
         )
         compat.set_fsdp_comms(module, group, *planned)
     return Handle(runtime, [(module, *of) for _, module, *of in found])
-
-
-def _check(memory: str, choose: str, effort: str) -> None:
-    if memory not in BACKENDS:
-        raise BackendError(
-            f"unknown memory backend {memory!r}",
-            expected=", ".join(BACKENDS),
-            got=repr(memory),
-            fix="use memory='auto'",
-            memory=memory,
-        )
-    if choose not in ("measure", "placed", "copy engine"):
-        raise CaptureError(
-            f"choose is {choose!r}",
-            expected="'measure', 'placed' or 'copy engine'",
-            got=repr(choose),
-            fix="use choose='measure'",
-        )
-    check_effort(effort)
 
 
 def _check_plain(comm: Any, name: str) -> None:

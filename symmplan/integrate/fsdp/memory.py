@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from symmplan.capture.fsdp import Call, Way
-    from symmplan.integrate.fsdp.slots import Options
+    from symmplan.integrate.fsdp.slots import FsdpOptions
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
 
@@ -46,7 +46,7 @@ class Memory:
         rendezvous: How many rendezvous were made.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: FsdpOptions) -> None:
         self.groups: dict[str, Any] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0

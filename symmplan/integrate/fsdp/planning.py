@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
-    from symmplan.integrate.fsdp.slots import Options
+    from symmplan.integrate.fsdp.slots import FsdpOptions
     from symmplan.model import Plan
 
 __all__ = ["Planning"]
@@ -46,7 +46,7 @@ class Planning:
         flat: ``{site: why}`` of those whose parameters cannot.
     """
 
-    def __init__(self, options: Options, memory: Memory) -> None:
+    def __init__(self, options: FsdpOptions, memory: Memory) -> None:
         self.plan: Plan | None = None
         self.choices: Choices | None = None
         self.directs: list[Direct] = []

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field, frozen
 
+from symmplan.place.options import Options, known
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,17 +15,18 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.bytes import Tenant
     from symmplan.integrate.fsdp.schedule import Spot
 
-__all__ = ["Counts", "Options", "Slot", "Where"]
+__all__ = ["Counts", "FsdpOptions", "Slot", "Where"]
 
 
-@frozen
-class Options:
-    """How `apply` was asked to work; see there."""
+@frozen(kw_only=True)
+class FsdpOptions(Options):
+    """How `apply` was asked to work; see there and `Options`."""
 
-    memory: str
-    effort: Literal["fast", "optimal"]
     choose: Literal["measure", "placed", "copy engine"]
-    timeout: float
+
+    def __attrs_post_init__(self) -> None:
+        known("way to choose", self.choose, ("measure", "placed", "copy engine"))
+        super().__attrs_post_init__()
 
 
 @frozen(eq=False)

@@ -1,0 +1,63 @@
+"""How a program is asked to be placed: the options that all integrations have, checked alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from attrs import frozen
+
+from symmplan.errors import BackendError
+from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+from symmplan.planner.plan import check_effort
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.place.ways import Collectives
+
+__all__ = ["Options", "known"]
+
+
+@frozen(kw_only=True)
+class Options:
+    """How a program is to be placed.
+
+    Attributes:
+        memory: Name of the memory backend, or ``"auto"``.
+        effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
+        timeout: Seconds that ranks wait for each other before they raise.
+        debug: Whether dead placements are overwritten, so that a late reader shows; True also to
+            look for races, ``"poison"`` for the former alone.
+        collectives: Whose collectives run; see `symmplan.place.ways.Lowerings`.
+
+    Raises:
+        BackendError: A backend, a way to debug or collectives that do not exist.
+        PlanningError: An effort that does not exist.
+    """
+
+    memory: str = "auto"
+    effort: Literal["fast", "optimal"] = "fast"
+    timeout: float = DEFAULT_TIMEOUT
+    debug: bool | Literal["poison"] = False
+    collectives: Collectives = "auto"
+
+    def __attrs_post_init__(self) -> None:
+        known("memory backend", self.memory, tuple(BACKENDS))
+        known("way to debug", self.debug, (True, False, "poison"))
+        known("collectives", self.collectives, ("auto", "process group"))
+        check_effort(self.effort)
+
+
+def known(what: str, given: object, names: Sequence[object]) -> None:
+    """Refuse what is none of ``names``; the first is what is advised.
+
+    Raises:
+        BackendError: It is none of them.
+    """
+    if given not in names:
+        raise BackendError(
+            f"unknown {what} {given!r}",
+            expected=", ".join(map(repr, names)),
+            got=repr(given),
+            fix=f"use {names[0]!r}",
+        )
