@@ -86,6 +86,7 @@ def test_random_programs_op_by_op(pool, program):
     _check(pool, program, "eager")
 
 
+@pytest.mark.further
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -74,6 +74,7 @@ def _check(pool, training, inner, *, debug=True):
     return first[0]
 
 
+@pytest.mark.further
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

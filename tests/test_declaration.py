@@ -102,6 +102,7 @@ def _python(*args: object, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.further
 def test_a_rank_of_a_process_group_may_ask(tmp_path):
     assert _python("-c", _AMONG_RANKS, cwd=tmp_path) == "True\n"
 

@@ -297,6 +297,7 @@ def test_signals_to_the_demo_end_its_ranks(number, code, tmp_path):
     assert "Traceback" not in told
 
 
+@pytest.mark.further
 def test_ranks_die_with_the_demo(tmp_path):
     with Demo(tmp_path, "--inner", "eager", "--steps", "9999") as demo:
         demo.wait_for("step 1 of")

@@ -280,6 +280,7 @@ def test_nothing_of_a_session_stays(two, how):
     assert two.run(remains, how) == [([None] * 3, 0)] * 2
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("how", ["never entered", "recorded", "planned", "raises", "raises in it"])
 def test_the_interpreter_ends_well(how, tmp_path):
     """A thread that is in a store's C++ code while the interpreter ends aborts the process."""

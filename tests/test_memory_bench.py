@@ -19,6 +19,7 @@ def options(*words):
     return parser.parse_args(words)
 
 
+@pytest.mark.further
 def test_it_measures_and_compares():
     args = options("--sizes", "64K,1M", "--repetitions", "5")
     result = json.loads(json.dumps(bench_comm.run(args)))

@@ -26,6 +26,7 @@ def run(*words):
     return bench_planner.run(parser.parse_args([*words, "--omnimalloc-seconds", "1"]))
 
 
+@pytest.mark.further
 def test_the_quick_run_reports_everything():
     result = run("--quick")
     json.dumps(result)
