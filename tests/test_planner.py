@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=int(os.environ.get("SYMMPLAN_EXAMPLES", "300")), deadline=None)
 SOME = settings(max_examples=80, deadline=None)
 
 

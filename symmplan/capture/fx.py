@@ -313,20 +313,20 @@ class _Builder:
             mine = by_node.get(node, [])
             touched = {} if is_pure_view(node) and not is_wait(node) else self._touched(node)
             steps.node(node, mine, touched, self._group(mine))
-        operations, accesses = steps.finish()
+        operations, accesses, does = steps.finish()
         buffers = self.decider.buffers.values()
         kept = {b.name for b in buffers if b.persistent}
         residence = self._residence(kept, operations, accesses) if kept else None
         accesses = tuple(a for a in accesses if a.buffer not in kept)
         if given:
             name = f"{self.prefix}:given"
-            steps.steps[name] = Step("given")
+            does[name] = Step("given")
             operations = (Operation(name, op="symmplan::given"), *operations)
             held = sorted({buffer.name for buffer in given.values()})
             accesses = (*(Access(name, buffer) for buffer in held), *accesses)
         if saved:
             name = f"{self.prefix}:saved"
-            steps.steps[name] = Step("saved")
+            does[name] = Step("saved")
             operations = (*operations, Operation(name, op="symmplan::saved"))
             accesses = (*accesses, *(Access(name, b) for b in sorted({*saved.values()})))
         problem = Problem(
@@ -335,7 +335,7 @@ class _Builder:
             accesses=accesses,
             unplanned=tuple(self.decider.unplanned),
         )
-        return problem, residence, steps.steps
+        return problem, residence, does
 
     def _source(self, site: Site) -> str | None:
         """The buffer in which a site's value lies before it is copied, if any."""

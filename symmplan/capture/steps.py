@@ -152,9 +152,9 @@ class Steps:
         elif site.how == "stage" and site.kind == "argument" and site.writes:
             self._copy("copy back", site, site.buffer, self.source(site))
 
-    def finish(self) -> tuple[tuple[Operation, ...], tuple[Access, ...]]:
-        """All operations and accesses."""
-        return tuple(self.operations), tuple(self.accesses.values())
+    def finish(self) -> tuple[tuple[Operation, ...], tuple[Access, ...], dict[str, Step]]:
+        """All operations and accesses, and what each operation does."""
+        return tuple(self.operations), tuple(self.accesses.values()), dict(self.steps)
 
     def _copy(self, kind: CopyKind, site: Site, source: str | None, target: str | None) -> None:
         """A copy; None is ordinary memory."""

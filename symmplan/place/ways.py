@@ -42,8 +42,8 @@ class Lowering:
             or its input (in-place ops).
         inplace: The target works in place: the input is copied into ``out`` first.
         each: The op takes lists; the target runs once for each element.
-    one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit and
-        is over when it returns. Else it is a collective of the process group.
+        one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit
+            and is over when it returns. Else it is a collective of the process group.
         why_not: Reason given for the declared tensors that are not needed.
     """
 

@@ -15,6 +15,7 @@ from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
+from symmplan.capture.poison import plan_poison
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.compile.choice import refused
 from symmplan.integrate.compile.crossing import Zone, hand_over, take_over
@@ -34,7 +35,6 @@ from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
-from symmplan.place.poison import plan_poison
 from symmplan.place.ways import Lowerings
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn

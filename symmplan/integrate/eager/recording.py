@@ -10,6 +10,7 @@ from attrs import frozen
 
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
+from symmplan.capture.poison import plan_poison
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
@@ -20,7 +21,6 @@ from symmplan.integrate.eager.stats import Copy, copies_of
 from symmplan.memory import Arena, realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN
-from symmplan.place.poison import plan_poison
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:

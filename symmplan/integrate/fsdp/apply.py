@@ -171,9 +171,8 @@ def apply(
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
-        CaptureError: The model has no FSDP2 module, or one with custom collectives already; or
-            ``choose`` is none of these.
-        BackendError: There is no such memory backend.
+        CaptureError: The model has no FSDP2 module, or one with custom collectives already.
+        BackendError: There is no such memory backend, or ``choose`` is none of these.
         PlanningError: There is no such effort.
 
     Collective: no; the end of the first recorded step is.
