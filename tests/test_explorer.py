@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 from explorer_programs import tiny_programs
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import symmplan
@@ -70,8 +70,9 @@ def test_agrees_with_trying_all_orders(case):
 def by_definition(threads, expected, symbols) -> str:
     """The verdict without running any but one order.
 
-    A read is right in all orders if the write that it should see comes before it in all, and each
-    other write of the cell comes before that one, or after the read, in all.
+    A read is right in all orders if a write of what it should see comes before it in all, and each
+    write of something else comes before such a write, or after the read, in all. As long as all
+    reads are right, writes write in all orders what they write in one.
     """
     sites = [
         (t, i, step) for t, thread in enumerate(threads) for i, step in enumerate(thread.steps)
@@ -91,32 +92,51 @@ def by_definition(threads, expected, symbols) -> str:
     for thread, at, _ in sites:  # in small bites: recursion is as deep as threads wait
         before(thread, at)
     machine = Machine(threads, symbols)
-    latest, meant = {}, {}
+    written: dict = {}  # cell -> {site: value}
     while machine.ready:
         event = machine.step(min(machine.ready))
         if event.write:
-            latest[event.cell] = (event.thread, event.at)
+            written.setdefault(event.cell, {})[event.thread, event.at] = event.value
         elif event.value != expected[event.thread, event.at]:
             return "wrong"
-        else:
-            meant[event.thread, event.at] = latest[event.cell]
     for thread, at, step in sites:
         if not isinstance(step, Read):
             continue
-        read, right = (thread, at), meant[thread, at]
-        if right not in before(*read):
+        read, value = (thread, at), expected[thread, at]
+        writes = written.get(step.cell, {})
+        good = [w for w, v in writes.items() if v == value and w in before(*read)]
+        if not good:
             return "wrong"
-        for other in [(t, i) for t, i, s in sites if isinstance(s, Write) and s.cell == step.cell]:
-            if other != right and other not in before(*right) and read not in before(*other):
+        for other, v in writes.items():
+            hidden = any(other in before(*w) for w in good) or read in before(*other)
+            if v != value and not hidden:
                 return "wrong"
     return "right"
 
 
+#: A rank's peer overwrites what it is about to read, with the same value.
+_EQUAL = (
+    TinyProgram(
+        2,
+        (TinyBuffer("x", 2), TinyBuffer("sum", 2), TinyBuffer("y", 2)),
+        (
+            TinyCall("write", "local", writes=("x",)),
+            TinyCall("reduce", "all_reduce", reads=("x",), writes=("sum",)),
+            TinyCall("swap", "all_to_all", ("sum",), ("y",), handshake=True, transport="push"),
+            TinyCall("read", "local", reads=("y",)),
+        ),
+    ),
+    TinyPlan({"x": (0, 1), "sum": (0, 1), "y": (1, 2)}),
+)
+
+
+@example(_EQUAL)
 @settings(max_examples=150)
 @given(crowded(max_calls=4))
 def test_agrees_with_the_definition(case):
     prepared = _prepared(*case)
-    outcome = search(*prepared, limit=3000)
+    outcome = search(*prepared, limit=1000)
+    assume(outcome.kind != "gave up")
     assert outcome.kind == by_definition(*prepared)
 
 

@@ -47,7 +47,8 @@ class Storage:
 
     Attributes:
         meta: Its stand-in on the meta device.
-        nodes: ``{(offset, size, stride, dtype): the last node with that view}``.
+        nodes: ``{(offset, size, stride, dtype): the last node with that view}``, the view that was
+            made or used last at the end.
         origin: The first node.
         made: Whether an op of the iteration made it.
         stream: Name of the stream on which it was made.
@@ -257,8 +258,9 @@ class Recorder(TorchDispatchMode):
             node.meta["val"] = self._enter(tensor, node, made=False)
             return node
         view = _view(tensor)
-        found = storage.nodes.get(view)
+        found = storage.nodes.pop(view, None)
         if found is not None:
+            storage.nodes[view] = found
             return found
         target = torch.ops.aten.as_strided.default  # a view that no op made
         args = (storage.origin, list(view[1]), list(view[2]), view[0])
@@ -281,6 +283,7 @@ class Recorder(TorchDispatchMode):
         if made:
             self.made[(node, path)] = storage
         view = _view(tensor)
+        storage.nodes.pop(view, None)
         storage.nodes[view] = node
         stand_in = torch.empty(0, dtype=tensor.dtype, device="meta")
         return stand_in.set_(storage.meta, *view[:3])
