@@ -93,11 +93,16 @@ class Outcome:
 
 
 class RanksFailed(AssertionError):
-    """At least one rank did not return; ``outcomes`` has them all."""
+    """At least one rank did not return; ``outcomes`` has them all.
 
-    def __init__(self, outcomes: list[Outcome]) -> None:
+    ``call`` is what they were asked to do: of random tests, what comes after a rank's death fails,
+    too, so that the smallest failing example may be any.
+    """
+
+    def __init__(self, outcomes: list[Outcome], call: str = "") -> None:
         self.outcomes = outcomes
-        super().__init__("\n".join(o.describe() for o in outcomes if not o.ok))
+        said = [o.describe() for o in outcomes if not o.ok]
+        super().__init__("\n".join([*said, f"in {call}"] if call else said))
 
 
 class RankPool:
@@ -133,6 +138,7 @@ class RankPool:
         self._connections: list[Connection] = []
         self._pending: set[int] = set()
         self._dead: dict[int, Outcome] = {}
+        self._failed = ""
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
             setup = {
@@ -169,9 +175,12 @@ class RankPool:
 
     def run(self, fn, *args, timeout=None) -> list:
         """Call ``fn(rank, world_size, *args)`` on every rank; its values, or RanksFailed."""
+        first = not self._dead
         outcomes = self.outcomes(fn, *args, timeout=timeout)
         if not all(o.ok for o in outcomes):
-            raise RanksFailed(outcomes)
+            if first:
+                self._failed = f"{fn.__qualname__}{args}"
+            raise RanksFailed(outcomes, self._failed)
         return [o.value for o in outcomes]
 
     def outcomes(self, fn, *args, timeout=None) -> list[Outcome]:
