@@ -18,7 +18,7 @@ def options(*words):
 
 
 @pytest.mark.ranks
-@pytest.mark.further
+@pytest.mark.slow
 def test_a_small_benchmark_runs_and_compares():
     args = options(
         *("--cases", "overlap", "--gather-bytes", "1024", "--width", "16"),

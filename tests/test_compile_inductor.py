@@ -146,7 +146,15 @@ def _with_option(rank, size, option):
 
 
 @pytest.mark.parametrize("ranks", ["single", pytest.param("pair", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("option", [o for o in _OPTIONS if o != "nothing"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param("greedy reordering", marks=pytest.mark.slow),
+        pytest.param("iterative reordering", marks=pytest.mark.slow),
+        "bucketing",
+        "overlap scheduling",
+    ],
+)
 @pytest.mark.further
 def test_options_of_inductor_leave_results_and_placements_alone(request, ranks, option):
     first, *others = request.getfixturevalue(ranks).run(_with_option, option)

@@ -138,6 +138,7 @@ def check_acted(ranks, arguments):
     return results
 
 
+@pytest.mark.further
 @settings(max_examples=20)
 @given(arguments=acted())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
