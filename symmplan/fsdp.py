@@ -8,6 +8,6 @@
 from __future__ import annotations
 
 from symmplan.integrate.fsdp.apply import Handle, Stats, apply
-from symmplan.integrate.fsdp.choice import Choice
+from symmplan.place.choice import Choice
 
 __all__ = ["Choice", "Handle", "Stats", "apply"]

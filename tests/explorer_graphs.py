@@ -270,7 +270,7 @@ def rewritten(
     plan.verify()
     barriers = kept([(b.before, b.group) for b in plan.barriers])
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    inputs = rewrite(module, captured, plan, barriers, lowerings, fake_mode_of(fakes))
+    inputs = rewrite(module, captured, plan, barriers, lowerings, fake_mode_of(fakes), {})
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"][len(fakes) :]
     segments = {name: (i.segment, i.lane or 0) for name, i in zip(names, inputs, strict=True)}
     return Rewritten(module, segments, plan)

@@ -584,7 +584,7 @@ def choice(rank, world):
 
     def look(handle):
         summary = handle.plan.summary()
-        return [(c.kind, c.nbytes, c.ranks, c.placed) for c in handle.choices], summary
+        return [(c.op, c.nbytes, c.ranks, c.placed) for c in handle.choices], summary
 
     return both(lambda: shard(Net()), train, rank, look=look, choose="measure")
 
@@ -618,7 +618,7 @@ def forced_kind(kind, rank):
         ways = original(self, case, *args)
         # Ranks measure different times, as they do; the slowest counts.
         fast, slow = 1e-6 * (rank + 1), 5e-6
-        return {w: fast if (w == "default") == (case[0] == kind) else slow for w in ways}
+        return {w: fast if (w == "ordinary") == (case[0] == kind) else slow for w in ways}
 
     Choices._time = timed
     try:

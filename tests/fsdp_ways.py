@@ -80,7 +80,7 @@ def measured_again(rank, world):
     kept = []
 
     def look(handle):
-        return [(c.kind, c.nbytes) for c in handle.choices], [bool(torch.equal(*k)) for k in kept]
+        return [(c.op, c.nbytes) for c in handle.choices], [bool(torch.equal(*k)) for k in kept]
 
     def program(model, trace, rank):
         from symmplan.integrate.fsdp.comms import PlannedAllGather

@@ -21,16 +21,16 @@ def _program(x, w, group):
     return part + 1, F.wait_tensor(a), F.wait_tensor(b) * 2
 
 
-def _compare(rank, size, clearly, inner):
-    """Run the program plainly and compiled, with another idea of what is clearly faster."""
+def _compare(rank, size, way, inner):
+    """Run the program plainly and compiled, whatever is measured."""
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate.compile import choice
+    from symmplan.place import chooser
 
     torch._dynamo.reset()
-    choice.forget()
-    choice._CLEARLY, saved = clearly, choice._CLEARLY
+    chooser.forget()
+    chooser.fastest, saved = lambda *_, **__: way, chooser.fastest
     torch.manual_seed(rank)
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     group = dist.group.WORLD.group_name
@@ -45,7 +45,7 @@ def _compare(rank, size, clearly, inner):
         reasons = sorted({u.reason for p in backend.plans for u in p.unplanned})
         return backend.stats, backend.choices, reasons
     finally:
-        choice._CLEARLY = saved
+        chooser.fastest = saved
         backend.release()
 
 
@@ -56,9 +56,9 @@ def pair():
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("clearly", [0.0, 1e9])
-def test_ranks_choose_alike_and_results_stay(pair, clearly, inner):
-    first, second = pair.run(_compare, clearly, inner)
+@pytest.mark.parametrize("way", ["ordinary", "symmetric"])
+def test_ranks_choose_alike_and_results_stay(pair, way, inner):
+    first, second = pair.run(_compare, way, inner)
     assert first == second
     stats, choices, reasons = first
     # Inductor makes the all-reduce work in place.
@@ -68,12 +68,13 @@ def test_ranks_choose_alike_and_results_stay(pair, clearly, inner):
         "all_reduce",
         "all_gather_into_tensor_coalesced",
     ]
-    assert all(c.plain_seconds > 0 < c.placed_seconds for c in choices)
+    assert all(set(c.seconds) == {"ordinary", "symmetric"} for c in choices)
+    assert all(seconds > 0 for c in choices for seconds in c.seconds.values())
     if inner == "eager":  # Inductor reorders
         assert [c.beside for c in choices] == [2 * 4 * 8 * 8, 0, 0, 0]
     assert choices[3].copied_out
-    assert {c.placed for c in choices} == {clearly > 0.0}
-    if not clearly:
+    assert {c.way for c in choices} == {way}
+    if way == "ordinary":
         assert stats.placed == 0
         assert all("symmetric memory was not clearly faster" in reason for reason in reasons)
         assert any("copied out, against" in reason for reason in reasons)
@@ -85,10 +86,10 @@ def _other(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate.compile import choice
+    from symmplan.place import chooser
 
     torch._dynamo.reset()
-    choice.forget()
+    chooser.forget()
     backend = symmplan.backend(inner="eager", timeout=30.0, choose="measure")
     group = dist.group.WORLD.group_name
     rows = 4 + 4 * rank
@@ -118,11 +119,11 @@ def _other_later(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.integrate.compile import choice
+    from symmplan.place import chooser
 
-    choice.forget()
+    chooser.forget()
     # Whatever is measured: a collective that stays torch's own meets its peers in torch.
-    choice._CLEARLY, saved = 1e9, choice._CLEARLY
+    chooser.fastest, saved = lambda *_, **__: "symmetric", chooser.fastest
     group = dist.group.WORLD.group_name
 
     def program(x):
@@ -135,7 +136,7 @@ def _other_later(rank, size):
             torch.compile(program, backend=backend, dynamic=False)(torch.ones(rows, 8))
             backend.release()
     finally:
-        choice._CLEARLY = saved
+        chooser.fastest = saved
 
 
 def test_a_rank_that_measures_alone_fails_on_all(pair):
@@ -161,7 +162,7 @@ def _counts(rank, size):
     import torch.distributed as dist
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from symmplan.integrate.compile.work import flops_beside
+    from symmplan.place.work import flops_beside
 
     name = dist.group.WORLD.group_name
     x, w = torch.randn(6, 8), torch.randn(8, 8)
@@ -182,7 +183,7 @@ def test_products_whose_formula_refuses_their_shapes_are_not_counted(monkeypatch
     """As that of torch 2.11 refuses attention in which keys have fewer heads than queries."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from symmplan.integrate.compile import work
+    from symmplan.place import work
 
     def refuse(*_args, **_kwargs):
         raise AssertionError("shapes are incompatible")

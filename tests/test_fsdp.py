@@ -241,7 +241,7 @@ def test_each_kind_and_size_is_measured_once(two):
         assert len(choices) == len(set(choices)) >= 4
         assert {kind for kind, *_ in choices} == {"all_gather", "reduce_scatter"}
         assert all(ranks == 2 for _, _, ranks, _ in choices)
-        assert ("torch's own way was faster" in summary) != all(c[-1] for c in choices)
+        assert ("symmetric memory was not clearly faster" in summary) != all(c[-1] for c in choices)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("reduce_scatter", 4), ("all_gather", 7)])
@@ -249,7 +249,7 @@ def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, cou
     results = two.run(programs.forced_choice, kind)
     stats = check(results, plain=3 * count)
     assert stats["placed"] == 3 * (11 - count)
-    reason = "torch's own way was faster: 2 us against 5 us in symmetric memory"
+    reason = "symmetric memory was not clearly faster: 5 us, against 2 us in torch's own way"
     assert stats["reasons"] == {reason: 3 * count}
     assert stats["segment_bytes"] == stats["lower_bound_bytes"]
     assert all(reason in r["looked"] for r in results)

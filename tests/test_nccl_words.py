@@ -17,6 +17,7 @@ from symmplan.capture import capture_fx
 from symmplan.capture.fsdp import Call, Key
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.place.options import Options
 from symmplan.place.ways import Lowerings
 
 F = torch.ops._c10d_functional
@@ -72,12 +73,12 @@ _MANY = 1 << 20
 @pytest.mark.parametrize("choose", ["placed", "measure"])
 def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
     monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: False)
-    choices = Choices(torch.device("cuda"), 10.0, choose, _GROUPS)
+    choices = Choices(torch.device("cuda"), Options(choose=choose), _GROUPS)
     odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
     way = choices.way(odd)
-    assert (way.name, way.reason) == ("default", SPLIT_WORDS)
+    assert (way.name, way.reason) == ("ordinary", SPLIT_WORDS)
     assert choices.unmeasured([odd, even, even]) == [even]
     # What was not measured is not worth it.
-    assert choices.way(even).name == ("symmetric" if choose == "placed" else "default")
-    on_cpu = Choices(torch.device("cpu"), 10.0, choose, _GROUPS)
+    assert choices.way(even).name == ("symmetric" if choose == "placed" else "ordinary")
+    on_cpu = Choices(torch.device("cpu"), Options(choose=choose), _GROUPS)
     assert on_cpu.unmeasured([_call("all_gather", 6)]) == [_call("all_gather", 6)]

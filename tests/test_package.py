@@ -38,7 +38,7 @@ ALLOWED = {
     "integrate": BASE | {"registry", "planner", "capture", "memory", "place"},
     "testing": BASE
     | {"_compat_c10d", "registry", "planner", "capture", "memory", "place", "integrate"},
-    "fsdp": BASE | {"integrate"},
+    "fsdp": BASE | {"place", "integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate"},
     "__main__": {"cli"},
     "cli": BASE

@@ -94,7 +94,9 @@ def _eager(
         return [], 0, 0
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
-    with symmplan.eager(timeout=60.0, memory=memory, debug=debug, collectives=way) as session:
+    with symmplan.eager(
+        timeout=60.0, memory=memory, choose="placed", debug=debug, collectives=way
+    ) as session:
         for turn in range(turns):
             got = run(program, _GROUPS, *_inputs(program, rank, turn, device))
             # What is compared is copied first: a wrong number must not hold up this rank alone.

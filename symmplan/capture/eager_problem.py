@@ -42,6 +42,7 @@ def capture_recorded(
     producer: Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None],
     skip: Callable[[OpSpec, Requirement], str | None],
     partly: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
+    choose: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
 ) -> Captured:
     """End a recording and capture it.
 
@@ -51,11 +52,13 @@ def capture_recorded(
         producer: The same; its second argument asks for what the program says of a node.
         skip: As for `capture_fx`.
         partly: Gives ops that cannot run with only some of their tensors placed, and why.
+        choose: Gives ops that need not be placed, and why, once it is known what can be.
 
-    Collective: no.
+    Collective: no, but for what ``choose`` does.
     """
     recorder.close()
     refused: dict[fx.Node, str] = {}
+    chosen = False
     while True:
         captured = capture_fx(
             recorder.graph,
@@ -68,6 +71,8 @@ def capture_recorded(
         reasons = unordered(captured.problem)
         more = {s.node: reasons[s.buffer] for s in captured.sites if s.buffer in reasons}
         more = {**partly(captured), **more}
+        if not chosen and not more.keys() - refused.keys():
+            more, chosen = dict(choose(captured)), True
         if not more.keys() - refused.keys():
             return captured
         refused = {**more, **refused}

@@ -73,13 +73,13 @@ class Way:
     """How a collective runs.
 
     Attributes:
-        name: ``"default"``: in ordinary memory. ``"symmetric"``: in its placement, through the
+        name: ``"ordinary"``: in ordinary memory. ``"symmetric"``: in its placement, through the
             program's own communicator. ``"copy engine"``: in its placement, without kernels; a
             reduce-scatter as an all-to-all into a second placement, which is summed locally.
         reason: Why it stays in ordinary memory.
     """
 
-    name: Literal["default", "symmetric", "copy engine"]
+    name: Literal["ordinary", "symmetric", "copy engine"]
     reason: str = ""
 
 
@@ -233,7 +233,7 @@ def problem_of(
         for index, name in names.items():
             call = recording.collectives[index].call
             way = way_of(call)
-            if way.name == "default":
+            if way.name == "ordinary":
                 calls.append(Planned(call, None, way=way))
                 unplanned.append(_unplanned(name, call, way.reason))
                 continue

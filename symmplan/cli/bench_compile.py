@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.cli.machine import hardware
 from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
+from symmplan.place.choice import CHOOSE
 
 if TYPE_CHECKING:
     import argparse
@@ -57,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="auto", help="memory backend (default auto)")
     parser.add_argument(
         "--choose",
-        choices=("auto", "measure", "placed"),
+        choices=CHOOSE,
         default="auto",
-        help="whether to leave out of the plan what is faster in torch's own way (default auto)",
+        help="how collectives run: as measured (the default on devices), all in symmetric memory, "
+        "all there by copy engines, ...",
     )
     for name, (cpu, cuda) in _SIZES.items():
         option = f"--{name.replace('_', '-')}"

@@ -209,7 +209,7 @@ class _Bench:
         barriers = 0
         for _ in range(max(1, self.rounds // 5)):
             plain += [self._host(lambda: program(x, _plainly)) for _ in range(5)]
-            with symmplan.eager(memory=self.memory) as session:
+            with symmplan.eager(memory=self.memory, choose="placed") as session:
                 for _ in range(self.calls):
                     program(x, symmplan.out)
                 session.step()
@@ -260,7 +260,7 @@ class _Bench:
         iteration(_plainly)
         expected = out[0].clone()
         times: dict[str, list[float]] = {}
-        with symmplan.eager(memory=self.memory) as session:
+        with symmplan.eager(memory=self.memory, choose="placed") as session:
             iteration(symmplan.out)
             session.step()
 

@@ -24,6 +24,7 @@ from symmplan.cli.fsdp_ranks import measure, worst
 from symmplan.cli.machine import hardware
 from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
+from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sides", nargs="+", choices=_SIDES, help="what to compare (default: all there are)")
     add(
         "--choose",
-        choices=("measure", "placed", "copy engine"),
+        choices=CHOOSE,
         default="measure",
         help="how collectives run: as measured (default), all in symmetric memory, or all there "
         "by copy engines",
@@ -312,5 +313,5 @@ def _plan_lines(result: dict[str, Any]) -> list[str]:
     ]
     for choice in result["choices"] or ():
         times = ", ".join(f"{way} {t * 1e6:.0f} us" for way, t in choice["seconds"].items())
-        lines.append(f"{choice['kind']} of {choice['nbytes']} bytes: {choice['way']} ({times})")
+        lines.append(f"{choice['op']} of {choice['nbytes']} bytes: {choice['way']} ({times})")
     return lines

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     #: Runs a collective: starts it, calls what it is given, waits for it.
     Act = Callable[[Callable[[], None]], Any]
 
-__all__ = ["ALIKE", "Clock", "clock_of", "seconds_of", "slowest"]
+__all__ = ["Clock", "clock_of", "seconds_of", "slowest"]
 
-#: Ways whose times are in this ratio are about as fast.
-ALIKE = 0.97
 _WARM_UP = 2
 _REPETITIONS = 7
 _MOST_PRODUCTS = 256

@@ -8,11 +8,15 @@ from attrs import frozen
 
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+from symmplan.place.choice import CHOOSE
 from symmplan.planner.plan import check_effort
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
+    from symmplan.place.choice import Choose
     from symmplan.place.ways import Collectives
 
 __all__ = ["Options", "known"]
@@ -24,6 +28,13 @@ class Options:
 
     Attributes:
         memory: Name of the memory backend, or ``"auto"``.
+        choose: How the ways of collectives are chosen. ``"measure"``: each kind and size of
+            collective is timed in every way there is, and what is not clearly faster in symmetric
+            memory is left out of the plan. ``"placed"``, the same as ``"symmetric"``: all that can
+            be is in symmetric memory. ``"ordinary"``: no collective is, only ops that need it.
+            ``"copy engine"``: collectives that have it run without kernels where the memory backend
+            has copy engines, the others in symmetric memory. ``"auto"``: measured on devices,
+            placed elsewhere, as shared memory between processes is always faster.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
@@ -31,11 +42,12 @@ class Options:
         collectives: Whose collectives run; see `symmplan.place.ways.Lowerings`.
 
     Raises:
-        BackendError: A backend, a way to debug or collectives that do not exist.
+        BackendError: A backend, a way to choose or to debug, or collectives that do not exist.
         PlanningError: An effort that does not exist.
     """
 
     memory: str = "auto"
+    choose: Choose = "auto"
     effort: Literal["fast", "optimal"] = "fast"
     timeout: float = DEFAULT_TIMEOUT
     debug: bool | Literal["poison"] = False
@@ -43,9 +55,17 @@ class Options:
 
     def __attrs_post_init__(self) -> None:
         known("memory backend", self.memory, tuple(BACKENDS))
+        known("way to choose", self.choose, CHOOSE)
         known("way to debug", self.debug, (True, False, "poison"))
         known("collectives", self.collectives, ("auto", "process group"))
         check_effort(self.effort)
+
+    def chosen(self, device: torch.device) -> Choose:
+        """``"measure"``, or the way that is meant for all collectives that have it."""
+        choose: Choose = self.choose
+        if choose == "auto":
+            choose = "symmetric" if device.type == "cpu" else "measure"
+        return "symmetric" if choose == "placed" else choose
 
 
 def known(what: str, given: object, names: Sequence[object]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Site
     from symmplan.model import OpSpec, Requirement
+    from symmplan.place.choice import WayName
 
 __all__ = ["Collectives", "Lowering", "Lowerings"]
 
@@ -45,6 +46,7 @@ class Lowering:
         one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit
             and is over when it returns. Else it is a collective of the process group.
         why_not: Reason given for the declared tensors that are not needed.
+        ways: The ways in which it can run on placements.
     """
 
     target: str
@@ -54,6 +56,7 @@ class Lowering:
     each: bool = False
     one_sided: bool = False
     why_not: str = ""
+    ways: tuple[WayName, ...] = ("symmetric",)
 
 
 _PUSHES = "the shm collective writes its peers' results, so this side may lie anywhere"
@@ -106,16 +109,18 @@ _ONE_SIDED: Mapping[str, Lowering] = {
 }  # fmt: skip
 _SHM: Mapping[str, Lowering] = {op: evolve(row, one_sided=True) for op, row in _ONE_SIDED.items()}
 
+_GATHERS: tuple[WayName, ...] = ("symmetric", "copy engine")
+
 # The process group's own collectives, in the forms that write into given tensors.
 _C10D: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("input", "return")
+        f"{_F}all_gather_into_tensor_out.default", ("input", "return"), ways=_GATHERS
     ),
     f"{_F}all_gather_into_tensor_out.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("input", "out"), out="out"
+        f"{_F}all_gather_into_tensor_out.default", ("input", "out"), out="out", ways=_GATHERS
     ),
     f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("inputs", "return"), each=True
+        f"{_F}all_gather_into_tensor_out.default", ("inputs", "return"), each=True, ways=_GATHERS
     ),
     f"{_F}reduce_scatter_tensor.default": Lowering(
         f"{_F}reduce_scatter_tensor_out.default", ("input", "return")

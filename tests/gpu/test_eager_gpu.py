@@ -87,7 +87,7 @@ def _infer(rank, world_size, memory, nbytes, graph):
     with torch.inference_mode():
         expected = _model(x, weights, eager=False)
         plain = _microseconds(lambda: _model(x, weights, eager=False))
-        with symmplan.eager(memory=memory, timeout=60.0) as session:
+        with symmplan.eager(memory=memory, timeout=60.0, choose="placed") as session:
             for _ in range(3):
                 got = _model(x, weights, eager=True)
                 session.step()
@@ -157,7 +157,7 @@ def _departs(rank, world_size, fault):
     x = torch.ones(1 << 16, device="cuda")
     kept = []
     try:
-        with symmplan.eager(memory="nccl", timeout=10.0) as session:
+        with symmplan.eager(memory="nccl", choose="placed", timeout=10.0) as session:
             for turn in range(3):
                 mine = fault if rank == 1 and turn == 2 else ""
                 for _ in range(2):

@@ -32,7 +32,7 @@ def _side_stream(rank, world_size, back, how):
     x = torch.ones(1 << 18, device="cuda")
     side = torch.cuda.Stream()
     main = torch.cuda.current_stream()
-    with symmplan.eager(memory="nccl", timeout=60.0, debug=True) as session:
+    with symmplan.eager(memory="nccl", choose="placed", timeout=60.0, debug=True) as session:
         for turn in range(5):
             if how == "fresh":
                 side = torch.cuda.Stream()
@@ -89,7 +89,7 @@ def _recorded(rank, world_size, mark):
     x = torch.ones(1 << 18, device="cuda")
     side = torch.cuda.Stream()
     main = torch.cuda.current_stream()
-    with symmplan.eager(memory="nccl", timeout=60.0) as session:
+    with symmplan.eager(memory="nccl", choose="placed", timeout=60.0) as session:
         for turn in range(5):
             a = _reduced(x, 1.0)
             side.wait_stream(main)
@@ -127,7 +127,7 @@ def _asynchronous(rank, world_size, staged):
 
     torch.cuda.set_device(rank)
     ones = torch.ones(1 << 18, device="cuda")
-    with symmplan.eager(memory="nccl", timeout=60.0, debug=True) as session:
+    with symmplan.eager(memory="nccl", choose="placed", timeout=60.0, debug=True) as session:
         for turn in range(5):
             x = ones * (rank + 1) if staged else symmplan.out(torch.mul, ones, float(rank + 1))
             work = dist.all_reduce(x, async_op=True)
@@ -176,7 +176,7 @@ def _symm_mem(rank, world_size, out):
     def make(fn, *args):
         return symmplan.out(fn, *args) if out else fn(*args)
 
-    with symmplan.eager(memory="cuda", timeout=60.0) as session:
+    with symmplan.eager(memory="cuda", choose="placed", timeout=60.0) as session:
         for _ in range(5):
             y = op(make(torch.mul, x, 2.0), "sum", group)
             z = op(make(torch.sin, y), "sum", group)
@@ -221,7 +221,7 @@ def _captured(rank, world_size):
         del b
         return result
 
-    with symmplan.eager(memory="nccl", timeout=60.0) as session:
+    with symmplan.eager(memory="nccl", choose="placed", timeout=60.0) as session:
         for _ in range(3):
             assert bool((iteration() == 8).all())
             session.step()

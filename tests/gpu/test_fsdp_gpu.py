@@ -83,7 +83,7 @@ def parity(rank, world, bf16, choose, after_forward):
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def look(handle):
-        return [(c.kind, c.nbytes, c.way, dict(c.seconds)) for c in handle.choices]
+        return [(c.op, c.nbytes, c.way, dict(c.seconds)) for c in handle.choices]
 
     return both(lambda: build(world, **options), program, rank, look, choose=choose)
 

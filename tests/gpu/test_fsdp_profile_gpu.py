@@ -87,7 +87,7 @@ def seen(rank, world, side, choose="measure"):
     handle = trained.handle
     if handle is not None:
         found["stats"] = attrs.asdict(handle.stats)
-        found["ways"] = {(c.kind, c.nbytes): c.way for c in handle.choices}
+        found["ways"] = {(c.op, c.nbytes): c.way for c in handle.choices}
         handle.remove()
     return found
 
@@ -156,7 +156,7 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         gathers = {way for (kind, _), way in ways.items() if kind == "all_gather"}
         reductions = {way for (kind, _), way in ways.items() if kind == "reduce_scatter"}
         assert len(gathers) == len(reductions) == 1
-        assert count(found, "ncclDevKernel_AllGather") == 1 + 2 * LAYERS * (gathers == {"default"})
+        assert count(found, "ncclDevKernel_AllGather") == 1 + 2 * LAYERS * (gathers == {"ordinary"})
         assert bool(count(found, "ncclSym", "AllGather")) is (gathers == {"symmetric"})
         kernels = 1 + LAYERS * (reductions != {"copy engine"})
         assert count(found, "nccl", "ReduceScatter") == kernels
@@ -175,7 +175,7 @@ def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
     with RankPool(world, init="nccl", timeout=180) as own:
         for found in own.run(seen_forced, kind):
             print(found)
-            assert {w for (k, _), w in found["ways"].items() if k == kind} == {"default"}
+            assert {w for (k, _), w in found["ways"].items() if k == kind} == {"ordinary"}
             assert {w for (k, _), w in found["ways"].items() if k != kind} == {"copy engine"}
             assert found["stats"]["segment_bytes"] == found["stats"]["lower_bound_bytes"] > 0
         own.outcomes(finish)

@@ -113,9 +113,9 @@ def profiled(rank, world, choose):
     told = {
         "kernels": {name: found.count(name) for name in set(found)},
         "placed": sorted(said),
-        "default": sorted({u.op for u in plan.unplanned}),
+        "ordinary": sorted({u.op for u in plan.unplanned}),
         "summary": plan.summary(),
-        "choices": [(c.kind, c.nbytes, c.way, dict(c.seconds)) for c in handle.choices],
+        "choices": [(c.op, c.nbytes, c.way, dict(c.seconds)) for c in handle.choices],
         "rendezvous": handle.stats.rendezvous,
         "segments": len(plan.segments),
     }
@@ -128,7 +128,7 @@ def communicators(rank, world):
     from fsdp_models import Trace
 
     import symmplan
-    from symmplan.integrate.fsdp import engines as fsdp_engines
+    from symmplan.place import engines as fsdp_engines
 
     seen = []
     for _ in range(2):
@@ -220,15 +220,15 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
         engines = False
         for op, kind in (("_allgather_", "AllGather"), ("_reduce_scatter_", "ReduceScatter")):
             ways = {where.split(", ")[1] for o, where in seen["placed"] if op in o}
-            if any(op in o for o in seen["default"]):
-                ways.add("default")
+            if any(op in o for o in seen["ordinary"]):
+                ways.add("ordinary")
             assert ways
             of_kind = [name for name in names if kind in name]
             symmetric = any("ncclSymk" in name for name in of_kind)
             ring = any("ncclDevKernel" in name for name in of_kind)
             if kind == "AllGather":
                 assert symmetric == ("symmetric" in ways), (ways, names)
-                assert ring == ("default" in ways), (ways, names)
+                assert ring == ("ordinary" in ways), (ways, names)
             else:  # until 2.30 NCCL has no symmetric kernel for averages
                 assert (symmetric or ring) == (ways != {"copy engine"}), (ways, names)
             engines = engines or "copy engine" in ways
@@ -236,7 +236,7 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
     if choose != "measure":
         wanted = {"placed": "symmetric"}.get(choose, choose)
         assert {where.split(", ")[1] for _, where in told["placed"]} == {wanted}
-        assert told["default"] == []
+        assert told["ordinary"] == []
     assert told["rendezvous"] <= told["segments"] * (1 if choose == "placed" else 3)
 
 

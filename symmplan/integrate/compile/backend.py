@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from symmplan.integrate.compile.choice import Choice
     from symmplan.model import Plan
+    from symmplan.place.choice import Choice, Choose
     from symmplan.place.ways import Collectives
 
 __all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
@@ -92,7 +92,7 @@ class CompileBackend:
         effort: Literal["fast", "optimal"] = "fast",
         timeout: float = DEFAULT_TIMEOUT,
         *,
-        choose: Literal["auto", "measure", "placed"] = "auto",
+        choose: Choose = "auto",
         bind: bool = False,
         debug: bool | Literal["poison"] = False,
         collectives: Collectives = "auto",
@@ -256,7 +256,7 @@ def backend(
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
     *,
-    choose: Literal["auto", "measure", "placed"] = "auto",
+    choose: Choose = "auto",
     bind: bool = False,
     debug: bool | Literal["poison"] = False,
     collectives: Collectives = "auto",
@@ -277,10 +277,14 @@ def backend(
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
         effort: ``"fast"``, or ``"optimal"`` for a complete search.
         timeout: Seconds that ranks wait for each other before they raise.
-        choose: ``"placed"`` to put every declared tensor into symmetric memory; ``"measure"`` to
-            time each kind and size of collective both ways when it is first compiled, and leave
-            out of the plan what is not clearly faster in symmetric memory; ``"auto"`` to measure on
-            devices only (shared memory between processes is always faster).
+        choose: How the ways of collectives are chosen. ``"placed"``, the same as ``"symmetric"``,
+            to put every declared tensor into symmetric memory; ``"measure"`` to time each kind and
+            size of collective in every way there is when it is first compiled, and leave out of the
+            plan what is not clearly faster in symmetric memory; ``"copy engine"`` to let copy
+            engines run all-gathers, without kernels, over communicators of their own
+            (``memory="nccl"``); ``"ordinary"`` to plan no collective, only ops that need symmetric
+            memory; ``"auto"`` to measure on devices only (shared memory between processes is
+            always faster).
         bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
             into symmetric memory for good when a graph first passes them to a declared op, so that
             they need not be copied there on each run. The tensor objects stay the same (with

@@ -44,6 +44,7 @@ from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import give_back, obtain, synchronize
+from symmplan.place.engines import known, register
 from symmplan.planner.visible import visible
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Shared:
         agreed: The first plan of each kind that all ranks have agreed on.
         lanes: The bytes of each crossing buffer that a graph has had so far.
         released: Whether the segments were given back.
+        engines: Names of communicators over which copy engines run collectives in them.
     """
 
     arena: Arena
@@ -84,6 +86,7 @@ class Shared:
     agreed: dict[Any, Plan] = field(init=False, factory=dict)
     lanes: dict[Placement, Lane] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
+    engines: set[str] = field(init=False, factory=set)
     _overlaps: dict[Rewritten, tuple[int, list[Lane]]] = field(init=False, factory=dict)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _turn: Any = field(init=False, factory=threading.Lock)
@@ -260,6 +263,8 @@ class Pool:
         memory: str,
         device: torch.device,
         barriers: Iterable[tuple[int, str]] | None = None,
+        *,
+        engines: Collection[str] = (),
     ) -> tuple[Shared, Plan]:
         """Agree on a plan, and find or make segments for it.
 
@@ -269,6 +274,7 @@ class Pool:
             device: Where the segments lie.
             barriers: What its graphs run besides the program, if that is more than the plan says;
                 as for `symmplan.planner.visible.visible`.
+            engines: Names of the communicators over which copy engines run its collectives.
 
         Returns:
             The segments, and the first plan that showed peers the same.
@@ -304,6 +310,9 @@ class Pool:
             shared = self._shared[key] = Shared(arena, device, groups, self.copies, self.progress)
         else:
             self._grow(shared, shown, memory, named)
+        shared.engines.update(engines)
+        if shared.engines:
+            self.rendezvous += _meet_engines(shared, named)
         shared.agreed[like] = plan
         return shared, plan
 
@@ -367,6 +376,19 @@ def _released() -> ReleasedError:
         "a compiled graph ran after its backend was released",
         fix="compile the model again, with a new symmplan.backend()",
     )
+
+
+def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
+    found = {name: e for name, group in groups.items() if (e := known(group)) is not None}
+    gone = shared.engines - {name for engines in found.values() for name in engines.groups}
+    if gone:
+        raise RunError(
+            f"a graph was compiled for communicators that are gone: {sorted(gone)}",
+            expected="the process groups that it was compiled for",
+            got="others under their names",
+            fix="compile the model again, after torch._dynamo.reset()",
+        )
+    return register(shared.arena, found)
 
 
 def group_names(plan: Plan) -> list[str]:

@@ -9,14 +9,12 @@ from attrs import define, field, frozen
 from symmplan.place.options import Options, known
 
 if TYPE_CHECKING:
-    import torch
-
     from symmplan.capture import Captured
-    from symmplan.integrate.compile.choice import Choice
     from symmplan.integrate.compile.crossing import Given
     from symmplan.integrate.compile.emit import SegmentInput
     from symmplan.integrate.compile.unit import Unit
     from symmplan.model import Placement, Plan
+    from symmplan.place.choice import Choice
 
 __all__ = ["CompileOptions", "Record", "Rewritten"]
 
@@ -27,22 +25,15 @@ class CompileOptions(Options):
 
     Attributes:
         inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
-        choose: ``"measure"``, ``"placed"``, or ``"auto"``: measure on devices.
         bind: Keep static inputs of declared ops in symmetric memory.
     """
 
     inner: Literal["inductor", "eager"]
-    choose: Literal["auto", "measure", "placed"]
     bind: bool
 
     def __attrs_post_init__(self) -> None:
         known("inner compiler", self.inner, ("inductor", "eager"))
-        known("way to choose", self.choose, ("auto", "measure", "placed"))
         super().__attrs_post_init__()
-
-    def chooses(self, device: torch.device) -> bool:
-        """Whether collectives are measured before they are planned."""
-        return self.choose == "measure" or (self.choose == "auto" and device.type != "cpu")
 
 
 @frozen(eq=False)

@@ -37,6 +37,7 @@ def rewrite(
     barriers: Sequence[tuple[str, str]],
     lowerings: Lowerings,
     fake_mode: Any,
+    engines: Mapping[fx.Node, str],
 ) -> tuple[SegmentInput, ...]:
     """Change ``module`` in place so that it follows ``plan``.
 
@@ -47,6 +48,8 @@ def rewrite(
         barriers: ``(operation, group)`` of each barrier to be run right before an operation.
         lowerings: How each op is run on the memory backend.
         fake_mode: The mode of the graph's fake tensors.
+        engines: Names of the communicators over which collectives run, of those that do not run
+            over the program's own.
 
     Returns:
         The inputs that the graph now takes after its own, in order.
@@ -61,7 +64,7 @@ def rewrite(
         given.setdefault(buffer, []).append(node)
     emitter = Emitter(module.graph, plan, device, fake_mode, _written_later(captured), given)
     make_homes(emitter, captured)
-    _Declared(emitter, captured, lowerings).run()
+    _Declared(emitter, captured, lowerings, engines).run()
     poison(emitter, captured)
     keep_order(emitter, captured, barriers)
     emitter.finish()
@@ -89,6 +92,7 @@ class _Declared:
     emitter: Emitter
     captured: Captured
     lowerings: Lowerings
+    engines: Mapping[fx.Node, str]
     tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
 
     @property
@@ -164,7 +168,7 @@ class _Declared:
         """Call the form that writes into given memory, once or for each element of a list."""
         spec = self.captured.specs[node]
         group = resolve_group_name(spec, overload, node.args, node.kwargs)
-        bound = {**bound, spec.group: group}
+        bound = {**bound, spec.group: self.engines.get(node, group)}
         target = overload_named(row.target)
         elements: dict[tuple[int, ...], dict[str, Any]] = {(): bound}
         if row.each:

@@ -17,7 +17,6 @@ from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.poison import plan_poison
 from symmplan.capture.producers import writes_eager, writes_inductor
-from symmplan.integrate.compile.choice import refused
 from symmplan.integrate.compile.crossing import Zone, hand_over, take_over
 from symmplan.integrate.compile.parts import (
     alike,
@@ -35,6 +34,7 @@ from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.place.chooser import choose_ways
 from symmplan.place.ways import Lowerings
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn
@@ -79,6 +79,7 @@ class Unit:
     groups: dict[str, list[Any]] = field(init=False, factory=dict)
     taken: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
+    engines: set[str] = field(init=False, factory=set)
     zone: Zone | None = field(init=False, default=None)
     residents: Residents = field(init=False)
 
@@ -161,18 +162,12 @@ class Unit:
         while partly := lowerings.partly(captured):
             reasons |= partly
             captured = capture(refused=reasons)
-        if self.settings.chooses(self.device):
-            slower, choices = refused(
-                captured,
-                lowerings,
-                self.device,
-                self.settings.timeout,
-                self.pool.progress.gather,
-            )
-            self.record.choices += choices
-            if slower:
-                reasons |= slower
-                captured = capture(refused=reasons)
+        chosen = choose_ways(
+            captured, lowerings, self.device, self.settings, self.pool.progress.gather
+        )
+        self.record.choices += chosen.choices
+        if chosen.ordinary:
+            captured = capture(refused={**reasons, **chosen.ordinary})
         if not captured.sites and not captured.problem.unplanned:
             return None
         if self.settings.debug:
@@ -189,6 +184,7 @@ class Unit:
         kept = self.residents.barriers(part)
         self.barriers[part] = in_turn(*map(_points, (plan.barriers, alone, kept)))
         self.order[part] = tuple(o.name for o in captured.problem.operations)
+        self.engines.update(chosen.engines.values())
         places = given_of(module, captured, plan, fixed=fixed)
         self._save(module, captured, plan)
         inputs = rewrite(
@@ -198,6 +194,7 @@ class Unit:
             self.barriers[part],
             lowerings,
             fake_mode,
+            chosen.engines,
         )
         leaves = {i: plan.placements[buffer] for i, buffer in captured.saved.items()}
         written = writes_of(captured, plan, places)
@@ -350,7 +347,11 @@ class Unit:
         assert self.lowerings is not None
         plan = self.plans[part]
         shared, agreed = self.pool.take(
-            plan, self.lowerings.memory, self.device, self._inserted(plan)
+            plan,
+            self.lowerings.memory,
+            self.device,
+            self._inserted(plan),
+            engines=self.engines,
         )
         for name, other in self.plans.items():
             if other is plan:

@@ -21,7 +21,7 @@ from symmplan.place.ways import overload_named
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import fx
@@ -42,6 +42,7 @@ class _Builder:
     plan: Plan
     arena: Arena
     lowerings: Lowerings
+    engines: Mapping[fx.Node, str]
     one_stream: bool = field(init=False)
     lent: dict[str, Lent] = field(init=False, factory=dict)
     shared: dict[Any, Lent] = field(init=False, factory=dict)
@@ -170,6 +171,7 @@ class _Builder:
                 view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
                 view = view.view(like.dtype).view(like.shape)
                 event.binds.append(Bound(head, index, view.data_ptr(), site.buffer, view))
+        event.engine = self.engines.get(call.node, "")
         if event.row is not None:
             event.target = overload_named(event.row.target)
         elif spec is not None and spec.out is not None and event.results:
@@ -323,6 +325,7 @@ def events_of(
     plan: Plan,
     arena: Arena,
     lowerings: Lowerings,
+    engines: Mapping[fx.Node, str],
 ) -> tuple[list[Event], list[Callable[[], None]]]:
     """The schedule that a plan makes of a recording.
 
@@ -332,8 +335,10 @@ def events_of(
         plan: The plan.
         arena: Its memory.
         lowerings: How ops run on it.
+        engines: Names of the communicators over which collectives run, of those that do not run
+            over the program's own.
 
     Returns:
         The events in order, and what is to be done when the iteration ends.
     """
-    return _Builder(recorder, captured, plan, arena, lowerings).build()
+    return _Builder(recorder, captured, plan, arena, lowerings, engines).build()

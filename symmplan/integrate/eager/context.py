@@ -14,6 +14,7 @@ from symmplan.place.options import Options
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from symmplan.place.choice import Choose
     from symmplan.place.ways import Collectives
 
 __all__ = ["eager", "empty", "out"]
@@ -23,6 +24,7 @@ def eager(
     group: Any = None,
     memory: str = "auto",
     *,
+    choose: Choose = "auto",
     device: torch.device | str | None = None,
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = 300.0,
@@ -37,6 +39,12 @@ def eager(
     Args:
         group: Torch's process group of all ranks that run the program; the default one if None.
         memory: Name of a memory backend.
+        choose: How the ways of collectives are chosen. ``"placed"``, the same as ``"symmetric"``,
+            puts every declared tensor into symmetric memory; ``"measure"`` times each kind and size
+            of collective in every way there is when the iteration is planned, and leaves out of the
+            plan what is not clearly faster in symmetric memory; ``"copy engine"`` lets copy engines
+            run all-gathers (``memory="nccl"``); ``"ordinary"`` plans no collective, only ops that
+            need symmetric memory; ``"auto"`` measures on devices and places all elsewhere.
         device: Where declared tensors lie; the current CUDA device if the group has NCCL, else the
             CPU.
         effort: How hard the planner tries.
@@ -58,7 +66,12 @@ def eager(
     Collective: no; entering, `Session.step` and leaving are.
     """
     options = Options(
-        memory=memory, effort=effort, timeout=timeout, debug=debug, collectives=collectives
+        memory=memory,
+        choose=choose,
+        effort=effort,
+        timeout=timeout,
+        debug=debug,
+        collectives=collectives,
     )
     if not _compat.has_process_groups():
         raise CaptureError(

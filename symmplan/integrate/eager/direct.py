@@ -102,7 +102,7 @@ def launcher(
         return None
     given = _asked(
         event.row.target,
-        values.get("group_name"),
+        event.engine or values.get("group_name"),
         source.device,
         values.get("reduce_op"),
         values.get("src"),
@@ -131,7 +131,7 @@ def front_of(
         the call needs more.
     """
     name = event.call.op._schema.name
-    if name not in _METHODS or event.leaving or event.results:
+    if name not in _METHODS or event.leaving or event.results or event.engine:
         return None
     listed = isinstance(args[0], list)
     tensors = tuple(args[0]) if listed else (args[0], args[1])

@@ -365,6 +365,8 @@ def _by_row(
         return None
     source = event.names.index("input")
     launch = launcher(event, dict(zip(event.names, args, strict=True)))
+    if launch is None and event.engine:
+        return None
     target, inplace = IMPLEMENTATIONS.get(schema.name, event.target), row.inplace
     redispatch, after = compat.redispatch_of(event.target), compat.keyset_after_select()
     behind_own = not _is_another(event)  # it is declared, too: go past the session's kernel

@@ -21,10 +21,14 @@ from symmplan.integrate.eager.stats import Copy, copies_of
 from symmplan.memory import Arena, realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN
+from symmplan.place.chooser import Chosen, choose_ways
+from symmplan.place.engines import known, register
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch import fx
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
+    from symmplan.place.choice import Choice
     from symmplan.place.options import Options
     from symmplan.place.ways import Lowerings
 
@@ -80,6 +85,7 @@ class Frozen:
         copies: See `Copy`.
         missing: What peers need of each call, should this rank not come to it; see
             `symmplan.integrate.eager.rescue`. None if no peer can wait for one.
+        choices: What was measured.
     """
 
     plan: Plan
@@ -90,6 +96,7 @@ class Frozen:
     tail: list[Callable[[], None]]
     copies: tuple[Copy, ...]
     missing: list[Callable[[], None] | None] | None
+    choices: tuple[Choice, ...]
 
 
 def meet(settings: Settings, op: str, detail: str = "") -> None:
@@ -181,12 +188,20 @@ class Recording:
         settings, recorder = self._settings, self._recorder
         self.stop()
         meet(settings, "session.step()")
+        chosen = Chosen()
+
+        def choose(captured: Captured) -> Mapping[fx.Node, str]:
+            nonlocal chosen
+            chosen = choose_ways(captured, settings.lowerings, settings.device, settings.options)
+            return chosen.ordinary
+
         captured = capture_recorded(
             recorder,
             lookup=settings.lowerings.lookup,
             producer=settings.lowerings.producer,
             skip=settings.lowerings.skip,
             partly=settings.lowerings.partly,
+            choose=choose,
         )
         if settings.options.debug:
             captured = plan_poison(captured)
@@ -201,9 +216,15 @@ class Recording:
             timeout=settings.options.timeout,
             debug=settings.options.debug is True,
         )
+        engines = known(group.process_group)
+        if chosen.engines and engines is not None:
+            register(arena, {group.name: engines})
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            events, tail = events_of(recorder, captured, plan, arena, settings.lowerings)
+            events, tail = events_of(
+                recorder, captured, plan, arena, settings.lowerings, chosen.engines
+            )
             missing = missing_of(events, settings.device)
         copies = copies_of(captured, recorder)
-        return Frozen(plan, captured, arena, lanes, events, tail, copies, missing)
+        choices = tuple(chosen.choices)
+        return Frozen(plan, captured, arena, lanes, events, tail, copies, missing, choices)

@@ -67,7 +67,7 @@ def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
     values.update(event.call.kwargs)
     start = starter(
         row.target,
-        event.group or values.get("group_name"),
+        event.engine or event.group or values.get("group_name"),
         device,
         reduction=values.get("reduce_op"),
         root=values.get("src"),

@@ -132,6 +132,7 @@ class Event:
         waits: Whether the work must be waited for before results or arguments are copied.
         variant: The out-variant of a declared op without row, if its results are placed.
         group: Name of the process group, for the argument that carries it.
+        engine: Name of the communicator over which copy engines run it; empty if they do not.
         group_argument: Name of that argument.
         copied: Barriers before copies out and back.
         after: Barriers of ops behind it that are not declared.
@@ -161,6 +162,7 @@ class Event:
     waits: bool = False
     variant: Any = None
     group: str = ""
+    engine: str = ""
     group_argument: str = ""
     copied: list[Callable[[], None]] = field(factory=list)
     after: list[Callable[[], None]] = field(factory=list)

@@ -8,6 +8,7 @@ import torch
 
 from symmplan import _compat
 from symmplan.errors import RunError
+from symmplan.integrate.eager.direct import starter
 from symmplan.integrate.eager.schedule import bound_values
 from symmplan.memory.own import own_work
 from symmplan.memory.touches import LIVE
@@ -87,13 +88,19 @@ def serve(
     elif event.variant is not None:
         results = _run_variant(event, values)
         work = None
+    elif form is not None and event.engine:
+        work = _run_on_engine(event, values)
+        if event.call.asynchronous:
+            return form.results(_finish_later(event, work, back, form.written))
+        work.wait()
+        results, work = {(): form.written}, None
     else:
         args, kwargs = _swap(args, swapped), {k: _swap(v, swapped) for k, v in kwargs.items()}
         result = original(behind, *args, **kwargs)
         if form is not None:
             work = result[1]
             if event.call.asynchronous and work_of(work) is not None:
-                return form.results(_finish_later(event, work, back, form.written))
+                return form.results(_finish_later(event, work_of(work), back, form.written))
             if back:
                 work_of(work).wait()
             results = {(): form.written}
@@ -137,7 +144,7 @@ def _finish_later(
         for tensor, view in back:
             tensor.copy_(view)
 
-    event.work, boxed = _compat.watched_work(work_of(work), finish, written)
+    event.work, boxed = _compat.watched_work(work, finish, written)
     return boxed
 
 
@@ -170,11 +177,21 @@ def _ended(
     return result
 
 
+def _run_on_engine(event: Event, values: dict[str, Any]) -> Any:
+    """Start a collective of the process group over the communicator for copy engines."""
+    assert event.row is not None
+    start = starter(
+        event.row.target, event.engine, values["input"].device, reduction=None, root=None
+    )
+    assert start is not None
+    return start(values[event.row.out], values["input"])
+
+
 def _run_row(event: Event, values: dict[str, Any]) -> dict[tuple[int, ...], torch.Tensor]:
     row = event.row
     assert row is not None
     if event.group:
-        values[event.group_argument] = event.group
+        values[event.group_argument] = event.engine or event.group
     elements: dict[tuple[int, ...], dict[str, Any]] = {(): values}
     if row.each:
         elements = {(i,): {**values, "input": x} for i, x in enumerate(values["inputs"])}

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
+    from symmplan.place.choice import Choice
     from symmplan.place.options import Options
 
 __all__ = ["ACTIVE", "Session"]
@@ -101,6 +102,11 @@ class Session:
             "copies": sum(e.copies for e in events if e.placed),
         }
         return {k: n + more.get(k, 0) for k, n in self._counts.items()}
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured of the recorded iteration's collectives."""
+        return () if self._frozen is None else self._frozen.choices
 
     @property
     def copies(self) -> tuple[Copy, ...]:

@@ -13,14 +13,14 @@ from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
-from symmplan.integrate.fsdp.slots import FsdpOptions
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.place.options import Options
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from symmplan.integrate.fsdp.choice import Choice
     from symmplan.model import Plan
+    from symmplan.place.choice import Choice, Choose
 
 __all__ = ["Handle", "Stats", "apply"]
 
@@ -149,7 +149,7 @@ def apply(
     model: nn.Module,
     memory: str = "auto",
     *,
-    choose: Literal["measure", "placed", "copy engine"] = "measure",
+    choose: Choose = "auto",
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Handle:
@@ -164,9 +164,10 @@ def apply(
         memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
         choose: ``"measure"`` runs each collective in the fastest way, by a short measurement on
             the real sizes when the plan is frozen; see `Choice`. Without measurement,
-            ``"placed"`` runs all of them in symmetric memory over the model's own groups, and
-            ``"copy engine"`` without kernels where the backend has copy engines,
-            reduce-scatters as an all-to-all and a local sum.
+            ``"placed"``, the same as ``"symmetric"``, runs all of them in symmetric memory over the
+            model's own groups; ``"copy engine"`` without kernels where the backend has copy
+            engines, reduce-scatters as an all-to-all and a local sum; ``"ordinary"`` as FSDP2
+            does. ``"auto"`` measures on devices and places all elsewhere.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
 
@@ -179,7 +180,7 @@ def apply(
     """
     from torch.distributed.fsdp import FSDPModule
 
-    options = FsdpOptions(memory=memory, effort=effort, choose=choose, timeout=timeout)
+    options = Options(memory=memory, effort=effort, choose=choose, timeout=timeout)
     found: list[tuple[str, Any, Any, Any, Any]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():

@@ -1,14 +1,4 @@
-"""The way that each collective runs: measured once, the same on all ranks.
-
-Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
-than the ordinary one, and small all-gathers gain nothing. And what a collective costs is not its
-own time: its kernels take multiprocessors from the program's, copy engines do not. So at freeze
-each kind, size and group of collective is timed in every way there is, on real bytes; on a device
-beside matrix products. See [Note: what is timed] in `symmplan.place.clock`.
-
-Ways that are about as fast are told apart by what else they cost: multiprocessors, then symmetric
-bytes on a device.
-"""
+"""The way that each of FSDP2's collectives runs; see `symmplan.place.choice`."""
 
 from __future__ import annotations
 
@@ -16,71 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from attrs import field, frozen
+from attrs import frozen
 
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory.tell import leaders, tell
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.place.clock import ALIKE, clock_of, seconds_of, slowest
+from symmplan.place.choice import Choice, fastest
+from symmplan.place.clock import clock_of, seconds_of, slowest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call
-    from symmplan.integrate.fsdp.engines import Engines
     from symmplan.place.clock import Act, Clock
+    from symmplan.place.engines import Engines
+    from symmplan.place.options import Options
 
-__all__ = ["Choice", "Choices"]
+__all__ = ["Bench", "Choices"]
 
-#: The first of these that takes at most 1 / `ALIKE` of the fastest's time is chosen.
-_WAYS = {"cuda": ("copy engine", "default", "symmetric"), "cpu": ("symmetric", "default")}
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
 #: Smaller ones are repeated until they come to as many bytes.
 _ENOUGH = 64 << 20
-
-
-@frozen
-class Choice:
-    """What was measured of one kind and size of collective.
-
-    Attributes:
-        kind: ``"all_gather"`` or ``"reduce_scatter"``.
-        nbytes: Size in bytes of the all-gather's output or the reduce-scatter's input.
-        dtype: Element type.
-        group: Name of the process group.
-        ranks: How many ranks it has.
-        seconds: ``{way: time of the slowest rank}``; beside matrix products on devices.
-        way: The way that was chosen: ``"default"``, ``"symmetric"`` or ``"copy engine"``.
-    """
-
-    kind: str
-    nbytes: int
-    dtype: str
-    group: str
-    ranks: int
-    seconds: Mapping[str, float] = field(hash=False)
-    way: str
-
-    @property
-    def placed(self) -> bool:
-        """Whether it runs in symmetric memory."""
-        return self.way != "default"
-
-    @property
-    def reason(self) -> str:
-        """Why it stays in ordinary memory, empty if it does not."""
-        if self.placed:
-            return ""
-        others = [seconds for way, seconds in self.seconds.items() if way != "default"]
-        if not others:
-            return SPLIT_WORDS
-        return (
-            f"torch's own way was faster: {self.seconds['default'] * 1e6:.0f} us against "
-            f"{min(others) * 1e6:.0f} us in symmetric memory"
-        )
 
 
 _Case = tuple[str, int, str, str]
@@ -106,18 +55,15 @@ class Choices:
 
     Args:
         device: Where buffers lie.
-        timeout: Seconds that ranks wait for each other.
-        choose: As for `symmplan.fsdp.apply`.
+        options: How `symmplan.fsdp.apply` was asked to work.
         groups: ``{name: process group}`` of the calls.
     """
 
-    def __init__(
-        self, device: torch.device, timeout: float, choose: str, groups: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, device: torch.device, options: Options, groups: Mapping[str, Any]) -> None:
         self._device = device
         self._groups = groups
-        self._timeout = timeout
-        self._choose = choose
+        self._timeout = options.timeout
+        self._choose = options.chosen(device)
         self._found: dict[_Case, Choice] = {}
 
     @property
@@ -129,13 +75,15 @@ class Choices:
         """How ``call`` runs."""
         choice = self._found.get(_case(call))
         if choice is not None:
-            return Way(choice.way, choice.reason)  # type: ignore[arg-type]
+            return Way(choice.way, choice.reason)
         if self._choose == "copy engine":
             return Way("copy engine")
+        if self._choose == "ordinary":
+            return Way("ordinary", "choose='ordinary'")
         if self._splits_words(call):
-            return Way("default", SPLIT_WORDS)
+            return Way("ordinary", SPLIT_WORDS)
         if self._choose == "measure":
-            return Way("default", f"less than {_SMALL} bytes gain nothing in symmetric memory")
+            return Way("ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory")
         return Way("symmetric")
 
     def _splits_words(self, call: Call) -> bool:
@@ -194,13 +142,17 @@ class Choices:
         for case, bench in cases.items():
             bench.placed.zero_()
             times[case] = self._time(case, acts[case], groups[case[3]], clock)
-        ways = _WAYS.get(self._device.type, _WAYS["cuda"])
+        kernels = self._device.type == "cuda"
         for case, seconds in slowest(times, lambda case: case[3], groups, self._timeout).items():
             kind, nbytes, dtype, group = case
-            enough = min(seconds.values()) / ALIKE
-            way = next(w for w in ways if seconds.get(w, float("inf")) <= enough)
             self._found[case] = Choice(
-                kind, nbytes, dtype, group, groups[group].size(), seconds, way
+                op=kind,
+                nbytes=nbytes,
+                dtype=dtype,
+                group=group,
+                ranks=groups[group].size(),
+                seconds=seconds,
+                way=fastest(seconds, kernels=kernels, beside=kernels),
             )
 
     def _time(
@@ -220,7 +172,7 @@ class Choices:
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = compat.fsdp_comms(None)
-        ways: list[tuple[str, str, torch.Tensor, Any]] = [("default", "", plain, group)]
+        ways: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "", plain, group)]
         if not self._splits_words(bench.call):
             ways.append(("symmetric", memory, placed, group))
         acts: dict[str, Callable[[], Any] | None] = {}

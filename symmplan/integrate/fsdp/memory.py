@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.errors import BackendError, CaptureError
+from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.bytes import Bytes, Tenant
-from symmplan.integrate.fsdp.engines import Engines, engines_of
 from symmplan.memory import agree
 from symmplan.memory.spares import fits, give_back, obtain, synchronize
+from symmplan.place.engines import Engines, engines_of, register, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from symmplan.capture.fsdp import Call, Way
-    from symmplan.integrate.fsdp.slots import FsdpOptions
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
+    from symmplan.place.options import Options
 
 __all__ = ["Memory"]
 
@@ -46,7 +46,7 @@ class Memory:
         rendezvous: How many rendezvous were made.
     """
 
-    def __init__(self, options: FsdpOptions) -> None:
+    def __init__(self, options: Options) -> None:
         self.groups: dict[str, Any] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0
@@ -203,8 +203,10 @@ class Memory:
             give_back(self._arenas)
         self._arenas.insert(0, arena)
         met = 0 if made else arena.rendezvous
-        self.engines = {} if self._options.choose == "placed" else self.meet_engines(arena)
-        self._check_engines(arena.memory)
+        choose = self._options.chosen(self.device)
+        self.engines = {} if choose in ("symmetric", "ordinary") else self.meet_engines(arena)
+        if choose == "copy engine":
+            require(self.groups, self.engines, arena.memory)
         self.rendezvous += arena.rendezvous - met
         self._users = {name: Bytes() for name in arena.segments}
         self._views.clear()
@@ -215,28 +217,8 @@ class Memory:
         Collective: yes, over all groups.
         """
         engines = engines_of(self.groups, arena.memory, self._options.timeout)
-        more = {name: found.groups for name, found in engines.items()}
-        arena.join(
-            {
-                name: {n: g for group in s.spec.groups for n, g in more.get(group, {}).items()}
-                for name, s in arena.segments.items()
-            }
-        )
+        register(arena, engines)
         return engines
-
-    def _check_engines(self, memory: str) -> None:
-        """What was asked for must be what runs. Shared memory has no kernels to avoid."""
-        without = [name for name in self.groups if name not in self.engines]
-        if self._options.choose == "copy engine" and memory != "shm" and without:
-            raise BackendError(
-                f"choose='copy engine': memory={memory!r} has no copy engines for group "
-                f"{without[0]!r}",
-                expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "
-                "many process groups",
-                fix="use choose='measure'",
-                group=without[0],
-                memory=memory,
-            )
 
     def release(self) -> None:
         """Give the segments back.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
-    from symmplan.integrate.fsdp.slots import FsdpOptions
     from symmplan.model import Plan
+    from symmplan.place.options import Options
 
 __all__ = ["Planning"]
 
@@ -46,7 +46,7 @@ class Planning:
         flat: ``{site: why}`` of those whose parameters cannot.
     """
 
-    def __init__(self, options: FsdpOptions, memory: Memory) -> None:
+    def __init__(self, options: Options, memory: Memory) -> None:
         self.plan: Plan | None = None
         self.choices: Choices | None = None
         self.directs: list[Direct] = []
@@ -74,9 +74,9 @@ class Planning:
     def _make(self, recordings: Sequence[Recording]) -> Schedule:
         options, memory = self._options, self._memory
         if self.choices is None:
-            self.choices = Choices(memory.device, options.timeout, options.choose, memory.groups)
+            self.choices = Choices(memory.device, options, memory.groups)
         recordings = merged(recordings, memory.groups, options.timeout)
-        if options.choose == "measure":
+        if options.chosen(memory.device) == "measure":
             self._measure(recordings, self.choices)
         plan, stretches = self._planned(recordings, self.choices)
         self.plan = plan
@@ -93,7 +93,7 @@ class Planning:
 
         def way_of(call: Call) -> Way:
             if call.key.kind == "all_gather" and call.key.site in settled:
-                return Way("default", "its parameters stay where an earlier plan put them")
+                return Way("ordinary", "its parameters stay where an earlier plan put them")
             return choices.way(call)
 
         problem, stretches = problem_of(recordings, self._ranks(), way_of, direct)

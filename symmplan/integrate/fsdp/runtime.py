@@ -20,7 +20,7 @@ from symmplan.capture.fsdp import Key, Recording
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
-from symmplan.integrate.fsdp.slots import Counts, FsdpOptions, Slot, Where
+from symmplan.integrate.fsdp.slots import Counts, Slot, Where
 from symmplan.memory.lend import lend
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.bytes import Tenant
     from symmplan.integrate.fsdp.schedule import Schedule, Spot
     from symmplan.model import Placement
+    from symmplan.place.options import Options
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
 
@@ -63,7 +64,7 @@ class Runtime:
         counts: See `Counts`.
     """
 
-    def __init__(self, options: FsdpOptions, modules: int) -> None:
+    def __init__(self, options: Options, modules: int) -> None:
         self.options = options
         self.memory = Memory(options)
         self.planning = Planning(options, self.memory)

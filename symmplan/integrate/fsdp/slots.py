@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
-
-from symmplan.place.options import Options, known
 
 if TYPE_CHECKING:
     import torch
@@ -15,18 +13,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.bytes import Tenant
     from symmplan.integrate.fsdp.schedule import Spot
 
-__all__ = ["Counts", "FsdpOptions", "Slot", "Where"]
-
-
-@frozen(kw_only=True)
-class FsdpOptions(Options):
-    """How `apply` was asked to work; see there and `Options`."""
-
-    choose: Literal["measure", "placed", "copy engine"]
-
-    def __attrs_post_init__(self) -> None:
-        known("way to choose", self.choose, ("measure", "placed", "copy engine"))
-        super().__attrs_post_init__()
+__all__ = ["Counts", "Slot", "Where"]
 
 
 @frozen(eq=False)

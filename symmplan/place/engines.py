@@ -18,17 +18,21 @@ Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from attrs import frozen
 
 from symmplan import _compat as compat
+from symmplan.errors import BackendError
 from symmplan.memory.tell import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["Engines", "engines_of"]
+    from symmplan.memory.arena import Arena
+
+__all__ = ["Engines", "asked", "engines_of", "known", "register", "require"]
 
 
 @frozen(eq=False)
@@ -50,6 +54,8 @@ class Engines:
 
 
 _MADE: dict[tuple[int, ...], Engines] = {}
+#: What each process group was found to have. See `known`.
+_OF: WeakKeyDictionary[Any, Engines | None] = WeakKeyDictionary()
 
 
 def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[str, Engines]:
@@ -66,6 +72,7 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
 
     Collective: yes, over those groups.
     """
+    _OF.update(dict.fromkeys(groups.values()))
     groups = {name: group for name, group in groups.items() if group.size() > 1}
     if memory != "nccl" or not groups or not compat.has_copy_engine_policy():
         return {}
@@ -83,8 +90,68 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
             found = _MADE[ranks[name]] = Engines(
                 *(compat.copy_engine_group(group, f"symmplan_{w}") for w in ("gather", "exchange"))
             )
-        made[name] = found
+        made[name] = _OF[group] = found
     return made
+
+
+def known(group: Any) -> Engines | None:
+    """The communicators that `engines_of` found for a process group, if they still live."""
+    found = _OF.get(group)
+    if found is not None and _made(tuple(dist.get_process_group_ranks(group))) is not found:
+        del _OF[group]
+        return None
+    return found
+
+
+def asked(group: Any) -> bool:
+    """Whether all ranks of a process group were asked for copy engines, and have what was found."""
+    known(group)
+    return group in _OF
+
+
+def register(arena: Arena, engines: Mapping[str, Engines]) -> int:
+    """Register segments with the communicators for copy engines.
+
+    Args:
+        arena: The segments.
+        engines: ``{name of a group: its communicators}``.
+
+    Returns:
+        How many rendezvous were made; 0 if there were all of them already.
+
+    Collective: yes, over those groups, if any was missing.
+    """
+    if arena.memory != "nccl":  # no other memory is known to a communicator
+        return 0
+    return arena.join(
+        {
+            name: {
+                n: g
+                for group in s.spec.groups
+                if group in engines
+                for n, g in engines[group].groups.items()
+            }
+            for name, s in arena.segments.items()
+        }
+    )
+
+
+def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) -> None:
+    """With ``choose="copy engine"`` what was asked for must be what runs.
+
+    Raises:
+        BackendError: A group has no copy engines. Shared memory has no kernels to avoid.
+    """
+    without = [name for name in groups if name not in engines]
+    if memory not in ("shm", "local") and without:
+        raise BackendError(
+            f"choose='copy engine': memory={memory!r} has no copy engines for group {without[0]!r}",
+            expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "
+            "many process groups",
+            fix="use choose='measure'",
+            group=without[0],
+            memory=memory,
+        )
 
 
 def _made(ranks: tuple[int, ...]) -> Engines | None:

@@ -1,11 +1,8 @@
-"""Symmetric memory or torch's own way, for each collective of a graph: measured, the same on all.
+"""The way of each collective of a captured program: measured in it, the same on all ranks.
 
-Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
-than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
-cost more than the collective saves. So before a graph is planned each of its collectives is timed
-both ways at its size, with its copies, and beside as many matrix products as the graph has between
-its start and its wait. What does not gain clearly stays out of the plan, with the two times as the
-reason.
+Before a program is planned each of its collectives is timed in every way there is, at its size,
+with its copies, and beside as many matrix products as the program has between its start and its
+wait. What does not gain clearly stays out of the plan, with the times as the reason.
 
 A case is measured once in a process. See [Note: what is timed] in `symmplan.place.clock`.
 
@@ -30,17 +27,20 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import field, frozen
 
+from symmplan import _compat as compat
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.errors import AgreementError
-from symmplan.integrate.compile.work import flops_beside
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import leaders, tell
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.place.choice import Choice, fastest
 from symmplan.place.clock import clock_of, seconds_of, slowest
+from symmplan.place.engines import Engines, asked, engines_of, known, register, require
 from symmplan.place.ways import Lowering, Lowerings, overload_named
+from symmplan.place.work import flops_beside
 from symmplan.planner import plan as plan_problem
 from symmplan.registry import bind_arguments, resolve_group_name
 
@@ -51,12 +51,10 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.place.clock import Act, Clock
+    from symmplan.place.options import Options
 
-__all__ = ["Choice", "forget", "refused"]
+__all__ = ["Chosen", "choose_ways", "forget"]
 
-#: Symmetric memory is chosen where it takes at most this part of the time of torch's own way: it
-#: ties the order of the program down, and what is planned for nothing costs its bytes.
-_CLEARLY = 0.98
 #: Larger collectives are measured at this size, in bytes: there the ratio no longer depends on it.
 _LARGEST = 256 << 20
 #: What passes once, at the begin and the end of what is timed, must not decide.
@@ -88,44 +86,19 @@ class _Case:
         ]
 
 
-@frozen
-class Choice:
-    """What was measured of one kind and size of collective in a compiled graph.
+@frozen(eq=False)
+class Chosen:
+    """How the collectives of a program run.
 
     Attributes:
-        op: The collective.
-        group: Name of the process group.
-        dtype: Element type.
-        nbytes: Bytes of its inputs on one rank.
-        copied_in: Whether its inputs must be copied into placements.
-        copied_out: Whether its results must be copied out of them.
-        beside: Floating-point operations of the matrix products that the graph runs beside it, the
-            next power of two; 0 if it has none there.
-        plain_seconds: Time of torch's own way, of the slowest rank.
-        placed_seconds: Time in symmetric memory with those copies, of the slowest rank.
-        placed: Whether symmetric memory was chosen.
+        ordinary: ``{node: reason}`` of those that stay as they are.
+        engines: ``{node: name of the communicator}`` of those that copy engines run.
+        choices: What was measured, in the order of the program.
     """
 
-    op: str
-    group: str
-    dtype: str
-    nbytes: int
-    copied_in: bool
-    copied_out: bool
-    beside: int
-    plain_seconds: float
-    placed_seconds: float
-    placed: bool
-
-    @property
-    def reason(self) -> str:
-        """Why it stays out of the plan, if it does."""
-        copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
-        under = f", copied {' and '.join(copies)}" if copies else ""
-        return (
-            f"symmetric memory was not clearly faster: {self.placed_seconds * 1e6:.0f} us{under}, "
-            f"against {self.plain_seconds * 1e6:.0f} us in torch's own way"
-        )
+    ordinary: Mapping[fx.Node, str] = field(factory=dict)
+    engines: Mapping[fx.Node, str] = field(factory=dict)
+    choices: Sequence[Choice] = ()
 
 
 #: By process group. See [Note: who measures].
@@ -137,58 +110,91 @@ def forget() -> None:
     _FOUND.clear()
 
 
-def refused(
+def choose_ways(
     captured: Captured,
     lowerings: Lowerings,
     device: torch.device,
-    timeout: float,
-    gather: Callable[[Mapping[str, Any]], None],
-) -> tuple[dict[fx.Node, str], list[Choice]]:
-    """Which collectives are to stay as they are, and what was measured.
+    options: Options,
+    gather: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> Chosen:
+    """Decide how the collectives of a program run.
 
     Args:
-        captured: The graph's decisions if everything is placed.
+        captured: The program's decisions if everything is placed.
         lowerings: How each op is run on the memory backend.
         device: Where its tensors lie.
-        timeout: Seconds that ranks wait for each other.
+        options: How it was asked to choose, and how long ranks wait for each other.
         gather: Waits until all ranks of the groups it is given have come to measure.
 
-    Returns:
-        ``{node: reason}`` and every choice, in graph order.
-
     Raises:
-        AgreementError: The ranks compile other collectives; raised on all of them.
+        AgreementError: The ranks have other collectives; raised on all of them.
+        BackendError: It was asked for copy engines, and there are none.
 
-    Collective: yes, over the groups of the graph, unless all was measured before.
+    Collective: yes, over the groups of the program, unless all was measured before or nothing is to
+    be.
     """
-    cases: dict[fx.Node, _Case] = {}
-    nodes = list(dict.fromkeys(site.node for site in captured.sites))
+    choose = options.chosen(device)
+    nodes = list(dict.fromkeys(site.node for site in captured.sites if site.buffer is not None))
+    rows = {n: row for n in nodes if (row := lowerings.row(captured.specs[n])) is not None}
+    if choose == "symmetric" or not rows:
+        return Chosen()
+    if choose == "ordinary":
+        return Chosen(dict.fromkeys(rows, "choose='ordinary'"))
     flops = flops_beside(nodes)
-    for node in nodes:
-        row = lowerings.row(captured.specs[node])
-        case = None if row is None else _case(captured, node, row, lowerings.memory, flops[node])
-        if case is not None:
-            cases[node] = case
+    cases = {n: _case(captured, n, row, lowerings.memory, flops[n]) for n, row in rows.items()}
     names = dict.fromkeys(c.group for c in cases.values())
     groups = {n: g.process_group for n, g in resolve_groups(names).items()}
     if any(group is None for group in groups.values()):
-        return {}, []  # without torch.distributed there is no other way
-    most: dict[_Case, _Case] = {}
-    for case in cases.values():
-        have = most.setdefault(case, case)
-        if case.beside > have.beside:
-            most[case] = case
-    new = [c for case, c in most.items() if case not in _found(groups[case.group])]
+        return Chosen()  # without torch.distributed there is no other way
+    if choose == "copy engine":
+        new: list[_Case] = []
+        ask = {n: g for n, g in groups.items() if not asked(g)} and groups
+    else:
+        most: dict[_Case, _Case] = {}
+        for case in cases.values():
+            have = most.setdefault(case, case)
+            if case.beside > have.beside:
+                most[case] = case
+        new = [c for case, c in most.items() if case not in _found(groups[case.group])]
+        gone = [c for c in most if _runs_on_engines(c, groups) and not asked(groups[c.group])]
+        ask = {c.group: groups[c.group] for c in (*new, *gone)}
     # Where nothing is new nobody is waited for: ranks that compile other collectives than their
     # peers have something new, or another plan.
-    if new:
+    if ask:
         # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
-            thread.submit(_measure, new, groups, lowerings, device, timeout, gather).result()
+            work = thread.submit(_meet_and_measure, new, ask, lowerings, device, options, gather)
+            work.result()
+    engines = {name: found for name, g in groups.items() if (found := known(g)) is not None}
+    if choose == "copy engine":
+        require(groups, engines, lowerings.memory)
+        return Chosen(engines=_over(cases, rows, engines))
     choices = {node: _found(groups[case.group])[case] for node, case in cases.items()}
-    reasons = {node: c.reason for node, c in choices.items() if not c.placed}
-    return reasons, list(dict.fromkeys(choices.values()))
+    by_engines = {n: cases[n] for n, c in choices.items() if c.way == "copy engine"}
+    return Chosen(
+        {node: c.reason for node, c in choices.items() if not c.placed},
+        _over(by_engines, rows, engines),
+        list(dict.fromkeys(choices.values())),
+    )
+
+
+def _over(
+    cases: Mapping[fx.Node, _Case],
+    rows: Mapping[fx.Node, Lowering],
+    engines: Mapping[str, Engines],
+) -> dict[fx.Node, str]:
+    """The communicators on which copy engines run what they can."""
+    return {
+        node: compat.group_name(engines[case.group].gather)
+        for node, case in cases.items()
+        if case.group in engines and "copy engine" in rows[node].ways
+    }
+
+
+def _runs_on_engines(case: _Case, groups: Mapping[str, Any]) -> bool:
+    choice = _found(groups[case.group]).get(case)
+    return choice is not None and choice.way == "copy engine"
 
 
 def _found(group: Any) -> dict[_Case, Choice]:
@@ -196,12 +202,8 @@ def _found(group: Any) -> dict[_Case, Choice]:
     return _FOUND.setdefault(group, {})
 
 
-def _case(
-    captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: float
-) -> _Case | None:
+def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: float) -> _Case:
     sites = captured.at(node)
-    if not any(s.buffer is not None for s in sites) or row.out == "out":
-        return None
     spec = captured.specs[node]
     overload = overload_of(node.target)
     assert overload is not None
@@ -211,6 +213,7 @@ def _case(
     fakes = [n.meta["val"] for n in (given if row.each else [given])]
     group = resolve_group_name(spec, overload, node.args, node.kwargs)
     bound.pop(spec.group)
+    bound.pop("out", None)
     return _Case(
         op=spec.op,
         memory=memory,
@@ -230,15 +233,16 @@ def _plain(value: Any) -> Any:
 
 
 @own_work
-def _measure(
+def _meet_and_measure(
     cases: Sequence[_Case],
     groups: Mapping[str, Any],
     lowerings: Lowerings,
     device: torch.device,
-    timeout: float,
+    options: Options,
     gather: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Time the cases, and let the slowest rank count."""
+    """Time the cases in every way there is, and let the slowest rank count."""
+    timeout = options.timeout
     if device.type == "cuda":
         torch.cuda.set_device(device)
     gather(groups)
@@ -250,20 +254,23 @@ def _measure(
     keys = {name: [c.key for c in of] for name, of in mine.items()}
     for name, said in tell("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
-    times = _times(cases, groups, lowerings, device, timeout)
+    engines = engines_of(groups, lowerings.memory, timeout)
+    if not cases:
+        return
+    kernels = device.type == "cuda"
+    times = _times(cases, groups, lowerings, device, timeout, engines)
     for case, seconds in slowest(times, lambda case: case.group, groups, timeout).items():
-        plain, placed = seconds["plain"], seconds["placed"]
         _found(groups[case.group])[case] = Choice(
             op=case.op,
-            group=case.group,
-            dtype=case.dtype,
             nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
+            dtype=case.dtype,
+            group=case.group,
+            ranks=groups[case.group].size(),
+            seconds=seconds,
+            way=fastest(seconds, kernels=kernels, beside=not case.alone),
             copied_in=case.copied_in,
             copied_out=case.copied_out,
             beside=case.beside,
-            plain_seconds=plain,
-            placed_seconds=placed,
-            placed=placed <= plain * _CLEARLY,
         )
 
 
@@ -291,8 +298,9 @@ def _times(
     lowerings: Lowerings,
     device: torch.device,
     timeout: float,
+    engines: Mapping[str, Engines],
 ) -> dict[_Case, dict[str, float]]:
-    """Seconds of torch's own way and of symmetric memory, on this rank."""
+    """Seconds of each way, on this rank."""
     used = list(dict.fromkeys(c.group for c in cases))
     needed = [_scratch(c, groups[c.group].size()) for c in cases]
     most = {"in": max(given for given, _ in needed), "out": max(made for _, made in needed)}
@@ -306,24 +314,19 @@ def _times(
     memory = lowerings.memory
     clock = clock_of(device, timeout)
     found = {}
-    with borrowed(plan, groups, memory=memory, device=device, timeout=timeout) as (_, there):
+    with borrowed(plan, groups, memory=memory, device=device, timeout=timeout) as (arena, there):
+        register(arena, engines)
         for case in cases:
             i, group = used.index(case.group), groups[case.group]
-            found[case] = _time(case, group, clock, there[f"in {i}"], there[f"out {i}"], lowerings)
+            places = there[f"in {i}"], there[f"out {i}"]
+            acts = _Acts(case, group.size(), places).acts(lowerings, engines.get(case.group))
+            found[case] = _time(case, group, clock, acts)
     return found
 
 
-def _time(
-    case: _Case,
-    group: Any,
-    clock: Clock,
-    given: torch.Tensor,
-    made: torch.Tensor,
-    lowerings: Lowerings,
-) -> dict[str, float]:
-    """The same of one case, in those bytes."""
+def _time(case: _Case, group: Any, clock: Clock, acts: Mapping[str, Act]) -> dict[str, float]:
+    """The same of one case."""
     size = group.size()
-    acts = _Acts(case, size, (given, made)).acts(lowerings)
     beside = case.beside * _factor(case, size)
     nbytes = max(_scratch(case, size))
     return seconds_of(clock, acts, group, nbytes, beside=beside, enough=_ENOUGH)
@@ -365,47 +368,50 @@ def _aligned(numels: Sequence[int], itemsize: int) -> int:
 
 
 class _Acts:
-    """Runs one case both ways."""
+    """Runs one case in each way."""
 
-    def __init__(
-        self,
-        case: _Case,
-        size: int,
-        places: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, case: _Case, size: int, places: Sequence[torch.Tensor]) -> None:
         self._case = case
         device = places[0].device
         dtype = getattr(torch, case.dtype)
         numels = _scaled(case, size)
+        made = [_made(case, n, size) for n in numels]
         self._inputs = [torch.ones(n, dtype=dtype, device=device) for n in numels]
+        self._plain_outs = [torch.empty(n, dtype=dtype, device=device) for n in made]
         self._placed = _cut(places[0], numels, dtype)
-        self._outs = _cut(places[1], [_made(case, n, size) for n in numels], dtype)
+        self._outs = _cut(places[1], made, dtype)
         for tensor in self._placed:
             tensor.fill_(1)
 
-    def acts(self, lowerings: Lowerings) -> dict[str, Act]:
+    def acts(self, lowerings: Lowerings, engines: Engines | None) -> dict[str, Act]:
         """What runs it."""
-        row = lowerings.table[self._case.op]
-        return {"plain": self._plain(row), "placed": self._in_placements(row)}
+        row, group = lowerings.table[self._case.op], self._case.group
+        acts = {"ordinary": self._plain(row), "symmetric": self._in_placements(row, group)}
+        if engines is not None and "copy engine" in row.ways:
+            name = compat.group_name(engines.gather)
+            acts["copy engine"] = self._in_placements(row, name)
+        return acts
 
     def _plain(self, row: Lowering) -> Act:
         target = overload_named(self._case.op)
-        values = self._values()
+        values = self._values(self._case.group)
         values["inputs" if row.each else "input"] = self._inputs if row.each else self._inputs[0]
         args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
+        has_out = any(a.name == "out" for a in target._schema.arguments)
+        kwargs = {"out": self._plain_outs[0]} if has_out else {}
 
         def act(beside: Callable[[], None]) -> None:
-            results = target(*args)
+            results = target(*args, **kwargs)
             beside()
             for result in results if row.each else [results]:
                 _wait(result)
 
         return act
 
-    def _in_placements(self, row: Lowering) -> Act:
+    def _in_placements(self, row: Lowering, group: str) -> Act:
         target = overload_named(row.target)
         has_out = any(a.name == "out" for a in target._schema.arguments)
-        values = self._values()
+        values = self._values(group)
         copied_in = self._case.copied_in or row.inplace
         outs = self._placed if row.out == "input" else self._outs
 
@@ -425,9 +431,9 @@ class _Acts:
 
         return act
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, group: str) -> dict[str, Any]:
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in self._case.others}
-        return {**values, "group_name": self._case.group}
+        return {**values, "group_name": group}
 
 
 def _cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:

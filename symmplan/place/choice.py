@@ -1,0 +1,105 @@
+"""The way in which a collective runs: ruled by the user, or measured once and alike on all ranks.
+
+Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
+than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
+cost more than the collective saves. And what a collective costs is not its own time: its kernels
+take multiprocessors from the program's, copy engines do not. So on devices each kind, size and
+group of collective is timed in every way there is, beside matrix products; see
+[Note: what is timed] in `symmplan.place.clock`.
+
+Ways that are about as fast are told apart by what else they cost: multiprocessors where the program
+computes meanwhile, then symmetric bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from attrs import field, frozen
+
+from symmplan.memory.torch_symm import SPLIT_WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CHOOSE", "Choice", "Choose", "WayName", "fastest"]
+
+#: In ordinary memory; in a placement, over the program's own communicator; in a placement, by copy
+#: engines, over a communicator of their own.
+WayName: TypeAlias = Literal["ordinary", "symmetric", "copy engine"]
+
+#: How ways are chosen. The name of a way is meant for all collectives that have it.
+Choose: TypeAlias = Literal["auto", "measure", "placed", WayName]
+CHOOSE: tuple[str, ...] = (*get_args(Choose)[:3], *get_args(WayName))
+
+#: Ways whose times are in this ratio are about as fast.
+ALIKE = 0.97
+
+
+@frozen
+class Choice:
+    """What was measured of one kind and size of collective.
+
+    Attributes:
+        op: The collective: an op's qualified name, or ``"all_gather"`` or ``"reduce_scatter"`` of
+            FSDP2.
+        nbytes: Bytes of its inputs on one rank; of FSDP2's, of the all-gather's output or the
+            reduce-scatter's input.
+        dtype: Element type.
+        group: Name of the process group.
+        ranks: How many ranks it has.
+        seconds: ``{way: time of the slowest rank}``, copies included.
+        way: The way that was chosen: ``"ordinary"``, ``"symmetric"`` or ``"copy engine"``.
+        copied_in: Whether its inputs must be copied into placements.
+        copied_out: Whether its results must be copied out of them.
+        beside: Floating-point operations of the matrix products that a graph runs beside it, the
+            next power of two; 0 if it has none there or if they are not known.
+    """
+
+    op: str
+    nbytes: int
+    dtype: str
+    group: str
+    ranks: int
+    seconds: Mapping[str, float] = field(hash=False)
+    way: WayName
+    copied_in: bool = False
+    copied_out: bool = False
+    beside: int = 0
+
+    @property
+    def placed(self) -> bool:
+        """Whether it runs in symmetric memory."""
+        return self.way != "ordinary"
+
+    @property
+    def reason(self) -> str:
+        """Why it stays in ordinary memory, empty if it does not."""
+        if self.placed:
+            return ""
+        others = [seconds for way, seconds in self.seconds.items() if way != "ordinary"]
+        if not others:
+            return SPLIT_WORDS
+        copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
+        under = f", copied {' and '.join(copies)}" if copies else ""
+        return (
+            f"symmetric memory was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
+            f"against {self.seconds['ordinary'] * 1e6:.0f} us in torch's own way"
+        )
+
+
+def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> WayName:
+    """The way that is chosen: of those that are about as fast, the one that costs least else.
+
+    Args:
+        seconds: ``{way: time}``.
+        kernels: Whether ordinary collectives are kernels on the device that computes.
+        beside: Whether anything computes meanwhile.
+    """
+    ways: tuple[WayName, ...] = ("symmetric", "ordinary", "copy engine")
+    if kernels:
+        ways = ("ordinary", "copy engine", "symmetric")
+    if kernels and beside:
+        ways = ("copy engine", "ordinary", "symmetric")
+    enough = min(seconds.values()) / ALIKE
+    return next(w for w in ways if seconds.get(w, float("inf")) <= enough)

@@ -1,0 +1,132 @@
+"""Copy engines on CUDA devices: compiled graphs and eager sessions, on communicators of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+COUNT = 4
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, init="nccl", timeout=280.0) as ranks:
+        yield ranks
+
+
+def _functional(shards, x, w, group):
+    """Gathers under products, and what is no gather."""
+    ops = torch.ops._c10d_functional
+    started = [ops.all_gather_into_tensor(s.sin(), 2, group) for s in shards]
+    for _ in range(4):
+        x = x @ w
+    total = ops.wait_tensor(ops.all_reduce(x.relu(), "sum", group))
+    return total, torch.stack([ops.wait_tensor(s)[::977] for s in started])
+
+
+def _dist(shards, x, w, _group):
+    import torch.distributed as dist
+
+    outs = [s.new_empty(2 * s.numel()) for s in shards]
+    pairs = list(zip(outs, [s.sin() for s in shards], strict=True))
+    works = [dist.all_gather_into_tensor(o, s, async_op=True) for o, s in pairs[:-1]]
+    for _ in range(4):
+        x = x @ w
+    dist.all_gather_into_tensor(*pairs[-1])
+    for work in works:
+        work.wait()
+    x = x.relu()
+    dist.all_reduce(x)
+    return x, torch.stack([out[::977] for out in outs])
+
+
+def _run(rank, world_size, how, run, choose):
+    """Results in each of some turns with other inputs, and what ran in the last."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    torch._dynamo.reset()
+    device, group = torch.device("cuda", rank), dist.group.WORLD.group_name
+    torch.manual_seed(rank)
+    w = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) / 2048**0.5
+    x = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
+    shards = [torch.randn(4 << 20, device=device) for _ in range(COUNT)]
+
+    def turn(function, at):
+        return function([s + at for s in shards], x + at, w, group)
+
+    def check(function, at):
+        for got, want in zip(turn(function, at), turn(run, at), strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+    def seen(function):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            turn(function, 0)
+            torch.cuda.synchronize()
+        names = [e.name for e in profile.events()]
+        return {
+            "copies": sum("PtoP" in n for n in names),
+            "gathers": sum("nccl" in n and "Gather" in n for n in names),
+        }
+
+    if how == "session":
+        expected = [turn(run, at) for at in range(4)]
+        with symmplan.eager(memory="nccl", timeout=60.0, choose=choose) as session:
+            for at in range(4):
+                for got, want in zip(turn(run, at), expected[at], strict=True):
+                    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+                session.step()
+            found = seen(run)
+            session.step()
+            stats, choices = session.stats, session.choices
+    else:
+        backend = symmplan.backend(
+            "eager" if how == "op by op" else how, memory="nccl", timeout=60.0, choose=choose
+        )
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        for at in range(4):
+            check(compiled, at)
+        found = seen(compiled)
+        stats, choices = backend.stats, backend.choices
+        torch.cuda.synchronize()
+        dist.barrier()
+        backend.release()
+    return found, stats, choices
+
+
+WAYS = [("op by op", _functional), ("inductor", _functional), ("session", _functional)]
+every_way_to_run = pytest.mark.parametrize(("how", "run"), [*WAYS, ("session", _dist)])
+
+
+@every_way_to_run
+def test_copy_engines_run_gathers(pool, how, run):
+    first, second = pool.run(_run, how, run, "copy engine")
+    print(first)
+    assert first[1:] == second[1:]
+    found, stats, _ = first
+    assert found["gathers"] == 0
+    assert found["copies"] >= COUNT
+    assert stats.rendezvous == 3  # of one segment: the group and two communicators
+
+
+@every_way_to_run
+def test_what_was_chosen_runs(pool, how, run):
+    first, second = pool.run(_run, how, run, "measure")
+    print(first)
+    assert first[1:] == second[1:]
+    found, _, choices = first
+    gathers = [c for c in choices if "gather" in c.op]
+    assert all(set(c.seconds) == {"ordinary", "symmetric", "copy engine"} for c in gathers)
+    if {c.way for c in gathers} == {"copy engine"}:
+        assert found["gathers"] == 0
+    if {c.way for c in gathers} == {"ordinary"}:
+        assert found["copies"] == 0

@@ -1,0 +1,219 @@
+"""How the ways of collectives are chosen: one vocabulary for graphs, eager programs and FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+import symmplan
+from symmplan.errors import BackendError
+from symmplan.place.choice import CHOOSE, Choice, fastest
+from symmplan.place.options import Options
+
+F = torch.ops._c10d_functional
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kernels", "beside", "way"),
+    [
+        ((10, 10, 10), False, True, "symmetric"),
+        ((10, 11, 10), False, True, "ordinary"),
+        ((10, 10, 10), True, False, "ordinary"),
+        ((10, 10, 10), True, True, "copy engine"),
+        ((10, 9, 9), True, False, "copy engine"),
+        ((10, 8, 9), True, True, "symmetric"),
+        ((10, 9.8, None), True, True, "ordinary"),
+    ],
+)
+def test_what_is_about_as_fast_is_told_apart_by_its_cost(seconds, kernels, beside, way):
+    ways = ("ordinary", "symmetric", "copy engine")
+    given = {w: s for w, s in zip(ways, seconds, strict=True) if s is not None}
+    assert fastest(given, kernels=kernels, beside=beside) == way
+
+
+def test_what_is_left_out_says_why():
+    seconds = {"ordinary": 2e-6, "symmetric": 6e-6, "copy engine": 5e-6}
+    choice = Choice("all_gather", 8, "float32", "g", 2, seconds, "ordinary", copied_in=True)
+    assert not choice.placed
+    assert choice.reason == (
+        "symmetric memory was not clearly faster: 5 us, copied in, against 2 us in torch's own way"
+    )
+
+
+def test_a_device_is_measured_and_shared_memory_is_not():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    found = {choose: tuple(map(Options(choose=choose).chosen, (cpu, cuda))) for choose in CHOOSE}
+    assert found == {
+        "auto": ("symmetric", "measure"),
+        "measure": ("measure", "measure"),
+        "placed": ("symmetric", "symmetric"),
+        "ordinary": ("ordinary", "ordinary"),
+        "symmetric": ("symmetric", "symmetric"),
+        "copy engine": ("copy engine", "copy engine"),
+    }
+
+
+@pytest.mark.parametrize("make", [symmplan.backend, symmplan.eager])
+def test_an_unknown_way_is_refused(make):
+    with pytest.raises(BackendError, match="unknown way to choose 'dice'"):
+        make(choose="dice")
+
+
+# On ranks.
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=120.0) as ranks:
+        ranks.run(_setup)
+        yield ranks
+
+
+def _setup(rank, size):
+    """Groups that stand for copy engines: gloo has none, but their way through symmplan is one."""
+    import torch.distributed as dist
+
+    from symmplan.place import chooser, engines
+
+    made = engines.Engines(dist.new_group([0, 1]), dist.new_group([0, 1]))
+
+    def engines_of(groups, *_):
+        engines._MADE[0, 1] = made
+        engines._OF.update(dict.fromkeys(groups.values(), made))
+        return dict.fromkeys(groups, made)
+
+    chooser.engines_of = engines_of
+
+
+def _on_engines():
+    """How many all-gathers have run over copy engines."""
+    from symmplan.place import engines
+
+    made = engines._MADE.get((0, 1))
+    return 0 if made is None else made.gather._get_sequence_number_for_group()
+
+
+def _program(x, group):
+    whole = F.wait_tensor(F.all_gather_into_tensor(x.sin(), 2, group))
+    part = F.wait_tensor(F.reduce_scatter_tensor(whole * 2, "sum", 2, group))
+    a, b = F.all_gather_into_tensor_coalesced([part.cos(), part + 1], 2, group)
+    return F.wait_tensor(a) + F.wait_tensor(b)
+
+
+def _by_dist(x, _group):
+    import torch.distributed as dist
+
+    whole, other = x.new_empty(2 * x.shape[0], 8), x.new_empty(2 * x.shape[0], 8)
+    dist.all_gather_into_tensor(whole, x.sin())
+    work = dist.all_gather_into_tensor(other, x.cos(), async_op=True)
+    whole = whole * 2
+    work.wait()
+    dist.all_reduce(whole)
+    return whole + other
+
+
+_PROGRAMS = {"functional": _program, "dist": _by_dist}
+
+
+def _ways(rank, size, how, choose, program):
+    """Run a program five times; what was chosen, and how often over copy engines."""
+    import torch.distributed as dist
+
+    from symmplan.place import chooser, engines
+
+    torch._dynamo.reset()
+    chooser.forget()
+    engines._OF.clear()
+    run, group = _PROGRAMS[program], dist.group.WORLD.group_name
+    inputs = [torch.randn(4, 8) + rank + turn for turn in range(5)]
+    expected = [run(x, group) for x in inputs]
+    before = _on_engines()
+    if how == "session":
+        with symmplan.eager(timeout=30.0, choose=choose, collectives="process group") as session:
+            for x, want in zip(inputs, expected, strict=True):
+                torch.testing.assert_close(run(x, group), want)
+                session.step()
+            stats, choices, plans = session.stats, session.choices, [session.plan]
+    else:
+        inner = "eager" if how == "op by op" else how
+        backend = symmplan.backend(inner, timeout=30.0, choose=choose, collectives="process group")
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        for x, want in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(compiled(x, group), want)
+        stats, choices, plans = backend.stats, backend.choices, backend.plans
+        backend.release()
+    return {
+        "placed": stats.placed,
+        "rendezvous": stats.rendezvous,
+        "choices": [
+            (c.op.partition("::")[2].partition(".")[0], sorted(c.seconds)) for c in choices
+        ],
+        "reasons": sorted({u.reason for plan in plans for u in plan.unplanned}),
+        "on engines": _on_engines() - before,
+    }
+
+
+every_way_to_run = pytest.mark.parametrize(
+    ("how", "program"),
+    [
+        ("op by op", "functional"),
+        ("inductor", "functional"),
+        ("session", "functional"),
+        ("session", "dist"),
+    ],
+)
+
+
+@pytest.mark.ranks
+@every_way_to_run
+def test_copy_engines_run_what_they_can(pair, how, program):
+    first, second = pair.run(_ways, how, "copy engine", program)
+    assert first == second
+    assert first["placed"] > 0
+    assert first["choices"] == []
+    assert first["rendezvous"] == 1
+    gathers = {"functional": 3, "dist": 2}[program]
+    recorded = how == "session"  # the first iteration is torch's own
+    assert first["on engines"] == gathers * (5 - recorded)
+
+
+@pytest.mark.ranks
+@every_way_to_run
+def test_nothing_is_placed_that_shall_be_ordinary(pair, how, program):
+    first, second = pair.run(_ways, how, "ordinary", program)
+    assert first == second
+    assert (first["placed"], first["rendezvous"], first["on engines"]) == (0, 0, 0)
+    assert "choose='ordinary'" in first["reasons"]
+
+
+@pytest.mark.ranks
+@every_way_to_run
+@pytest.mark.parametrize("way", ["ordinary", "symmetric", "copy engine"])
+def test_every_way_is_measured_and_what_was_chosen_runs(pair, how, program, way):
+    first, second = pair.run(_measured, how, way, program)
+    assert first == second
+    gather, *others = first["choices"]
+    assert gather[1] == ["copy engine", "ordinary", "symmetric"]
+    assert {tuple(ways) for op, ways in others if "gather" not in op} == {("ordinary", "symmetric")}
+    assert (first["placed"] == 0) == (way == "ordinary")
+    assert (first["on engines"] > 0) == (way == "copy engine")
+
+
+def _measured(rank, size, how, way, program):
+    """The same, whatever is measured; the measurement's own collectives are not counted."""
+    from symmplan.place import chooser
+
+    def chosen(seconds, **_):
+        return way if way in seconds else "symmetric"
+
+    chooser.fastest, fastest = chosen, chooser.fastest
+    try:
+        _ways(rank, size, how, "measure", program)
+        forget, chooser.forget = chooser.forget, lambda: None
+        try:
+            return _ways(rank, size, how, "measure", program)
+        finally:
+            chooser.forget = forget
+    finally:
+        chooser.fastest = fastest
