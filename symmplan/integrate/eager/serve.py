@@ -101,8 +101,9 @@ def serve(
             work = result[1]
             if event.call.asynchronous and work_of(work) is not None:
                 return form.results(_finish_later(event, work_of(work), back, form.written))
-            if back:
-                work_of(work).wait()
+            started = work_of(work)
+            if back and started is not None:  # there is none of what ran on the current stream
+                started.wait()
             results = {(): form.written}
         else:
             copied = _copied(event, result)
