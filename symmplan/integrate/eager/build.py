@@ -203,12 +203,13 @@ class _Builder:
             if operation.op == MARK:
                 continue
             due, step = barriers.get(operation.name, []), self.captured.steps[operation.name]
+            event = None if step.node is None else by_node.get(step.node)
+            if event is None and due and lazy:  # what still waits comes before the barrier, too
+                lazy.append((operation.name, list(due)))
             if step.kind == "poison":
                 poison = _Poison(self._bytes(step.buffer), self.lent.get(step.buffer))
                 lazy.append((operation.name, [poison]))
-            event = None
             if step.node is not None:
-                event = by_node.get(step.node)
                 while current + 1 < len(events):
                     following = events[current + 1]
                     if order[following.call.node] > order[step.node]:
