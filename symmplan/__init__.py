@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.context import empty as empty
     from symmplan.integrate.eager.context import out as out
     from symmplan.memory import handle as handle
+    from symmplan.memory.held import segments as segments
     from symmplan.model import Plan as Plan
     from symmplan.model import Problem as Problem
     from symmplan.registry import register_symm_mem_args as register_symm_mem_args
@@ -37,6 +38,7 @@ _HOME = {
     "plan": "symmplan.api",
     "register_symm_mem_args": "symmplan.registry",
     "requirements": "symmplan.registry",
+    "segments": "symmplan.memory.held",
     "symm_args": "symmplan.registry",
 }
 

@@ -56,11 +56,13 @@ def test_auto_is_local_for_one_process():
 def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
     monkeypatch.setattr(spares, "_SPARE", kept := [])
     for frees in (True, False):
-        arena = realize(hand_made({"a": 64}), memory="local")
+        arena = realize(hand_made({"a": 64}), memory="local", user="somebody")
         assert arena.frees
         arena.frees = frees
+        assert [held.users for held in symmplan.segments()] == [("somebody",)]
         spares.give_back([arena])
         assert arena.released is frees
+        assert [held.users for held in symmplan.segments()] == ([] if frees else [()])
         assert [s.arena for s in kept] == ([] if frees else [arena])
     arena.release()
 

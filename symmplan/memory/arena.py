@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from symmplan._compat import has_process_groups, world
 from symmplan.errors import ReleasedError, RunError
@@ -28,6 +30,10 @@ __all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
 #: Seconds that ranks wait for each other unless told otherwise.
 DEFAULT_TIMEOUT = 300.0
 
+#: All that live, by the order in which they were made.
+ARENAS: WeakValueDictionary[int, Arena] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
 
 class Arena:
     """The memory of a plan. A context manager: leaving it releases everything.
@@ -39,6 +45,7 @@ class Arena:
         rendezvous: How many (segment, group) pairs were rendezvoused.
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
+        user: Who plans in it, for people; empty if nobody does.
         races: Looks for races; None unless asked for, and possible.
     """
 
@@ -50,6 +57,7 @@ class Arena:
         *,
         timeout: float,
         frees: bool,
+        user: str = "",
         races: RaceDetector | None = None,
     ) -> None:
         self.plan = plan
@@ -58,8 +66,10 @@ class Arena:
         self.segments = segments
         self.timeout = timeout
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
+        self.user = user
         self.races = races
         self._released = False
+        ARENAS[next(_NUMBERS)] = self
 
     def __enter__(self) -> Self:
         return self
@@ -211,6 +221,7 @@ def realize(
     timeout: float = DEFAULT_TIMEOUT,
     temporary: bool = False,
     debug: bool = False,
+    user: str = "",
 ) -> Arena:
     """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
 
@@ -228,6 +239,7 @@ def realize(
             collectives of process groups will use them: no peer views, no ``torch.ops.symm_mem``.
             NCCL's memory is then given back, which else is kept. Equal on all ranks.
         debug: Look for races on shared memory: see `symmplan.memory.races`. Equal on all ranks.
+        user: Who plans in it, for `symmplan.segments`.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.
@@ -276,7 +288,15 @@ def realize(
     if races is not None:
         races.follow(plan.placements)
         races.begin()
-    return Arena(plan, backend.name, segments, timeout=timeout, frees=backend.frees, races=races)
+    return Arena(
+        plan,
+        backend.name,
+        segments,
+        timeout=timeout,
+        frees=backend.frees,
+        user=user,
+        races=races,
+    )
 
 
 def _pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -69,6 +69,7 @@ def obtain(
     memory: str,
     device: torch.device,
     timeout: float,
+    user: str,
     temporary: bool = False,
     debug: bool = False,
 ) -> tuple[Arena, bool]:
@@ -80,6 +81,7 @@ def obtain(
         memory: Name of the memory backend.
         device: Where it must lie.
         timeout: Seconds that ranks wait for each other.
+        user: As for `symmplan.memory.realize`.
         temporary: As for `symmplan.memory.realize`, if it must be new.
         debug: The same.
 
@@ -100,6 +102,7 @@ def obtain(
         if spare is not None and all(n == number for ns in said.values() for n in ns):
             agree(plan, groups, timeout)
             _SPARE.remove(spare)
+            spare.arena.user = user
             return spare.arena, False
     arena = realize(
         plan,
@@ -109,6 +112,7 @@ def obtain(
         timeout=timeout,
         temporary=temporary,
         debug=debug,
+        user=user,
     )
     return arena, True
 
@@ -132,7 +136,15 @@ def borrowed(
 
     Collective: to enter yes, over those groups; to leave no.
     """
-    arena, _ = obtain(plan, groups, memory=memory, device=device, timeout=timeout, temporary=True)
+    arena, _ = obtain(
+        plan,
+        groups,
+        memory=memory,
+        device=device,
+        timeout=timeout,
+        user="measurement",
+        temporary=True,
+    )
     there = {
         name: arena.segments[p.segment].tensor[p.offset : p.end]
         for name, p in plan.placements.items()
@@ -163,6 +175,7 @@ def give_back(arenas: list[Arena]) -> None:
             arena.release()
         else:
             _COUNT[0] += 1
+            arena.user = ""
             _SPARE.append(_Spare(_COUNT[0], device, arena))
     arenas.clear()
 

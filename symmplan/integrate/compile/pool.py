@@ -336,7 +336,13 @@ class Pool:
         self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]
     ) -> Arena:
         arena, made = obtain(
-            plan, groups, memory=memory, device=device, timeout=self.timeout, debug=self.debug
+            plan,
+            groups,
+            memory=memory,
+            device=device,
+            timeout=self.timeout,
+            user="compiled graphs",
+            debug=self.debug,
         )
         self.rendezvous += arena.rendezvous if made else 0
         self.progress.add(arena)

@@ -251,6 +251,7 @@ class Residents:
             device=self.device,
             timeout=self.timeout,
             debug=self.pool.debug,
+            user="kept inputs",
         )
         self.pool.progress.add(arena)
         self.pool.rendezvous += arena.rendezvous

@@ -215,6 +215,7 @@ class Recording:
             groups={group.name: group.process_group},
             timeout=settings.options.timeout,
             debug=settings.options.debug is True,
+            user="eager session",
         )
         engines = known(group.process_group)
         if chosen.engines and engines is not None:

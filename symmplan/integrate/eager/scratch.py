@@ -63,6 +63,7 @@ class RecordingScratch:
                 memory=self._memory,
                 device=self._device,
                 timeout=self._timeout,
+                user="recording",
             )
         found = []
         for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):

@@ -198,6 +198,7 @@ class Memory:
             memory=self._options.memory,
             device=self.device,
             timeout=self._options.timeout,
+            user="FSDP2",
         )
         if not settled and not any(users.live() for users in self._users.values()):
             give_back(self._arenas)

@@ -1,0 +1,49 @@
+"""`symmplan.segments`: what this process holds of symmetric memory, and for whom."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from symmplan.memory.arena import ARENAS
+
+__all__ = ["HeldSegment", "segments"]
+
+
+@frozen
+class HeldSegment:
+    """A segment that this process holds.
+
+    Attributes:
+        name: In its plan; other plans may have segments of the same name.
+        nbytes: Size in bytes, on this rank.
+        memory: Name of the memory backend.
+        groups: Names of the groups that it met, copy engines' communicators included.
+        users: Who plans in it: ``"compiled graphs"``, ``"kept inputs"`` of those, ``"eager
+            session"``, ``"recording"``, ``"FSDP2"``, ``"measurement"``, or what
+            `symmplan.memory.realize` was told. Empty if it is kept for the next one that fits.
+    """
+
+    name: str
+    nbytes: int
+    memory: str
+    groups: tuple[str, ...]
+    users: tuple[str, ...]
+
+
+def segments() -> tuple[HeldSegment, ...]:
+    """The segments that this process holds, in the order in which they were made.
+
+    Collective: no.
+    """
+    return tuple(
+        HeldSegment(
+            name=name,
+            nbytes=segment.nbytes,
+            memory=arena.memory,
+            groups=tuple(segment.rendezvous),
+            users=(arena.user,) if arena.user else (),
+        )
+        for _, arena in sorted(ARENAS.items())
+        if not arena.released
+        for name, segment in arena.segments.items()
+    )

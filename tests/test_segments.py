@@ -1,0 +1,68 @@
+"""`symmplan.segments`: what a process holds, whoever plans in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+import symmplan
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=120.0) as ranks:
+        yield ranks
+
+
+def _users():
+    return sorted((held.users, held.nbytes, held.memory) for held in symmplan.segments())
+
+
+def _all_three(rank, size):
+    """A compiled graph, a sharded model and an eager program; who holds what, and when."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    x = torch.ones(64)
+
+    def program(x):
+        return ops.wait_tensor(ops.all_gather_into_tensor(x.sin(), 2, group)) + 1
+
+    seen = [_users()]
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    torch.compile(program, backend=backend)(x)
+    seen.append(_users())
+
+    model = fully_shard(torch.nn.Linear(64, 64, bias=False))
+    handle = symmplan.fsdp.apply(model, timeout=30.0)
+    for _ in range(2):
+        model(torch.ones(4, 64)).sum().backward()
+    seen.append(_users())
+
+    with symmplan.eager(timeout=30.0) as session:
+        for _ in range(2):
+            program(x)
+            session.step()
+        seen.append(_users())
+        (held,) = (h for h in symmplan.segments() if h.users == ("eager session",))
+        named = held.name, held.groups
+        want = [(s.name, s.groups) for s in session.plan.segments]
+    handle.remove()
+    backend.release()
+    seen.append(_users())
+    return seen, named, want, (handle.plan.peak_bytes, backend.plans[0].peak_bytes)
+
+
+def test_segments_say_who_plans_in_them(pair):
+    first, second = pair.run(_all_three)
+    assert first == second
+    seen, named, (want,), (sharded, compiled) = first
+    assert named == want
+    graph = (("compiled graphs",), compiled, "shm")
+    model = (("FSDP2",), sharded, "shm")
+    session = (("eager session",), compiled, "shm")
+    assert seen == [[], [graph], sorted([graph, model]), sorted([graph, model, session]), []]
