@@ -53,16 +53,6 @@ __all__ = [
     "dispatch_modes",
     "finished",
     "finished_work",
-    "fsdp_can_be_replaced",
-    "fsdp_comm_bases",
-    "fsdp_comms",
-    "fsdp_group_methods",
-    "fsdp_has_direct_seam",
-    "fsdp_in_step",
-    "fsdp_one_mesh",
-    "fsdp_param_groups",
-    "fsdp_release_gather",
-    "fsdp_shards",
     "group_backend",
     "group_by_name",
     "group_method_names",
@@ -92,7 +82,6 @@ __all__ = [
     "replace_group_method",
     "replace_op_call",
     "same_version",
-    "set_fsdp_comms",
     "set_symm_mem_backend",
     "storage_use_count",
     "symm_mem_backend",
@@ -231,50 +220,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def fsdp_param_groups(module: Any) -> list[Any]:
-    """The parameter groups that FSDP2 manages for ``module``, an ``FSDPModule``."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later: may be several
-    if groups is None:
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
-
-
-def fsdp_comms(group: Any) -> tuple[Any, Any]:
-    """The all-gather and reduce-scatter objects of an FSDP2 parameter group.
-
-    Torch's defaults where this torch does not say.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    gather = getattr(group, "_all_gather_comm", None) or collectives.DefaultAllGather()
-    scatter = getattr(group, "_reduce_scatter_comm", None) or collectives.DefaultReduceScatter()
-    return gather, scatter
-
-
-def set_fsdp_comms(module: Any, group: Any, gather: Any, scatter: Any) -> None:
-    """Let a parameter group of ``module``, an ``FSDPModule``, use these collectives."""
-    if len(fsdp_param_groups(module)) == 1:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(scatter)
-    else:  # those setters refuse, because one object would serve all groups
-        group._all_gather_comm = gather
-        group._reduce_scatter_comm = scatter
-
-
-def fsdp_comm_bases() -> tuple[type, type]:
-    """FSDP2's interfaces ``(AllGather, ReduceScatter)`` for custom collectives.
-
-    Plain classes where this torch has them elsewhere: FSDP2 only calls their methods.
-    """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    except ImportError:
-        return object, object
-    return AllGather, ReduceScatter
-
-
 def has_copy_engine_policy() -> bool:
     """Whether a communicator of NCCL can be asked to use copy engines."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
@@ -381,99 +326,6 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> N
     with _coalescing_manager(group):
         for output, part in zip(outputs, inputs, strict=True):
             all_gather_into_tensor(output, part, group=group)
-
-
-#: What `symmplan.integrate.fsdp.direct` uses of a parameter group and of its parameters.
-_SEAM_OF_GROUP = (
-    "_all_gather_process_group",
-    "_all_gather_result",
-    "_to_sharded",
-    "_to_unsharded",
-    "_training_state",
-    "_use_post_forward_mesh",
-    "comm_ctx",
-    "device",
-    "fsdp_params",
-    "is_sharded",
-    "is_unsharded",
-    "mesh_info",
-    "unshard",
-    "unshard_in_backward",
-    "wait_for_unshard",
-)
-_SEAM_OF_PARAMETER = (
-    "_contiguous_orig_stride",
-    "_orig_size",
-    "_sharded_local_tensor",
-    "_sharded_param_data",
-    "all_gather_outputs",
-    "alloc_all_gather_outputs",
-    "free_unsharded_param",
-    "fsdp_placement",
-    "init_unsharded_param",
-    "offload_to_cpu",
-    "orig_dtype",
-    "param_dtype",
-)
-
-
-def fsdp_has_direct_seam(group: Any) -> bool:
-    """Whether an FSDP2 parameter group has what its direct form replaces and uses.
-
-    After its lazy initialization; before, only what it replaces can be seen.
-    """
-    return (
-        all(hasattr(group, name) for name in _SEAM_OF_GROUP)
-        and all(hasattr(p, name) for p in group.fsdp_params for name in _SEAM_OF_PARAMETER)
-        and hasattr(group.comm_ctx, "get_all_gather_streams")
-    )
-
-
-def fsdp_can_be_replaced(group: Any) -> bool:
-    """Whether an FSDP2 parameter group has the methods that its direct form replaces."""
-    return all(hasattr(group, name) for name in ("unshard", "wait_for_unshard", "_to_sharded"))
-
-
-def fsdp_group_methods(group: Any) -> list[str]:
-    """The methods of a parameter group in which its collectives are issued and awaited."""
-    names = ("unshard", "wait_for_unshard", "post_backward")
-    return [name for name in names if callable(getattr(group, name, None))]
-
-
-def fsdp_shards(group: Any) -> bool:
-    """Whether a parameter group is sharded, not only replicated."""
-    return getattr(getattr(group, "mesh_info", None), "shard_mesh_dim", None) is not None
-
-
-def fsdp_one_mesh(group: Any) -> bool:
-    """Whether every parameter of a group is resharded to the mesh it is sharded on."""
-    return getattr(group, "post_forward_mesh_info", None) in (None, group.mesh_info)
-
-
-def fsdp_in_step(group: Any) -> bool:
-    """Whether a parameter group was used in forward and its backward pass may still come.
-
-    FSDP2 does not know whether a forward pass has one, so that it was one without gradients or
-    that its results are gone must be told otherwise.
-    """
-    return bool(
-        group._training_state.name != "IDLE" or getattr(group.comm_ctx, "post_forward_order", ())
-    )
-
-
-def fsdp_release_gather(group: Any) -> None:
-    """Let go of the flat all-gather that FSDP2 keeps until the next one has been waited for."""
-    context = group.comm_ctx
-    if group._training_state.name != "FORWARD":
-        return
-    release = getattr(context, "release_all_gather_state_for_comm_reuse", None)
-    if release is not None:
-        release()
-        return
-    state = context.all_gather_state
-    if state is not None:
-        group._wait_all_gather_streams_on_event(state.event)
-        context.all_gather_state = None
 
 
 def all_to_all(output: Any, source: Any, group: Any) -> None:

@@ -410,14 +410,14 @@ def random_program(rank, world, blocks, hidden, options, steps):
 @contextlib.contextmanager
 def flat():
     """FSDP2 as a torch has it in which parameter groups have other methods."""
-    from symmplan import _compat
+    from symmplan import _compat_fsdp as fsdp2
 
-    known = _compat.fsdp_can_be_replaced
-    _compat.fsdp_can_be_replaced = lambda _: False
+    known = fsdp2.can_be_replaced
+    fsdp2.can_be_replaced = lambda _: False
     try:
         yield
     finally:
-        _compat.fsdp_can_be_replaced = known
+        fsdp2.can_be_replaced = known
 
 
 def in_flat_buffers(rank, world, name, *args):

@@ -22,13 +22,14 @@ PACKAGE = ROOT / "symmplan"
 #: What each layer may import, besides itself. DESIGN: cli -> integrate -> capture, memory ->
 #: planner -> model, errors; registry and report stand on model. `_compat*` are torch's private
 #: names, on which anything but the pure layers may stand.
-BASE = {"model", "errors", "_compat", "_compat_autograd"}
+BASE = {"model", "errors", "_compat", "_compat_autograd", "_compat_fsdp"}
 ALLOWED = {
     "errors": set(),
     "model": {"errors"},
     "_compat": {"errors", "_compat_c10d"},
     "_compat_c10d": set(),
     "_compat_autograd": set(),
+    "_compat_fsdp": set(),
     "report": {"model", "errors"},
     "planner": {"model", "errors"},
     "registry": BASE,

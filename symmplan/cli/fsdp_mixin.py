@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat
+from symmplan import _compat_fsdp as fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +106,7 @@ def install(modules: Sequence[Any], pool: Any) -> str:
             method("NCCL")  # type: ignore[misc]
         return "set_symm_mem_for_comm"
     for module in modules:
-        for group in _compat.fsdp_param_groups(module):
-            gather, _ = _compat.fsdp_comms(group)
+        for group in fsdp2.param_groups(module):
+            gather, _ = fsdp2.comms(group)
             module.set_custom_all_gather(PooledAllGather(pool, gather))
     return "pool"

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import symmplan
 from symmplan import _compat as compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.cli.fsdp_mixin import Pool, install
 from symmplan.cli.fsdp_models import Llama, mlp, parts
 from symmplan.cli.fsdp_profile import profile, profile_gathers
@@ -74,7 +75,7 @@ class HostClock:
         """Measure what happens in here. Afterwards the methods are what they were."""
         undo = []
         for group in self._groups:
-            for name in compat.fsdp_group_methods(group):
+            for name in fsdp2.group_methods(group):
                 before = vars(group).get(name)
                 timed = self._timed(getattr(group, name))
                 setattr(group, name, timed)
@@ -184,14 +185,14 @@ class Side:
         return [m for m in self.model.modules() if isinstance(m, FSDPModule)]
 
     def _groups(self) -> list[Any]:
-        return [group for module in self._modules() for group in compat.fsdp_param_groups(module)]
+        return [group for module in self._modules() for group in fsdp2.param_groups(module)]
 
     @property
     def collectives(self) -> int:
         """How many FSDP2 runs in a step: modules gather twice and reduce, the root gathers once."""
         if self.name == "unsharded":
             return 0
-        own = any(True for g in compat.fsdp_param_groups(self._modules()[0]) if g.fsdp_params)
+        own = any(True for g in fsdp2.param_groups(self._modules()[0]) if g.fsdp_params)
         return 3 * len(parts(self.model)) + (2 if own else 0)
 
     @property

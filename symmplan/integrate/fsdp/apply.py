@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from symmplan import _compat as compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
@@ -140,7 +140,7 @@ class Handle:
         if self._plain and sys.exc_info()[0] is None:
             self._runtime.check_removable()
         for module, group, gather, scatter in self._plain:
-            compat.set_fsdp_comms(module, group, gather, scatter)
+            fsdp2.set_comms(module, group, gather, scatter)
         self._plain.clear()
         self._runtime.release()
 
@@ -186,11 +186,11 @@ def apply(
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        for i, group in enumerate(compat.fsdp_param_groups(module)):
+        for i, group in enumerate(fsdp2.param_groups(module)):
             if id(group) in seen:  # the module shares it with one before
                 continue
             seen.add(id(group))
-            comms = compat.fsdp_comms(group)
+            comms = fsdp2.comms(group)
             for comm in comms:
                 _check_plain(comm, name)
             site = name or "model"
@@ -204,7 +204,7 @@ def apply(
         )
     runtime = Runtime(options, len(found))
     for site, module, group, gather, scatter in found:
-        if compat.fsdp_can_be_replaced(group):
+        if fsdp2.can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))
         else:
             runtime.planning.flat[site] = NO_SEAM
@@ -212,7 +212,7 @@ def apply(
             PlannedAllGather(runtime, site, gather),
             PlannedReduceScatter(runtime, site, scatter),
         )
-        compat.set_fsdp_comms(module, group, *planned)
+        fsdp2.set_comms(module, group, *planned)
     return Handle(runtime, [(module, *of) for _, module, *of in found])
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from symmplan import _compat as compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory.tell import leaders, tell
@@ -171,7 +172,7 @@ class Choices:
         plain = scratch[: bench.call.nbytes].view(placed.dtype)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
-        gather, scatter = compat.fsdp_comms(None)
+        gather, scatter = fsdp2.comms(None)
         ways: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "", plain, group)]
         if not self._splits_words(bench.call):
             ways.append(("symmetric", memory, placed, group))

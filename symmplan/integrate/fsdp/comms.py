@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan import _compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Key
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter"]
 
-_GatherBase, _ScatterBase = _compat.fsdp_comm_bases()
+_GatherBase, _ScatterBase = fsdp2.comm_bases()
 
 
 class _Planned:

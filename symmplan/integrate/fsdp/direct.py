@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan import _compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
 from symmplan.integrate.fsdp.bytes import Tenant
 from symmplan.integrate.fsdp.layout import Gathered, Layout, layout_of
@@ -139,7 +140,7 @@ class Direct:
             if not isinstance(result, Gathered):
                 self._wait()
                 return
-        _compat.fsdp_release_gather(group)
+        fsdp2.release_gather(group)
         if result.all_gather_event is not None:
             torch.cuda.current_stream().wait_event(result.all_gather_event)
         home.move_in(group.fsdp_params)
@@ -158,7 +159,7 @@ class Direct:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph that was not used yet has views of the parameters."""
-        return self._home is not None and self._home.viewed and _compat.fsdp_in_step(self._group)
+        return self._home is not None and self._home.viewed and fsdp2.in_step(self._group)
 
     def remove(self) -> None:
         """Give FSDP2 its own methods back, and its parameters storages of their own.

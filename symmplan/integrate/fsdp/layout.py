@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from symmplan import _compat as compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Key
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 
@@ -65,11 +65,11 @@ def layout_of(group: Any) -> Layout | str:
         group: FSDP2's, after its lazy initialization.
     """
     parameters = list(group.fsdp_params)
-    if not compat.fsdp_shards(group):  # others have no gathers, and raise if asked for a group
+    if not fsdp2.shards(group):  # others have no gathers, and raise if asked for a group
         return "its parameters are not sharded"
-    if not parameters or not compat.fsdp_has_direct_seam(group):
+    if not parameters or not fsdp2.has_direct_seam(group):
         return NO_SEAM
-    if group._use_post_forward_mesh or not compat.fsdp_one_mesh(group):
+    if group._use_post_forward_mesh or not fsdp2.one_mesh(group):
         return "it reshards to another mesh after forward"
     ranks = group._all_gather_process_group.size()
     if ranks < 2:
