@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,6 +41,20 @@ def test_clocks_agree_with_all_linear_extensions(problem):
             assert bool(clocks.ordered(*pair)[0]) == ((a, b) in before)
     assert order.names in set(linear_extensions(problem))
     assert tuple(clocks.names) in set(linear_extensions(problem))
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(max_operations=30, max_buffers=1, **PLAIN))
+def test_the_graph_says_what_the_clocks_say(problem):
+    graph, order = problem.graph(), order_of(problem)
+    assert list(graph) == [o.name for o in problem.operations]
+    assert all(graph.nodes[o.name]["operation"] is o for o in problem.operations)
+    assert {k for *_, k in graph.edges(data="kind")} <= {"stream", "edge"}
+    for name in graph:
+        behind = {n for n in graph if order.precedes(order.index[name], order.index[n])}
+        assert nx.descendants(graph, name) == behind
+    graph.clear()  # the caller's own
+    assert len(problem.graph()) == len(problem.operations)
 
 
 @settings(max_examples=200, deadline=None)

@@ -49,8 +49,8 @@ ALLOWED = {
 #: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
 #: functions, and nothing else may look ahead.
 LOOKS_AHEAD = {
-    ("model", "planner"): "model.py",
-    ("model", "report"): "model.py",
+    ("model", "planner"): {"model/problem.py", "model/plan.py"},
+    ("model", "report"): {"model/plan.py"},
 }
 #: Pure Python: planning must work where torch is not installed, and must stay quick to import.
 WITHOUT_TORCH = {"errors", "model", "planner", "report"}
@@ -109,7 +109,7 @@ def wrong_imports(files: dict[str, str]) -> list[str]:
                     wrong.append(f"{path}:{line}: {parts[1]} must not import {module}")
             if other is None or other == layer or other in ALLOWED[layer]:
                 continue
-            if inside and LOOKS_AHEAD.get((layer, other)) == path:
+            if inside and path in LOOKS_AHEAD.get((layer, other), ()):
                 continue
             wrong.append(f"{path}:{line}: {layer} must not import {module}")
     return wrong
@@ -139,8 +139,8 @@ def test_layers_import_in_one_direction():
         ("report/x.py", "if True:\n    import symmplan.integrate", "report must not import"),
         ("memory/x.py", "from symmplan.capture import fx", "memory must not import"),
         ("errors.py", "from symmplan import model", "errors must not import"),
-        ("model.py", "from symmplan.planner import plan", "model must not import"),
-        ("model.py", "def f():\n    from symmplan.memory import x", "model must not import"),
+        ("model/x.py", "from symmplan.planner import plan", "model must not import"),
+        ("model/x.py", "def f():\n    from symmplan.memory import x", "model must not import"),
         ("place/x.py", "from symmplan.integrate.eager import lanes", "place must not import"),
         ("integrate/x.py", "import symmplan.cli", "integrate must not import"),
         ("integrate/eager/x.py", "import symmplan.integrate.compile.emit", "eager must not import"),

@@ -1,0 +1,63 @@
+"""What ops declare: `Requirement` and `OpSpec`."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+__all__ = ["DEFAULT_ALIGN", "OpSpec", "Requirement"]
+
+#: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
+#: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.
+DEFAULT_ALIGN = 256
+
+
+@frozen
+class Requirement:
+    """What an op declares of one of its arguments or results.
+
+    Attributes:
+        where: ``"name"`` of an argument, ``"return"`` or ``"return.0"``, ... of a result.
+        align: Alignment of the placement in bytes, a power of two.
+        signal_pad: Whether the op uses the signal pad of the segment that holds this tensor.
+        enters: Peers touch a rank's bytes of it only after that rank has started the op. See
+            [Note: peers count].
+        releases: No peer touches a rank's bytes of it after the op has ended on that rank.
+    """
+
+    where: str
+    align: int = DEFAULT_ALIGN
+    signal_pad: bool = False
+    enters: bool = False
+    releases: bool = False
+
+
+@frozen
+class OpSpec:
+    """All that is declared of one op.
+
+    Attributes:
+        op: Qualified name with overload, such as ``"_c10d_functional::all_reduce.default"``.
+        requirements: The arguments and results that must be symmetric, ordered as in the schema.
+        group: Name of the schema argument that names the process group.
+        handshake: No symmetric byte, also none of this rank's own, is touched before all ranks of
+            the group have started the op. See [Note: peers count], also for the next two.
+        release: The op (or its wait, if asynchronous) ends only after all ranks' accesses ended.
+        meets: Its end on a rank comes after its start on every rank of the group. Every op that
+            handshakes or releases does.
+        asynchronous: The op only starts the work; ``wait_tensor`` of its result ends it.
+        out: Qualified name of the variant that writes its results into given tensors, if any.
+        origin: Who declared it: ``"catalogue"``, ``"user"`` or ``"torch"`` (upstream's registry).
+        fills: Pairs (argument, result): before the op is started the argument is copied into the
+            result, where the op then works in place.
+    """
+
+    op: str
+    requirements: tuple[Requirement, ...]
+    group: str
+    handshake: bool = False
+    release: bool = False
+    meets: bool = False
+    asynchronous: bool = False
+    out: str | None = None
+    origin: str = "user"
+    fills: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,196 @@
+"""What was decided: `Plan`, its segments, placements and barriers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from symmplan.model.problem import Problem, Unplanned
+
+__all__ = ["Barrier", "Bound", "Placement", "Plan", "SegmentSpec"]
+
+
+@frozen
+class Placement:
+    """Where a buffer lies: bytes ``[offset, offset + nbytes)`` of a segment."""
+
+    segment: str
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """First byte after the placement."""
+        return self.offset + self.nbytes
+
+
+@frozen
+class SegmentSpec:
+    """One symmetric allocation to be made.
+
+    Attributes:
+        name: Unique in its plan.
+        groups: Process groups that it is rendezvoused with, once each; usually one.
+        nbytes: Its size in bytes.
+        lower_bound_bytes: Proven minimum of its bytes.
+        signal_pad: Whether an op in it uses the signal pad.
+        witness: Buffers that prove the bound; of buffers that share an offset, the first.
+        proof: ``"clique"``: the witnesses conflict pairwise and their sizes, rounded up to the
+            segment's least alignment, sum to the bound. ``"pin"``: the one witness is pinned and
+            ends there. ``"search"``: a complete search found nothing lower; the witnesses are
+            the heaviest set known, and their sum is less than the bound.
+    """
+
+    name: str
+    groups: tuple[str, ...]
+    nbytes: int
+    lower_bound_bytes: int
+    signal_pad: bool = False
+    witness: tuple[str, ...] = ()
+    proof: str = "clique"
+
+
+@frozen
+class Bound:
+    """What several segments need together, however their buffers are dealt to them.
+
+    Where signal pads or pairs kept apart split the buffers of some groups into several segments,
+    or groups that could share a segment do not, the sum of the segments' own bounds may be more
+    than the best plan needs; this is not.
+
+    Attributes:
+        groups: The process groups that the segments serve, sorted.
+        nbytes: Proven minimum of the sum of their bytes.
+        witness: Buffers that conflict pairwise and whose sizes sum to it, as in `SegmentSpec`.
+    """
+
+    groups: tuple[str, ...]
+    nbytes: int
+    witness: tuple[str, ...] = ()
+
+
+@frozen
+class Barrier:
+    """A barrier over ``group`` that must run right before ``before`` starts.
+
+    Several before one operation run in the order in which the plan lists them.
+
+    Attributes:
+        before: Name of the operation.
+        group: Process group.
+        buffers: Names of the buffers whose bytes it protects.
+    """
+
+    before: str
+    group: str
+    buffers: tuple[str, ...] = ()
+
+
+@frozen
+class Plan:
+    """Where every declared tensor of a program lives.
+
+    Attributes:
+        problem: The problem it solves, kept so that the plan can be checked and drawn.
+        segments: The symmetric allocations, in canonical order.
+        placements: ``{buffer name: Placement}``, in canonical order.
+        barriers: What must be run besides the program. See [Note: peers count].
+        effort: ``"fast"`` or ``"optimal"``.
+        optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
+        bounds: Bounds that replace those of the segments of their groups: one for each set of
+            groups that could share segments and have several.
+    """
+
+    problem: Problem
+    segments: tuple[SegmentSpec, ...]
+    placements: Mapping[str, Placement]
+    barriers: tuple[Barrier, ...] = ()
+    effort: str = "fast"
+    optimal: bool = False
+    bounds: tuple[Bound, ...] = ()
+
+    @property
+    def unplanned(self) -> tuple[Unplanned, ...]:
+        """Every declared tensor left out, and why."""
+        return self.problem.unplanned
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sum of the segments' bytes."""
+        return sum(s.nbytes for s in self.segments)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Proven minimum of `peak_bytes`."""
+        joint = {g for b in self.bounds for g in b.groups}
+        return sum(b.nbytes for b in self.bounds) + sum(
+            s.lower_bound_bytes for s in self.segments if not joint.intersection(s.groups)
+        )
+
+    @property
+    def gap(self) -> float:
+        """By which factor `peak_bytes` exceeds the proven minimum; 1.0 for an optimal plan."""
+        return self.peak_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
+
+    @property
+    def unshared_bytes(self) -> int:
+        """Bytes that one buffer per tensor would take."""
+        return sum(b.nbytes for b in self.problem.buffers)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the canonical plan; equal on all ranks before anything is registered."""
+        from symmplan.planner.fingerprint import fingerprint
+
+        return fingerprint(self)
+
+    def verify(self) -> None:
+        """Check the plan with code that did not make it.
+
+        Raises:
+            VerificationError: A rule is broken; ``kind`` says which.
+        """
+        from symmplan.planner.verify import verify
+
+        verify(self)
+
+    def to_json(self) -> str:
+        """Canonical JSON of the plan and its problem."""
+        from symmplan.planner.serialize import plan_to_json
+
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read and verify what `to_json` wrote.
+
+        Raises:
+            PlanFormatError: The text is not a plan of this format.
+            VerificationError: It is one, but wrong.
+        """
+        from symmplan.planner.serialize import plan_from_json
+
+        return plan_from_json(text)
+
+    def summary(self) -> str:
+        """A few lines for people: segments, bytes against the bound, what was left out and why."""
+        from symmplan.report.text import plan_summary
+
+        return plan_summary(self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a self-contained HTML page: segments as byte-over-time rectangles."""
+        from symmplan.report.html import write_plan_html
+
+        write_plan_html(self, path)
+
+    def advice(self) -> tuple[Any, ...]:
+        """What would save bytes, largest saving first; each piece verified by planning again."""
+        from symmplan.planner.advice import advise
+
+        return advise(self)
