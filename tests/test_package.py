@@ -325,6 +325,15 @@ def test_the_map_of_the_tests_names_every_file():
     assert not unnamed
 
 
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_files_that_pages_name_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[\w*]+/)*[\w*]+\.py)`", text)
+    assert len(named) > 3
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    assert [name for name in named if not any(path.match(name) for path in files)] == []
+
+
 def test_no_name_hides_one_that_attrs_uses_in_its_methods():
     """Methods that attrs generates look for ``_compat`` in their module's globals."""
     for path in sorted(PACKAGE.rglob("*.py")):
