@@ -101,6 +101,8 @@ class Chosen:
     choices: Sequence[Choice] = ()
 
 
+_wait = torch.ops._c10d_functional.wait_tensor
+
 #: By process group. See [Note: who measures].
 _FOUND: WeakKeyDictionary[Any, dict[_Case, Choice]] = WeakKeyDictionary()
 
@@ -445,7 +447,3 @@ def _cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[
         pieces.append(flat[begin:end].view(dtype))
         begin = -(-end // _ALIGN) * _ALIGN
     return pieces
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    torch.ops._c10d_functional.wait_tensor(tensor)

@@ -31,6 +31,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from symmplan import _compat as compat
 from symmplan.errors import RunError, SymmplanError
 from symmplan.memory.alarm import Alarm
@@ -52,6 +54,8 @@ _GRACE = 3.0
 _POLL = 0.25
 #: Seconds that peers have to hear of a failure and to say how far they are.
 _MEETING = _PATIENCE + _GRACE + 5.0
+#: Seconds that a device has to come to rest after a failure.
+_REST = 10.0
 #: Seconds that an abort may take. On a device that never comes to rest it does not end.
 _ABORT = 15.0
 
@@ -206,6 +210,15 @@ class Faults:
         """End what waits for a peer that will never come."""
         if self._group.size > 1:
             ends_within(_ABORT, compat.abort_group, self._group.process_group)
+
+    def at_rest(self, device: torch.device) -> bool:
+        """Whether the device has nothing to do; after a failure it may wait for a peer for ever."""
+        if device.type != "cuda":
+            return True
+        if not self.failed:
+            torch.cuda.synchronize(device)
+            return True
+        return ends_within(_REST, torch.cuda.synchronize, device)
 
     def close(self) -> None:
         """Listen no more. See [Note: threads that end]."""

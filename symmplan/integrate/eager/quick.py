@@ -21,20 +21,19 @@ import torch
 from attrs import define, field
 
 from symmplan import _compat as compat
-from symmplan.capture.eager import signature
 from symmplan.integrate.eager.direct import MISS, front_of, launcher
-from symmplan.integrate.eager.schedule import bound_values
+from symmplan.integrate.eager.expected import Arguments, arguments_of, fitting
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from symmplan.capture.c10d import Functional
     from symmplan.integrate.eager.lanes import Lanes
     from symmplan.integrate.eager.schedule import Event, Lent, Stage
 
-__all__ = ["MISS", "Line", "Quick", "quick_call", "quick_memory"]
+__all__ = ["MISS", "Line", "Quick", "quick_call"]
 
 
 @define(eq=False)
@@ -84,129 +83,6 @@ class Line:
             self.quicks[at] = self.known.setdefault(key, quick)
 
 
-@define(eq=False)
-class _Arguments:
-    """What is expected of a call's arguments, by their places; an address of 0 is any."""
-
-    count: int
-    tensors: list[tuple[int, Any, Any, int]] = field(factory=list)
-    lists: list[tuple[int, tuple[tuple[Any, Any, int], ...]]] = field(factory=list)
-    groups: list[tuple[int, Any]] = field(factory=list)
-    values: list[tuple[int, Any]] = field(factory=list)
-    stages: list[tuple[int, Stage]] = field(factory=list)
-
-    def key(self) -> Any:
-        return (
-            self.count,
-            tuple(self.tensors),
-            tuple(self.lists),
-            tuple((i, id(group)) for i, group in self.groups),
-            tuple((i, v.__class__, tuple(v) if isinstance(v, list) else v) for i, v in self.values),
-            tuple((i, id(s.view), s.copy_in, tuple(map(id, s.ready))) for i, s in self.stages),
-        )
-
-
-def _arguments(event: Event, args: Sequence[Any], form: Functional | None) -> _Arguments | None:
-    """What to expect of calls like this one; None if that cannot be said in short."""
-    values = bound_values(event, *((args, {}) if form is None else (form.args, form.kwargs)))
-    addresses: dict[int, int] = {}
-    for bound in event.binds:
-        addresses[id(_at(values[bound.head], bound.index))] = bound.address
-    stages = {id(_at(values[s.head], s.index)): s for s in event.stages}
-    found = _Arguments(len(args))
-    for i, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            found.tensors.append((i, value.shape, value.dtype, addresses.pop(id(value), 0)))
-            stage = stages.pop(id(value), None)
-            if stage is not None:
-                found.stages.append((i, stage))
-        elif isinstance(value, list) and value and all(isinstance(x, torch.Tensor) for x in value):
-            wants = tuple((x.shape, x.dtype, addresses.pop(id(x), 0)) for x in value)
-            found.lists.append((i, wants))
-            for x in value if form is not None else ():  # its front copies
-                stages.pop(id(x), None)
-        elif isinstance(value, torch.ScriptObject):
-            group = compat.unboxed_if_group(value)
-            if group is not None:
-                found.groups.append((i, group))
-        elif value is None or isinstance(value, (bool, int, str, torch.dtype, torch.device)):
-            found.values.append((i, value))
-        elif isinstance(value, list) and all(isinstance(x, (bool, int)) for x in value):
-            found.values.append((i, list(value)))
-        elif not isinstance(value, float):
-            return None
-    return None if addresses or stages else found
-
-
-def _fits(expected: _Arguments, claims: tuple[tuple[int, int], ...]) -> Callable[[Any], bool]:
-    """Compares arguments, and sees that the bytes to be written are nobody's."""
-    simple = _fits_simple(expected, claims)
-    if simple is not None:
-        return simple
-    count, tensors, lists = expected.count, tuple(expected.tensors), tuple(expected.lists)
-    groups, values = tuple(expected.groups), tuple(expected.values)
-    unboxed, uses = compat.unboxed_group, compat.storage_use_count
-
-    def fits(args: Any) -> bool:
-        if len(args) != count:
-            return False
-        try:
-            for i, shape, dtype, address in tensors:
-                tensor = args[i]
-                if tensor.shape != shape or tensor.dtype is not dtype:
-                    return False
-                if address and tensor.data_ptr() != address:
-                    return False
-            for i, wants in lists:
-                if len(args[i]) != len(wants):
-                    return False
-                for tensor, (shape, dtype, address) in zip(args[i], wants, strict=True):
-                    if tensor.shape != shape or tensor.dtype is not dtype:
-                        return False
-                    if address and tensor.data_ptr() != address:
-                        return False
-            for i, group in groups:
-                if unboxed(args[i]) is not group:
-                    return False
-        except (AttributeError, TypeError):  # no tensor, no list
-            return False
-        for i, value in values:
-            if args[i].__class__ is not value.__class__ or args[i] != value:
-                return False
-        for storage, own in claims:  # noqa: SIM110 (a generator costs as much as all this)
-            if uses(storage) > own:
-                return False
-        return True
-
-    return fits
-
-
-def _fits_simple(
-    expected: _Arguments, claims: tuple[tuple[int, int], ...]
-) -> Callable[[Any], bool] | None:
-    """The same where a tensor is followed by plain values, as in functional collectives."""
-    rest = tuple(value for _, value in expected.values)
-    if [i for i, _ in expected.values] != list(range(1, expected.count)):
-        return None
-    if len(expected.tensors) != 1 or not all(isinstance(x, (int, str)) for x in rest):
-        return None
-    _, shape, dtype, address = expected.tensors[0]
-    uses = compat.storage_use_count
-
-    def fits(args: Any) -> bool:
-        tensor = args[0]
-        if args[1:] != rest or tensor.shape != shape or tensor.dtype is not dtype:
-            return False
-        if address and tensor.data_ptr() != address:
-            return False
-        for storage, own in claims:  # noqa: SIM110 (a generator costs as much as all this)
-            if uses(storage) > own:
-                return False
-        return True
-
-    return fits
-
-
 def quick_call(
     event: Event, args: Any, kwargs: Any, form: Functional | None
 ) -> tuple[Any, Quick | None]:
@@ -223,14 +99,14 @@ def quick_call(
     """
     if kwargs or not event.placed or (form is None and any(s.copy_back for s in event.stages)):
         return None, None
-    expected = _arguments(event, args, form)
+    expected = arguments_of(event, args, form)
     if expected is None:
         return None, None
     claims = event.marks()
     front: Callable[..., Any] | None = None
     if form is not None:
         front = front_of(event, args, form, claims)
-    fits = _fits(expected, claims)
+    fits = fitting(expected, claims)
     call: Callable[[Any, Any], Any] | None
     if form is not None:
         call = None if front is None else _missing
@@ -268,7 +144,7 @@ def _is_another(event: Event) -> bool:
 
 
 def _as_called(
-    event: Event, fits: Callable[[Any], bool], expected: _Arguments
+    event: Event, fits: Callable[[Any], bool], expected: Arguments
 ) -> Callable[[Any, Any], Any]:
     """An op that runs as it was called, on placements."""
     redispatch, after = compat.redispatch_of(event.call.op), compat.keyset_after_select()
@@ -309,7 +185,7 @@ def _staged(args: Any, stages: tuple[tuple[int, Stage], ...]) -> list[Any]:
 
 
 def _plainly(
-    event: Event, fits: Callable[[Any], bool], expected: _Arguments
+    event: Event, fits: Callable[[Any], bool], expected: Arguments
 ) -> Callable[[Any, Any], Any] | None:
     """An op that is called as it is, or in the variant that writes where it is told."""
     if not event.results:
@@ -348,7 +224,7 @@ def _plainly(
 
 
 def _by_row(
-    event: Event, args: Any, fits: Callable[[Any], bool], expected: _Arguments
+    event: Event, args: Any, fits: Callable[[Any], bool], expected: Arguments
 ) -> Callable[[Any, Any], Any] | None:
     """An op that runs as another one, which writes its result where it is told."""
     row = event.row
@@ -387,7 +263,7 @@ def _by_row(
 
 
 def _lean(
-    event: Event, args: Any, fits: Callable[[Any], bool], expected: _Arguments
+    event: Event, args: Any, fits: Callable[[Any], bool], expected: Arguments
 ) -> Callable[[Any], Any] | None:
     """A plain collective past the dispatcher, where nothing else is declared, so that nobody asks.
 
@@ -449,7 +325,7 @@ def _behind(front: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 def _into(
     event: Event,
     fits: Callable[[Any], bool],
-    expected: _Arguments,
+    expected: Arguments,
     make: Callable[[Any, Any, torch.Tensor], None],
     within: int = -1,
     fills: int = -1,
@@ -506,74 +382,3 @@ def _into(
 
 def _device(args: Any) -> torch.device:
     return next(x.device for x in args if isinstance(x, torch.Tensor))
-
-
-def quick_memory(
-    event: Event, run: Callable[[Sequence[Callable[[], None]]], None]
-) -> tuple[Any, Quick | None]:
-    """The same for `symmplan.empty` and `symmplan.out`: of the function, its arguments.
-
-    ``run`` runs what is to be done besides, such as barriers.
-    """
-    lent = next(iter(event.lent.values()), None)
-    writes, acts = event.call.kind == "out", (*event.ready, *event.after)
-    claims, uses = event.marks(), compat.storage_use_count
-    first = tuple(event.before)
-    function, *recorded = event.call.args
-    wanted, named = tuple(recorded), event.call.kwargs
-    if any(isinstance(value, (tuple, dict)) for value in named.values()):  # there may be tensors
-        return None, None
-    place = None if lent is None else lent.tensor
-    tensors = [(i, *w) for i, w in enumerate(wanted) if _is_tensor(w)]
-    floats = [i for i, w in enumerate(wanted) if w is float]
-    others = [(i, w) for i, w in enumerate(wanted) if not _is_tensor(w) and w is not float]
-
-    def call(make: Any, args: Any, kwargs: Any) -> Any:
-        if make is not function or len(args) != len(wanted) or kwargs != named:
-            return MISS
-        for i, shape, dtype in tensors:
-            have = args[i]
-            if not isinstance(have, torch.Tensor):
-                return MISS
-            if have.shape != shape or have.dtype is not dtype:
-                return MISS
-        for i in floats:
-            if args[i].__class__ is not float:
-                return MISS
-        for i, want in others:
-            value = signature(args[i]) if isinstance(args[i], (list, tuple)) else args[i]
-            if value.__class__ is not want.__class__ or value != want:
-                return MISS
-        for storage, own in claims:
-            if uses(storage) > own:
-                return MISS
-        if first:
-            run(first)
-        if place is None:
-            result: torch.Tensor = make(*args, **kwargs)
-        else:
-            if writes:
-                OWN.depth += 1
-                try:
-                    make(*args, **kwargs, out=place)
-                finally:
-                    OWN.depth -= 1
-            result = place.detach()
-        if acts:
-            run(acts)
-        return result
-
-    parts = (event.call.kind, event.stream, id(function), repr(wanted), repr(named), claims)
-    key = (*parts, tuple(map(id, (*first, *acts))))
-    return (*key, id(place)), Quick(event.call.kind, event.stream, call)
-
-
-def _is_tensor(wanted: Any) -> bool:
-    """Whether a signature is a tensor's."""
-    return wanted.__class__ is tuple and len(wanted) == 2 and isinstance(wanted[1], torch.dtype)
-
-
-def _at(value: Any, index: tuple[int, ...]) -> Any:
-    for i in index:
-        value = value[i]
-    return value

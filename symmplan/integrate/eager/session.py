@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from attrs import evolve
 
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.eager.faults import REDO, Faults, ends_within, public
+from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import declared_names, install, overload_name
 from symmplan.integrate.eager.lanes import Lanes, streams_of
-from symmplan.integrate.eager.quick import MISS, Line, quick_call, quick_memory
+from symmplan.integrate.eager.quick import MISS, Line, quick_call
+from symmplan.integrate.eager.quick_memory import quick_memory
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.serve import serve, take_away
@@ -29,6 +29,7 @@ from symmplan.place.ways import Lowerings
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from typing_extensions import Self
 
     from symmplan.integrate.eager.schedule import Event
@@ -41,9 +42,6 @@ __all__ = ["ACTIVE", "Session"]
 
 
 ACTIVE: list[Session] = []
-
-#: Seconds that a device has to come to rest after a failure.
-_REST = 10.0
 
 
 class Session:
@@ -383,7 +381,7 @@ class Session:
     def _let_go(self) -> None:
         self.faults.close()
         self._forget()
-        if self._frozen is not None and self._rests():
+        if self._frozen is not None and self.faults.at_rest(self._settings.device):
             self._frozen.arena.release()
 
     def _forget(self) -> None:
@@ -400,16 +398,6 @@ class Session:
         self._counts = self._counted(self._events[: self.line.at])
         self._live, self.line = [], Line(Lanes(None))
         self.leaving = {}
-
-    def _rests(self) -> bool:
-        """Whether the device has nothing to do; after a failure it may wait for a peer for ever."""
-        device = self._settings.device
-        if device.type != "cuda":
-            return True
-        if not self.faults.failed:
-            torch.cuda.synchronize(device)
-            return True
-        return ends_within(_REST, torch.cuda.synchronize, device)
 
     def release(self) -> None:
         """Give everything back; done when the context is left. Idempotent.
