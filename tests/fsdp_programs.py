@@ -589,6 +589,16 @@ def choice(rank, world):
     return both(lambda: shard(Net()), train, rank, look=look, choose="measure")
 
 
+def ordinary(rank, world):
+    """Everything as FSDP2 does it."""
+
+    def look(handle):
+        stats = handle.stats
+        return stats.placed, stats.plain, stats.segment_bytes, handle.plan.summary()
+
+    return both(lambda: shard(Net()), train, rank, look=look, choose="ordinary")
+
+
 def by_all_to_all(rank, world, prefetch):
     """Reduce-scatters as an all-to-all into a second placement and a local sum."""
 

@@ -294,6 +294,7 @@ def test_what_torch_compile_passes_on_is_checked(given, inner):
     assert caught.value.fix
 
 
+@pytest.mark.further
 def test_modes_of_inductor_are_passed_on():
 
     compiled = torch.compile(

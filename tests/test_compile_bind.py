@@ -288,6 +288,7 @@ def test_random_programs_with_parameters_that_change_between_runs(pool, program,
     assert first == second
 
 
+@pytest.mark.further
 def test_parameters_that_change_between_runs_through_inductor(pool):
     program = Program((8, 8, 4), (("peers", 0, 0), ("reduce", 1, 0), ("scatter", 2, 0)), (3, 4, 5))
     actions = [

@@ -142,6 +142,7 @@ def test_asynchronous_results_leave_no_placement_behind(single, program):
     assert any("wait" in reason for reason in reasons)
 
 
+@pytest.mark.further
 def test_bool_stays_bool_through_inductor(single):
     ((stats, _),) = single.run(_compare, _bool, "inductor")
     assert stats.placed == 2

@@ -76,6 +76,7 @@ def test_random_programs_take_turns(pool, one, two):
     assert first["stats"].rendezvous <= 2
 
 
+@pytest.mark.further
 def test_inductor_takes_turns(pool):
     small = Program((2,), (("gather", 0, 0), ("sin", 1)), (2,))
     large = Program((8,), (("gather", 0, 0), ("sin", 1), ("push", 2, 0), ("sin", 3)), (4,))

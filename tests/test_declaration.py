@@ -35,6 +35,7 @@ def test_truthful_declarations_hold(name, kind):
     assert report.fact("meets").holds == (kind != "00")
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("op", "false", "write"),
     [

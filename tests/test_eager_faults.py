@@ -233,6 +233,7 @@ def _goes_on_after(rank, world_size):
         return session.stats.rendezvous
 
 
+@pytest.mark.further
 def test_a_failure_that_was_caught_is_over(pool):
     assert pool.run(_goes_on_after) == [2, 2]
 

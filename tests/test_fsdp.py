@@ -226,6 +226,15 @@ def test_ranks_that_record_different_programs_all_raise(two):
     assert [o.error.kind for o in outcomes] == ["AgreementError"] * 2
 
 
+def test_everything_stays_as_it_is_if_it_shall(two):
+    for result in two.run(programs.ordinary):
+        assert result["differences"] == []
+        placed, plain, segment_bytes, summary = result["looked"]
+        assert (placed, segment_bytes) == (0, 0)
+        assert plain == 3 * 11
+        assert "choose='ordinary'" in summary
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_reduce_scatters_as_an_all_to_all_and_a_sum(two, prefetch):
     results = two.run(programs.by_all_to_all, prefetch)

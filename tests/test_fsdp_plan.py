@@ -79,7 +79,7 @@ def test_what_was_left_out_is_explained():
     plan, stretches = solve(
         record("+a", "a", "-a", "+B", "B", "-B"),
         way_of=lambda call: (
-            Way("default", "slow") if call.key.kind == "reduce_scatter" else Way("symmetric")
+            Way("ordinary", "slow") if call.key.kind == "reduce_scatter" else Way("symmetric")
         ),
     )
     (out,) = plan.unplanned
@@ -192,7 +192,7 @@ def test_a_schedule_is_a_function_of_the_sequence(stretches, sites):
 def test_what_is_left_out_has_no_place():
     call = Call(key("a"), 256, "world")
     plan, _ = solve(record("+b", "b", "-b"))
-    made = Schedule(plan, [[Planned(call, None, way=Way("default", "slow"))]])
+    made = Schedule(plan, [[Planned(call, None, way=Way("ordinary", "slow"))]])
     spot, _ = made.follow(call.key)
     assert spot.place is None
     assert spot.way.reason == "slow"

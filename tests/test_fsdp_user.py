@@ -28,6 +28,7 @@ def test_compiled_modules(two, what, when):
     same(two.run(programs.compiled, what, when, "aot_eager"), plain=0, staged=0)
 
 
+@pytest.mark.further
 def test_modules_compiled_by_inductor(two):
     same(two.run(programs.compiled, "in place", "after", "inductor"), plain=0, staged=0)
 

@@ -156,6 +156,7 @@ def test_the_policy_admits_the_script_and_the_style_of_the_page():
         assert f"'sha256-{digest}'" in policy
 
 
+@pytest.mark.further
 def test_ten_thousand_buffers_make_a_small_page_with_little_work():
     def page(count):
         intervals = [(f"b{i}", i, i + 3, 4096 + i % 7) for i in range(count)]

@@ -166,7 +166,6 @@ PAUSES = st.sampled_from((0.0, 0.002))
 SEEDS = st.integers(0, 1000)
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("way", WAYS)
 @MANY
 @given(data=st.data())
@@ -175,7 +174,6 @@ def test_eager_programs(pool, way, data):
     _check(pool, _eager, program, way, data.draw(PAUSES), data.draw(SEEDS))
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("way", WAYS)
 @MANY
 @given(data=st.data())

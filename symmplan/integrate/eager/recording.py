@@ -217,9 +217,10 @@ class Recording:
             debug=settings.options.debug is True,
             user="eager session",
         )
-        engines = known(group.process_group)
-        if chosen.engines and engines is not None:
-            register(arena, {group.name: engines})
+        if chosen.engines:
+            met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
+            found = ((n, known(m.group.process_group)) for n, m in met.items())
+            register(arena, {name: engines for name, engines in found if engines is not None})
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             events, tail = events_of(
