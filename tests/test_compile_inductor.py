@@ -151,7 +151,7 @@ def _with_option(rank, size, option):
     [
         pytest.param("greedy reordering", marks=pytest.mark.slow),
         pytest.param("iterative reordering", marks=pytest.mark.slow),
-        "bucketing",
+        pytest.param("bucketing", marks=pytest.mark.slow),
         "overlap scheduling",
     ],
 )
