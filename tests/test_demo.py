@@ -245,7 +245,7 @@ def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
         pid = demo.pids[victim]
         os.kill(pid, signal.SIGKILL)
         code, told = demo.finish()
-    if mark == MARKS[-1][0] and code == 0:
+    if mark == "write the plan" and code == 0:
         return  # it had already handed in its result
     assert code == 1, told
     assert f"symmplan: demo failed: rank {victim} (pid {pid}) was killed by SIGKILL at: " in told
