@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import define, evolve, field, frozen
 
-from symmplan.model import Access, Buffer, Operation, Problem, Unplanned
+from symmplan.model import Access, Buffer, Operation, Problem, Unplanned, WayName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ class Way:
         reason: Why it stays in ordinary memory.
     """
 
-    name: Literal["ordinary", "symmetric", "copy engine"]
+    name: WayName
     reason: str = ""
 
 

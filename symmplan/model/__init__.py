@@ -36,6 +36,7 @@ from __future__ import annotations
 from symmplan.model.declared import DEFAULT_ALIGN as DEFAULT_ALIGN
 from symmplan.model.declared import OpSpec as OpSpec
 from symmplan.model.declared import Requirement as Requirement
+from symmplan.model.declared import WayName as WayName
 from symmplan.model.plan import Barrier as Barrier
 from symmplan.model.plan import Bound as Bound
 from symmplan.model.plan import Placement as Placement
@@ -61,4 +62,5 @@ __all__ = [
     "Requirement",
     "SegmentSpec",
     "Unplanned",
+    "WayName",
 ]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from attrs import frozen
 
-__all__ = ["DEFAULT_ALIGN", "OpSpec", "Requirement"]
+__all__ = ["DEFAULT_ALIGN", "OpSpec", "Requirement", "WayName"]
+
+#: How a collective runs: in ordinary memory; in a placement, over the program's own communicator;
+#: in a placement, by copy engines, over a communicator of their own.
+WayName: TypeAlias = Literal["ordinary", "symmetric", "copy engine"]
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.

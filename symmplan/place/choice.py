@@ -18,19 +18,16 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from attrs import field, frozen
 
 from symmplan.memory.torch_symm import SPLIT_WORDS
+from symmplan.model import WayName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHOOSE", "Choice", "Choose", "WayName", "fastest"]
-
-#: In ordinary memory; in a placement, over the program's own communicator; in a placement, by copy
-#: engines, over a communicator of their own.
-WayName: TypeAlias = Literal["ordinary", "symmetric", "copy engine"]
+__all__ = ["CHOOSE", "Choice", "Choose", "fastest"]
 
 #: How ways are chosen. The name of a way is meant for all collectives that have it.
 Choose: TypeAlias = Literal["auto", "measure", "placed", WayName]
-CHOOSE: tuple[str, ...] = (*get_args(Choose)[:3], *get_args(WayName))
+CHOOSE: tuple[str, ...] = get_args(Choose)
 
 #: Ways whose times are in this ratio are about as fast.
 ALIKE = 0.97

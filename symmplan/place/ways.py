@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from symmplan.capture import Captured
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Site
-    from symmplan.model import OpSpec, Requirement
-    from symmplan.place.choice import WayName
+    from symmplan.model import OpSpec, Requirement, WayName
 
 __all__ = ["Collectives", "Lowering", "Lowerings"]
 

@@ -99,9 +99,9 @@ def serve(
         result = original(behind, *args, **kwargs)
         if form is not None:
             work = result[1]
-            if event.call.asynchronous and work_of(work) is not None:
-                return form.results(_finish_later(event, work_of(work), back, form.written))
             started = work_of(work)
+            if event.call.asynchronous and started is not None:
+                return form.results(_finish_later(event, started, back, form.written))
             if back and started is not None:  # there is none of what ran on the current stream
                 started.wait()
             results = {(): form.written}
