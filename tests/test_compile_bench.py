@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from symmplan.cli import bench_compile
 from symmplan.errors import RunError
+from symmplan_bench import bench_compile
 
 
 def options(*words):

@@ -10,13 +10,14 @@ import threading
 import pytest
 import torch
 
-from symmplan.cli import bench_fsdp, shell
-from symmplan.cli.fsdp_mixin import PooledAllGather, install
-from symmplan.cli.fsdp_models import Llama, parts
-from symmplan.cli.fsdp_profile import Event, beside, gathers_of, kind_of, summed
-from symmplan.cli.fsdp_ranks import difference, rounds, worst
-from symmplan.cli.fsdp_sides import HostClock, batch_of
+from symmplan.cli import shell
 from symmplan.errors import RunError
+from symmplan_bench import bench_fsdp
+from symmplan_bench.fsdp_mixin import PooledAllGather, install
+from symmplan_bench.fsdp_models import Llama, parts
+from symmplan_bench.fsdp_profile import Event, beside, gathers_of, kind_of, summed
+from symmplan_bench.fsdp_ranks import difference, rounds, worst
+from symmplan_bench.fsdp_sides import HostClock, batch_of
 
 
 def options(*words):

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from symmplan.cli import bench_comm
 from symmplan.errors import RunError
+from symmplan_bench import bench_comm
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from symmplan.cli import bench_planner
 from symmplan.errors import ProblemError
 from symmplan.model import Problem
 from symmplan.planner import plan
@@ -18,6 +17,7 @@ from symmplan.planner.instances import (
     moe_program,
     tensor_parallel_program,
 )
+from symmplan_bench import bench_planner
 
 
 def run(*words):

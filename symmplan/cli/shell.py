@@ -1,6 +1,6 @@
 """Find a command's module, run it, print its result.
 
-A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan.cli.bench_<name>``) with
+A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan_bench.bench_<name>``) with
 
 - ``add_arguments(parser)``: its options,
 - ``run(args) -> dict``: the work; progress goes to stderr, the result is plain data for JSON,
@@ -77,8 +77,11 @@ def benches() -> dict[str, str]:
 
     The files are parsed, not imported, so that listing them costs nothing and cannot fail.
     """
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+    found: dict[str, str] = {}
+    package = importlib.util.find_spec("symmplan_bench")
+    if package is None or package.origin is None:
+        return found
+    for path in sorted(Path(package.origin).parent.glob("bench_*.py")):
         try:
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         except (OSError, SyntaxError, ValueError):
@@ -134,7 +137,7 @@ def _find(words: list[str]) -> _Command | None:
     if names[0] != "bench":
         return _Command((names[0],), f"symmplan.cli.{names[0]}")
     if len(names) > 1 and names[1] in benches():
-        return _Command(("bench", names[1]), f"symmplan.cli.bench_{names[1]}")
+        return _Command(("bench", names[1]), f"symmplan_bench.bench_{names[1]}")
     return None
 
 

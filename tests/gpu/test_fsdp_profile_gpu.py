@@ -65,7 +65,7 @@ def seen(rank, world, side, choose="measure"):
     import attrs
     import torch.distributed as dist
 
-    from symmplan.cli.fsdp_sides import Side
+    from symmplan_bench.fsdp_sides import Side
 
     dist.barrier()
     options = {

@@ -16,8 +16,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from symmplan.cli.machine import hardware
-from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
+from symmplan_bench.processes import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.cli.fsdp_sides import Side
+    from symmplan_bench.fsdp_sides import Side
 
 __all__ = ["difference", "measure", "rounds", "worst"]
 
@@ -70,7 +70,7 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     """A side after its first steps, and the bytes that it took beside the earlier sides' models."""
     import torch
 
-    from symmplan.cli.fsdp_sides import Side
+    from symmplan_bench.fsdp_sides import Side
 
     look = options["device"] == "cuda" and options["memory"]
     if look:

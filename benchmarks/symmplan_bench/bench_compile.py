@@ -18,9 +18,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from symmplan.cli.machine import hardware
-from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
 from symmplan.place.choice import CHOOSE
+from symmplan_bench.processes import run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -313,7 +313,7 @@ def _case(
     import torch
     import torch.distributed as dist
 
-    from symmplan.cli.compile_models import CASES
+    from symmplan_bench.compile_models import CASES
 
     sides = _sides(options)
     compiles: dict[str, list[float]] = {side: [] for side in sides}

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import symmplan
 from symmplan import _compat as compat
 from symmplan import _compat_fsdp as fsdp2
-from symmplan.cli.fsdp_mixin import Pool, install
-from symmplan.cli.fsdp_models import Llama, mlp, parts
-from symmplan.cli.fsdp_profile import profile, profile_gathers
+from symmplan_bench.fsdp_mixin import Pool, install
+from symmplan_bench.fsdp_models import Llama, mlp, parts
+from symmplan_bench.fsdp_profile import profile, profile_gathers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -20,12 +20,12 @@ import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.fsdp_ranks import measure, worst
 from symmplan.cli.machine import hardware
-from symmplan.cli.processes import run_ranks
 from symmplan.errors import RunError
 from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
+from symmplan_bench.fsdp_ranks import measure, worst
+from symmplan_bench.processes import run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What the ranks need to know, as plain data."""
-    from symmplan.cli.fsdp_sides import missing
+    from symmplan_bench.fsdp_sides import missing
 
     if args.ranks < 2:
         raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)

@@ -18,7 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.processes import run_ranks
+from symmplan_bench.processes import run_ranks
 
 if TYPE_CHECKING:
     import argparse
