@@ -27,6 +27,8 @@ from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.refresh import fake_mode_of
 from symmplan.integrate.compile.rewrite import rewrite
+from symmplan.model import Barrier
+from symmplan.place.program import place
 from symmplan.place.ways import Lowerings
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
 
@@ -270,7 +272,8 @@ def rewritten(
     plan.verify()
     barriers = kept([(b.before, b.group) for b in plan.barriers])
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    inputs = rewrite(module, captured, plan, barriers, lowerings, fake_mode_of(fakes), {})
+    program = place(captured, plan, lowerings, {}, [Barrier(*point) for point in barriers])
+    inputs = rewrite(module, program, fake_mode_of(fakes))
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"][len(fakes) :]
     segments = {name: (i.segment, i.lane or 0) for name, i in zip(names, inputs, strict=True)}
     return Rewritten(module, segments, plan)

@@ -126,6 +126,7 @@ class Emitter:
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
     origin: fx.Node | None = field(init=False, default=None)
+    _doing: list[str] = field(init=False, factory=list)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
     _body: fx.Node = field(init=False)
 
@@ -139,6 +140,10 @@ class Emitter:
     def begin(self) -> fx.Node:
         """The first node behind the graph's inputs and sizes."""
         return self._body.next
+
+    def doing(self, operation: str) -> None:
+        """The next node is the first that stands for ``operation``."""
+        self._doing.append(operation)
 
     def finish(self) -> None:
         """The graph is done."""
@@ -231,6 +236,8 @@ class Emitter:
         kwargs = kwargs or {}
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = self._value(op, args, kwargs)
+        while self._doing:
+            self.first.setdefault(self._doing.pop(), node)
         if self.origin is not None and "stack_trace" in self.origin.meta:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node

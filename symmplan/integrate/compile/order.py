@@ -9,27 +9,27 @@ import torch
 from symmplan.capture.graphs import called, written_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import fx
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import Emitter, SegmentInput
     from symmplan.model import Placement
+    from symmplan.place.program import PlacedProgram
 
 __all__ = ["keep_order"]
 
 
-def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[str, str]]) -> None:
-    """Insert the plan's barriers, and the fences. See [Note: fences].
+def keep_order(emitter: Emitter, program: PlacedProgram) -> None:
+    """Insert the program's barriers, and the fences. See [Note: fences].
 
     Args:
         emitter: Its graph has been rewritten but for this.
-        captured: The graph's decisions.
-        barriers: ``(operation, group)`` of each barrier to be run right before an operation.
+        program: What it follows.
     """
+    captured = program.captured
     by_name = {captured.prefix + n.name: n for n in emitter.graph.nodes}
-    mine = {o.name for o in captured.problem.operations}
     keys = {b.name: _reached(emitter, b.name) for b in captured.problem.buffers}
     ends = _ends(emitter, captured, keys)
     crossing = _crossings(emitter, captured, keys, ends)
@@ -50,18 +50,15 @@ def keep_order(emitter: Emitter, captured: Captured, barriers: Sequence[tuple[st
                 emitter.fence(at, nodes)
     for operation, nodes in _updates(emitter, captured, ends).items():
         emitter.fence(by_name[operation], nodes)
-    if captured.residence is not None:
-        mine.update(o.name for o in captured.residence.operations)
     edges = {
         "given": emitter.begin,
         "saved": next(n for n in emitter.graph.nodes if n.op == "output"),
     }
-    for before, group in barriers:
-        if before not in mine:
+    for instruction in program.instructions:
+        if instruction.kind != "barrier":
             continue
-        step = captured.steps.get(before)
-        at = None if step is None else edges.get(step.kind)
-        at = at or emitter.first.get(before) or by_name[before]
+        before, group = instruction.operation, instruction.group
+        at = edges.get(instruction.step.kind) or emitter.first.get(before) or by_name[before]
         node = _of_group(emitter, captured, group)
         everything = [n for nodes in emitter.nodes.values() for n in nodes]
         everything += [k.node for k in captured.kept]

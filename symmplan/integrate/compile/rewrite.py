@@ -1,4 +1,4 @@
-"""A captured graph and its plan -> a graph whose declared tensors live in their placements."""
+"""A placed program -> a graph whose declared tensors live in their placements."""
 
 from __future__ import annotations
 
@@ -10,63 +10,55 @@ import torch
 from attrs import define, field
 from torch import fx
 
-from symmplan.capture.graphs import is_wait, overload_of
-from symmplan.capture.steps import copy_name
+from symmplan.capture.graphs import is_wait
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
 from symmplan.integrate.compile.homes import make_homes
 from symmplan.integrate.compile.ops import without_returns
 from symmplan.integrate.compile.order import keep_order
 from symmplan.integrate.compile.poison import poison
-from symmplan.place.ways import Lowering, Lowerings, overload_named
-from symmplan.registry import bind_arguments, resolve_group_name
+from symmplan.place.lower import launch
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from symmplan.capture.sites import Captured, Site
-    from symmplan.model import Plan
+    from symmplan.capture.values import Value
+    from symmplan.place.lower import Launched
+    from symmplan.place.program import PlacedCall, PlacedProgram
 
 __all__ = ["rewrite"]
 
 
 def rewrite(
-    module: fx.GraphModule,
-    captured: Captured,
-    plan: Plan,
-    barriers: Sequence[tuple[str, str]],
-    lowerings: Lowerings,
-    fake_mode: Any,
-    engines: Mapping[fx.Node, str],
+    module: fx.GraphModule, program: PlacedProgram, fake_mode: Any
 ) -> tuple[SegmentInput, ...]:
-    """Change ``module`` in place so that it follows ``plan``.
+    """Change ``module`` in place so that it follows a plan.
 
     Args:
-        module: The graph that ``captured`` was captured from.
-        captured: Its decisions.
-        plan: A plan whose problem contains the captured one.
-        barriers: ``(operation, group)`` of each barrier to be run right before an operation.
-        lowerings: How each op is run on the memory backend.
+        module: The graph that was captured.
+        program: What the plan makes of it.
         fake_mode: The mode of the graph's fake tensors.
-        engines: Names of the communicators over which collectives run, of those that do not run
-            over the program's own.
 
     Returns:
         The inputs that the graph now takes after its own, in order.
 
     Collective: no.
     """
+    captured = program.captured
     site = next(s for s in captured.sites if s.buffer is not None)
     assert site.source is not None
     device = captured.values.tensors[(site.source, site.path)].device
     given: dict[str, list[fx.Node]] = {}
     for node, buffer in captured.given.items():
         given.setdefault(buffer, []).append(node)
-    emitter = Emitter(module.graph, plan, device, fake_mode, _written_later(captured), given)
+    later = _written_later(captured)
+    emitter = Emitter(module.graph, program.plan, device, fake_mode, later, given)
     make_homes(emitter, captured)
-    _Declared(emitter, captured, lowerings, engines).run()
+    _Declared(emitter, program).run()
     poison(emitter, captured)
-    keep_order(emitter, captured, barriers)
+    keep_order(emitter, program)
     emitter.finish()
     module.graph.lint()
     module.recompile()  # Inductor keys its code cache on the code as it is now
@@ -87,203 +79,85 @@ def _written_later(captured: Captured) -> frozenset[str]:
 
 @define(eq=False)
 class _Declared:
-    """Rewrites the declared ops, one after the other."""
+    """Rewrites the declared ops, one after the other. A `Machine` to which values are nodes."""
 
     emitter: Emitter
-    captured: Captured
-    lowerings: Lowerings
-    engines: Mapping[fx.Node, str]
+    program: PlacedProgram
     tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
         return self.emitter.graph
 
+    @property
+    def captured(self) -> Captured:
+        return self.program.captured
+
     def run(self) -> None:
-        by_node: dict[fx.Node, list[Site]] = {}
-        for site in self.captured.sites:
-            by_node.setdefault(site.node, []).append(site)
-        makers = {h.node for h in self.captured.homes if h.write == "declared"}
-        for node, sites in by_node.items():
-            if node in makers or any(s.buffer is not None for s in sites):
-                self.emitter.origin = node
-                self._declared(node, sites)
+        for call in self.program.calls.values():
+            node = call.node
+            self.emitter.origin = node
+            with self.graph.inserting_before(node):
+                launched = launch(call, self, bind_arguments(call.overload, node.args, node.kwargs))
+            self._finish(call, launched)
         self.emitter.origin = None
 
-    def _fake(self, node: fx.Node, path: tuple[int, ...]) -> Any:
-        return self.captured.values.tensors[(node, path)]
+    # As a machine.
 
-    def _declared(self, node: fx.Node, sites: list[Site]) -> None:
-        spec = self.captured.specs[node]
-        row = self.lowerings.row(spec)
-        overload = overload_of(node.target)
-        assert overload is not None
-        with self.graph.inserting_before(node):
-            bound = bind_arguments(overload, node.args, node.kwargs)
-            staged = self._copy_in(bound, sites)
-            results = {
-                s.path: self.emitter.view(s.buffer, self._fake(node, s.path))
-                for s in sites
-                if s.kind == "result" and s.buffer is not None
-            }
-            for home in self.captured.homes:
-                # Made here because a later op wants it, though this one need not have it.
-                if home.node is node and home.path not in results:
-                    results[home.path] = self.emitter.view(home.buffer, self._fake(node, home.path))
-            if row is not None:
-                results = self._lower(node, row, overload, bound, results)
-            else:
-                before = node.prev
-                results = self._as_it_is(node, spec.out, overload, bound, results)
-                self.emitter.first[self.captured.prefix + node.name] = before.next
-        synchronous = not spec.asynchronous
-        self._finish(node, sites, results, staged, synchronous=synchronous)
+    def doing(self, operation: str) -> None:
+        self.emitter.doing(operation)
 
-    def _copy_in(
-        self, bound: dict[str, Any], sites: list[Site]
-    ) -> dict[Site, tuple[fx.Node, fx.Node]]:
-        """Copy staged arguments into their placements, and put those into ``bound``."""
-        staged: dict[Site, tuple[fx.Node, fx.Node]] = {}
-        for site in sites:
-            if site.kind != "argument" or site.how != "stage":
-                continue
-            assert site.buffer is not None
-            assert site.source is not None
-            source = _at(bound[site.head], site.index)
-            view = self.emitter.view(site.buffer, source.meta["val"], contiguous=True)
-            copy = self.emitter.call(torch.ops.aten.copy_.default, (view, source))
-            self.emitter.first[copy_name("copy in", self.captured.prefix, site)] = copy
-            bound[site.head] = _put(bound[site.head], site.index, view)
-            staged[site] = (view, source)
-        return staged
+    def _fake(self, like: Value) -> Any:
+        return self.captured.values.tensors[like]
 
-    def _lower(
-        self,
-        node: fx.Node,
-        row: Lowering,
-        overload: Any,
-        bound: dict[str, Any],
-        results: dict[tuple[int, ...], fx.Node],
-    ) -> dict[tuple[int, ...], fx.Node]:
-        """Call the form that writes into given memory, once or for each element of a list."""
-        spec = self.captured.specs[node]
-        group = resolve_group_name(spec, overload, node.args, node.kwargs)
-        bound = {**bound, spec.group: self.engines.get(node, group)}
-        target = overload_named(row.target)
-        elements: dict[tuple[int, ...], dict[str, Any]] = {(): bound}
-        if row.each:
-            elements = {(i,): {**bound, "input": x} for i, x in enumerate(bound["inputs"])}
-        outs = {
-            path: self._out(row, element, results.get(path), node, path)
-            for path, element in elements.items()
-        }
-        before = node.prev
-        for path in outs if row.inplace else ():
-            copy = self.emitter.call(
-                torch.ops.aten.copy_.default, (outs[path], elements[path]["input"])
-            )
-            elements[path] = {**elements[path], "input": outs[path]}
-            for site in self.captured.at(node):
-                if site.kind == "result" and site.path == path and site.buffer is not None:
-                    self.emitter.first[copy_name("copy in", self.captured.prefix, site)] = copy
-                    before = node.prev
-        for path, element in elements.items():
-            self._run_row(target, element, outs[path])
-        self.emitter.first[self.captured.prefix + node.name] = before.next
-        return outs
+    def view(self, buffer: str, like: Value, *, contiguous: bool) -> fx.Node:
+        return self.emitter.view(buffer, self._fake(like), contiguous=contiguous)
 
-    def _out(
-        self,
-        row: Lowering,
-        bound: dict[str, Any],
-        placed: fx.Node | None,
-        node: fx.Node,
-        path: tuple[int, ...],
-    ) -> fx.Node:
-        if row.out != "return":
-            out: fx.Node = bound[row.out]
-            return out
-        if placed is not None:
-            return placed
-        like = self._fake(node, path)
-        return self.emitter.call(
-            torch.ops.aten.empty.memory_format,
-            (self.emitter.numbers(like.shape),),
-            {"dtype": like.dtype, "device": like.device},
-        )
+    def empty(self, like: Value) -> fx.Node:
+        fake = self._fake(like)
+        shape = (self.emitter.numbers(fake.shape),)
+        how = {"dtype": fake.dtype, "device": fake.device}
+        return self.emitter.call(torch.ops.aten.empty.memory_format, shape, how)
 
-    def _run_row(self, target: Any, values: dict[str, Any], out: fx.Node) -> None:
-        args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
-        has_out = any(a.name == "out" for a in target._schema.arguments)
-        self.emitter.call(target, tuple(args), {"out": out} if has_out else {})
+    def copy(self, target: fx.Node, source: fx.Node) -> None:
+        self.emitter.call(torch.ops.aten.copy_.default, (target, source))
 
-    def _as_it_is(
-        self,
-        node: fx.Node,
-        variant: str | None,
-        overload: Any,
-        bound: dict[str, Any],
-        results: dict[tuple[int, ...], fx.Node],
-    ) -> dict[tuple[int, ...], fx.Node]:
-        """Call the op itself, or its out variant where all its results have placements."""
-        paths = [path for _, path in self.captured.values.of_node(node)]
-        if variant is not None and results and len(results) == len(paths):
-            op = overload_named(variant)
-            outs = iter(results[path] for path in paths)
-            values = [
-                bound[a.name] if a.name in bound else next(outs) for a in op._schema.arguments
-            ]
-            args = tuple(
-                v for v, a in zip(values, op._schema.arguments, strict=True) if not a.kwarg_only
-            )
-            kwargs = {
-                a.name: v for v, a in zip(values, op._schema.arguments, strict=True) if a.kwarg_only
-            }
-            self.emitter.call(without_returns(op), args, kwargs)
-            return results
-        args = tuple(bound[a.name] for a in overload._schema.arguments if not a.kwarg_only)
-        kwargs = {a.name: bound[a.name] for a in overload._schema.arguments if a.kwarg_only}
-        call = self.emitter.call(overload, args, kwargs)
-        made: dict[tuple[int, ...], fx.Node] = {}
-        for path in paths:
-            value = call
-            for index in path:
-                value = self.emitter.getitem(value, index)
-            made[path] = value
-            if path in results:
-                copy = self.emitter.call(torch.ops.aten.copy_.default, (results[path], value))
-                made[path] = results[path]
-                for site in self.captured.at(node):
-                    if site.kind == "result" and site.path == path and site.buffer is not None:
-                        self.emitter.first[copy_name("copy in", self.captured.prefix, site)] = copy
-        return made
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Torch's own Inductor knows, others must not return what they are given.
+        known = op.namespace == "_c10d_functional"
+        self.emitter.call(op if known else without_returns(op), args, kwargs)
 
-    def _finish(
-        self,
-        node: fx.Node,
-        sites: list[Site],
-        results: dict[tuple[int, ...], fx.Node],
-        staged: dict[Site, tuple[fx.Node, fx.Node]],
-        *,
-        synchronous: bool,
-    ) -> None:
+    def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        return self.emitter.call(call.overload, args, kwargs)
+
+    def item(self, result: fx.Node, path: tuple[int, ...]) -> fx.Node:
+        for index in path:
+            result = self.emitter.getitem(result, index)
+        return result
+
+    # Behind the launch.
+
+    def _finish(self, call: PlacedCall, launched: Launched) -> None:
         """Copy out what leaves, hand the results to their readers, drop the old node."""
+        node, results = call.node, launched.results
+        synchronous = not call.spec.asynchronous
         waits = {} if synchronous else self.captured.waits.get(node, {})
         with self.graph.inserting_before(node):
             anchor = self.graph.call_function(_anchor)  # where code after the op goes
-        for site in sites:
+        for site in call.sites:
             if site.leaves:
                 wait = waits.get(site.path)
                 with self._behind(wait or anchor):
+                    self.doing(call.copy("copy out", site))
                     value = wait or results[site.path]
                     copied = self.emitter.call(torch.ops.aten.clone.default, (value,))
-                self.emitter.first[copy_name("copy out", self.captured.prefix, site)] = copied
                 if wait is None:
                     results[site.path] = copied
                 else:
                     _redirect(wait, copied, but=copied)
             elif site.how == "stage" and site.kind == "argument" and site.writes:
-                self._copy_back(site, *staged[site], anchor, waits, results)
+                self.doing(call.copy("copy back", site))
+                self._copy_back(site, *launched.staged[site], anchor, waits, results)
         self.graph.erase_node(anchor)
         self._hand_over(node, results)
         if synchronous:
@@ -324,7 +198,6 @@ class _Declared:
                 back = self.emitter.call(torch.ops.aten.copy_.default, (source, view))
             else:
                 back = self.emitter.call(torch.ops.aten.clone.default, (view,))
-        self.emitter.first[copy_name("copy back", self.captured.prefix, site)] = back
         written = source if outside else back
         position = {n: i for i, n in enumerate(self.graph.nodes)}
         if not outside:
@@ -381,18 +254,3 @@ def _results(node: fx.Node, path: tuple[int, ...]) -> list[fx.Node]:
 
 def _anchor() -> None:
     """Marks a point in the graph while it is rewritten."""
-
-
-def _at(value: Any, path: tuple[int, ...]) -> fx.Node:
-    for index in path:
-        value = value[index]
-    assert isinstance(value, fx.Node)
-    return value
-
-
-def _put(value: Any, path: tuple[int, ...], new: fx.Node) -> Any:
-    if not path:
-        return new
-    items = list(value)
-    items[path[0]] = _put(items[path[0]], path[1:], new)
-    return items

@@ -34,7 +34,9 @@ from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.model import Barrier
 from symmplan.place.chooser import choose_ways
+from symmplan.place.program import place
 from symmplan.place.ways import Lowerings
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.pool import Pool, Shared
-    from symmplan.model import Barrier, Buffer, Plan, Problem
+    from symmplan.model import Buffer, Plan, Problem
 
 __all__ = ["Unit"]
 
@@ -187,15 +189,9 @@ class Unit:
         self.engines.update(chosen.engines.values())
         places = given_of(module, captured, plan, fixed=fixed)
         self._save(module, captured, plan)
-        inputs = rewrite(
-            module,
-            captured,
-            plan,
-            self.barriers[part],
-            lowerings,
-            fake_mode,
-            chosen.engines,
-        )
+        barriers = [Barrier(before, group) for before, group in self.barriers[part]]
+        program = place(captured, plan, lowerings, chosen.engines, barriers)
+        inputs = rewrite(module, program, fake_mode)
         leaves = {i: plan.placements[buffer] for i, buffer in captured.saved.items()}
         written = writes_of(captured, plan, places)
         self.parts[part] = Rewritten(part, inputs, leaves, places, written, self)

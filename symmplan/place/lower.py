@@ -1,0 +1,186 @@
+"""What a placed call does: copies in, the op or the form that writes where it is told, copies on.
+
+It is written once, for whoever can make a tensor of a placement, copy, and call ops: the emitter of
+compiled graphs, to which values are nodes, and the tape of an eager session, to which they are
+places in a frame.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from attrs import frozen
+
+from symmplan.place.ways import overload_named
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from symmplan.capture.sites import Site
+    from symmplan.capture.values import Value
+    from symmplan.place.program import PlacedCall
+    from symmplan.place.ways import Lowering
+
+__all__ = ["Launched", "Machine", "launch"]
+
+V = TypeVar("V")
+
+
+class Machine(Protocol[V]):
+    """Who carries out what a placed call does. A ``V`` stands for a tensor."""
+
+    def doing(self, operation: str) -> None:
+        """What follows belongs to an operation of the problem."""
+
+    def view(self, buffer: str, like: Value, *, contiguous: bool) -> V:
+        """The placement of a buffer, as a tensor like one of the program's."""
+
+    def empty(self, like: Value) -> V:
+        """Ordinary memory for a tensor like one of the program's."""
+
+    def copy(self, target: V, source: V) -> None:
+        """Copy a tensor."""
+
+    def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call an op that writes what it is given."""
+
+    def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> V:
+        """Call the op itself; returns what stands for its result."""
+
+    def item(self, result: V, path: tuple[int, ...]) -> V:
+        """One tensor of a result."""
+
+
+@frozen(eq=False)
+class Launched:
+    """What a call was launched on.
+
+    Attributes:
+        results: ``{path: tensor}``, those with a placement there.
+        staged: ``{site: (its placement, the program's tensor)}`` of arguments.
+    """
+
+    results: dict[tuple[int, ...], Any]
+    staged: dict[Site, tuple[Any, Any]]
+
+
+def launch(call: PlacedCall, machine: Machine[Any], bound: Mapping[str, Any]) -> Launched:
+    """Copy in, launch, and copy into placements what the op cannot write there.
+
+    Args:
+        call: The call.
+        machine: Who carries it out.
+        bound: Its arguments by name: what stands for tensors, and plain values.
+    """
+    given = dict(bound)
+    staged: dict[Site, tuple[Any, Any]] = {}
+    for site in call.staged:
+        assert site.buffer is not None
+        assert site.source is not None
+        source = _at(given[site.head], site.index)
+        view = machine.view(site.buffer, (site.source, site.path), contiguous=True)
+        machine.doing(call.copy("copy in", site))
+        if call.reads(site):
+            machine.copy(view, source)
+        given[site.head] = _put(given[site.head], site.index, view)
+        staged[site] = (view, source)
+    placed = {
+        path: machine.view(buffer, (call.node, path), contiguous=False)
+        for path, buffer in call.results.items()
+    }
+    if call.row is not None:
+        results = _by_row(call, call.row, machine, given, placed)
+    elif call.spec.out is not None and placed and len(placed) == len(call.paths):
+        results = _variant(call, call.spec.out, machine, given, placed)
+    else:
+        results = _as_it_is(call, machine, given, placed)
+    return Launched(results, staged)
+
+
+def _by_row(
+    call: PlacedCall,
+    row: Lowering,
+    machine: Machine[Any],
+    given: dict[str, Any],
+    placed: dict[tuple[int, ...], Any],
+) -> dict[tuple[int, ...], Any]:
+    """The form that writes into given memory, once or for each element of a list."""
+    given = {**given, call.spec.group: call.engine or call.group}
+    target = overload_named(row.target)
+    elements: dict[tuple[int, ...], dict[str, Any]] = {(): given}
+    if row.each:
+        elements = {(i,): {**given, "input": x} for i, x in enumerate(given["inputs"])}
+    outs: dict[tuple[int, ...], Any] = {}
+    for path, element in elements.items():
+        out = element[row.out] if row.out != "return" else placed.get(path)
+        outs[path] = machine.empty((call.node, path)) if out is None else out
+    for path in outs if row.inplace else ():
+        filled = [call.copy("copy in", site) for site in call.made_at(path)]
+        machine.doing(filled[0] if filled else call.operation)
+        machine.copy(outs[path], elements[path]["input"])
+        elements[path] = {**elements[path], "input": outs[path]}
+    machine.doing(call.operation)
+    for path, element in elements.items():
+        args, kwargs = _arranged(target, {**element, "out": outs[path]})
+        machine.call(target, args, kwargs)
+    return outs
+
+
+def _variant(
+    call: PlacedCall,
+    variant: str,
+    machine: Machine[Any],
+    given: dict[str, Any],
+    placed: dict[tuple[int, ...], Any],
+) -> dict[tuple[int, ...], Any]:
+    """The out variant, where all results have placements."""
+    op = overload_named(variant)
+    outs = iter([placed[path] for path in call.paths])
+    values = {
+        a.name: given[a.name] if a.name in given else next(outs) for a in op._schema.arguments
+    }
+    machine.doing(call.operation)
+    machine.call(op, *_arranged(op, values))
+    return placed
+
+
+def _as_it_is(
+    call: PlacedCall,
+    machine: Machine[Any],
+    given: dict[str, Any],
+    placed: dict[tuple[int, ...], Any],
+) -> dict[tuple[int, ...], Any]:
+    """The op itself, on placements; what it makes is copied into those that want it."""
+    machine.doing(call.operation)
+    result = machine.original(call, *_arranged(call.overload, given))
+    made = {}
+    for path in call.paths:
+        made[path] = machine.item(result, path)
+        if path in placed:
+            for site in call.made_at(path):
+                if site.stays:
+                    machine.doing(call.copy("copy in", site))
+            machine.copy(placed[path], made[path])
+            made[path] = placed[path]
+    return made
+
+
+def _arranged(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name, as an op takes them."""
+    arguments = op._schema.arguments
+    args = tuple(values[a.name] for a in arguments if not a.kwarg_only)
+    return args, {a.name: values[a.name] for a in arguments if a.kwarg_only}
+
+
+def _at(value: Any, index: tuple[int, ...]) -> Any:
+    for i in index:
+        value = value[i]
+    return value
+
+
+def _put(value: Any, index: tuple[int, ...], new: Any) -> Any:
+    if not index:
+        return new
+    items = list(value)
+    items[index[0]] = _put(items[index[0]], index[1:], new)
+    return items

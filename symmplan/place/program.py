@@ -1,0 +1,222 @@
+"""A captured program and its plan -> one list of instructions.
+
+An instruction says what happens: bytes are copied into a placement, ranks meet, an op is launched,
+a result is copied out. Whoever runs the program decides when: a compiled graph has the instructions
+as nodes, an eager session runs those of a call when the program makes it.
+
+What a call does between them is in `symmplan.place.lower`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from attrs import field, frozen
+
+from symmplan.capture.graphs import overload_of
+from symmplan.capture.sites import Step
+from symmplan.capture.steps import copy_name
+from symmplan.capture.streams import MARK
+from symmplan.registry import resolve_group_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import Any
+
+    from torch import fx
+
+    from symmplan.capture.sites import Captured, CopyKind, Site
+    from symmplan.model import Barrier, OpSpec, Plan
+    from symmplan.place.ways import Lowering, Lowerings
+
+__all__ = ["Instruction", "PlacedCall", "PlacedProgram", "place"]
+
+
+Kind: TypeAlias = Literal["barrier", "launch", "wait", "poison", "copy in", "copy out", "copy back"]
+
+#: What steps of a captured program have instructions of their own.
+_DONE: Mapping[str, Kind] = {
+    "launch": "launch",
+    "copy in": "copy in",
+    "copy out": "copy out",
+    "copy back": "copy back",
+    "poison": "poison",
+}
+
+
+@frozen(eq=False)
+class PlacedCall:
+    """A declared call of which some tensors have placements.
+
+    Attributes:
+        node: Its node.
+        operation: Its name in the problem.
+        spec: What is declared of it.
+        overload: The op that stands for it in the graph.
+        row: How it runs on the memory backend; None if it runs as it is, or in its out variant.
+        group: Name of the process group; empty if there is no row.
+        engine: Name of the communicator over which copy engines run it; empty if they do not.
+        sites: Its declared tensors, in the order of its schema.
+        paths: Where its results sit in what it returns.
+        results: ``{path: buffer}`` of those that have placements, also where only a later op wants
+            it so.
+        prefix: What its operations' names begin with.
+    """
+
+    node: fx.Node
+    operation: str
+    spec: OpSpec
+    overload: Any
+    row: Lowering | None
+    group: str
+    engine: str
+    sites: tuple[Site, ...]
+    paths: tuple[tuple[int, ...], ...]
+    results: Mapping[tuple[int, ...], str]
+    prefix: str
+
+    def copy(self, kind: CopyKind, site: Site) -> str:
+        """Name of the operation that copies one of its tensors."""
+        return copy_name(kind, self.prefix, site)
+
+    @property
+    def staged(self) -> tuple[Site, ...]:
+        """The arguments that are copied into their placements."""
+        return tuple(s for s in self.sites if s.kind == "argument" and s.how == "stage")
+
+    def reads(self, site: Site) -> bool:
+        """Whether it looks at what an argument holds before it writes there."""
+        return self.row is None or self.row.out != site.head or site.head == "input"
+
+    def made_at(self, path: tuple[int, ...]) -> list[Site]:
+        """The declared results that sit at ``path`` and have a placement."""
+        found = (s for s in self.sites if s.kind == "result" and s.buffer is not None)
+        return [s for s in found if s.path == path]
+
+
+@frozen(eq=False)
+class Instruction:
+    """One step of a placed program.
+
+    Attributes:
+        kind: What happens. ``"launch"`` is all that `symmplan.place.lower.launch` does but copies.
+        operation: The operation of the problem that it is; for a barrier the one behind it.
+        step: What that operation does in the program.
+        group: Name of the group that meets in a barrier.
+        buffers: What a barrier protects, or what is copied, launched upon or overwritten.
+    """
+
+    kind: Kind
+    operation: str
+    step: Step
+    group: str = ""
+    buffers: tuple[str, ...] = ()
+
+
+@frozen(eq=False)
+class PlacedProgram:
+    """What a plan makes of a captured program.
+
+    Attributes:
+        captured: The program.
+        plan: The plan; it may cover other programs, too.
+        calls: Its declared calls that have something in a placement, in program order.
+        instructions: What happens to placements, in program order.
+    """
+
+    captured: Captured
+    plan: Plan
+    calls: Mapping[fx.Node, PlacedCall]
+    instructions: Sequence[Instruction] = field(factory=tuple)
+
+
+def place(
+    captured: Captured,
+    plan: Plan,
+    lowerings: Lowerings,
+    engines: Mapping[fx.Node, str],
+    barriers: Iterable[Barrier],
+) -> PlacedProgram:
+    """Put a plan into practice.
+
+    Args:
+        captured: The program.
+        plan: A plan whose problem contains the captured one.
+        lowerings: How ops run on the memory backend.
+        engines: ``{node: name of the communicator}`` of the collectives that copy engines run.
+        barriers: Those of the plan, and more if the program needs more. What is for another program
+            of the plan is left out.
+
+    Collective: no.
+    """
+    return PlacedProgram(
+        captured,
+        plan,
+        _calls(captured, lowerings, engines),
+        tuple(_instructions(captured, barriers)),
+    )
+
+
+def _calls(
+    captured: Captured, lowerings: Lowerings, engines: Mapping[fx.Node, str]
+) -> dict[fx.Node, PlacedCall]:
+    sites: dict[fx.Node, list[Site]] = {}
+    for site in captured.sites:
+        sites.setdefault(site.node, []).append(site)
+    made: dict[fx.Node, dict[tuple[int, ...], str]] = {}
+    for home in captured.homes:
+        if home.write == "declared":
+            made.setdefault(home.node, {})[home.path] = home.buffer
+    found = {}
+    for node, mine in sites.items():
+        if node not in made and all(s.buffer is None for s in mine):
+            continue
+        spec, overload = captured.specs[node], overload_of(node.target)
+        assert overload is not None
+        row = lowerings.row(spec)
+        results = {s.path: s.buffer for s in mine if s.kind == "result" and s.buffer is not None}
+        group = ""
+        if row is not None:
+            group = resolve_group_name(spec, overload, node.args, node.kwargs)
+        found[node] = PlacedCall(
+            node=node,
+            operation=captured.prefix + node.name,
+            spec=spec,
+            overload=overload,
+            row=row,
+            group=group,
+            engine=engines.get(node, ""),
+            sites=tuple(mine),
+            paths=tuple(path for _, path in captured.values.of_node(node)),
+            results={**made.get(node, {}), **results},
+            prefix=captured.prefix,
+        )
+    return found
+
+
+def _instructions(captured: Captured, barriers: Iterable[Barrier]) -> Iterator[Instruction]:
+    due: dict[str, list[Barrier]] = {}
+    for barrier in barriers:
+        due.setdefault(barrier.before, []).append(barrier)
+    touched: dict[str, list[str]] = {}
+    for access in captured.problem.accesses:
+        touched.setdefault(access.operation, []).append(access.buffer)
+    for operation in captured.problem.operations:
+        if operation.op == MARK:
+            continue
+        name, step = operation.name, captured.steps[operation.name]
+        yield from _barriers(due.pop(name, ()), step)
+        mine = tuple(touched.get(name, ()))
+        if step.kind == "use" and operation.ends:
+            yield Instruction("wait", name, step, buffers=mine)
+        elif step.kind in _DONE:
+            yield Instruction(_DONE[step.kind], name, step, buffers=mine)
+    if captured.residence is not None:
+        for operation in captured.residence.operations:
+            step = captured.steps.get(operation.name, Step("use"))
+            yield from _barriers(due.pop(operation.name, ()), step)
+
+
+def _barriers(due: Iterable[Barrier], step: Step) -> Iterator[Instruction]:
+    for barrier in due:
+        yield Instruction("barrier", barrier.before, step, barrier.group, barrier.buffers)
