@@ -1,4 +1,4 @@
-"""The schedule that a plan makes of a recording.
+"""The schedule of a placed recording.
 
 [Note: barriers of an eager program]
     The plan may want a barrier before an op that is not declared, and those are not seen any more.
@@ -13,23 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from symmplan import _compat as compat
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
+from symmplan.integrate.eager.calls import runner, stands_for
+from symmplan.integrate.eager.direct import starter
+from symmplan.integrate.eager.expected import is_tensor
 from symmplan.integrate.eager.schedule import Bound, Event, Lent, Stage
+from symmplan.integrate.eager.tape import Slot, Tape, getter
 from symmplan.memory.lend import lend
-from symmplan.place.ways import overload_named
+from symmplan.place.lower import launch
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
-    from symmplan.capture.sites import Captured, Home, Site, Step
+    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.capture.values import Value
     from symmplan.memory import Arena
     from symmplan.model import Plan
+    from symmplan.place.lower import Launched
+    from symmplan.place.program import Instruction, PlacedCall, PlacedProgram
     from symmplan.place.ways import Lowerings
 
 __all__ = ["events_of"]
@@ -38,15 +46,22 @@ __all__ = ["events_of"]
 @define(eq=False)
 class _Builder:
     recorder: Recorder
-    captured: Captured
-    plan: Plan
+    program: PlacedProgram
     arena: Arena
+    device: torch.device
     lowerings: Lowerings
-    engines: Mapping[fx.Node, str]
     one_stream: bool = field(init=False)
     lent: dict[str, Lent] = field(init=False, factory=dict)
     shared: dict[Any, Lent] = field(init=False, factory=dict)
     views: dict[Any, torch.Tensor] = field(init=False, factory=dict)
+
+    @property
+    def captured(self) -> Captured:
+        return self.program.captured
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
 
     def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
         self.one_stream = all(o.op != MARK for o in self.captured.problem.operations)
@@ -55,21 +70,25 @@ class _Builder:
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
             self.lent[home.buffer] = self._lend_once(home.buffer, (home.node, home.path))
-        sites: dict[fx.Node, list[Site]] = {}
-        for site in self.captured.sites:
-            sites.setdefault(site.node, []).append(site)
-        events = [
-            self._event(call, sites.get(call.node, []), homes.get(call.node, []))
-            for call in sorted(self.recorder.calls, key=lambda c: order[c.node])
-        ]
+        gives = {}
+        events = []
+        for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
+            event = self._event(call, homes.get(call.node, []))
+            events.append(event)
+            placed = self.program.calls.get(call.node)
+            if placed is not None and event.overload is not None:
+                gives[len(events) - 1] = self._placed(event, placed)
         self._claim(events)
-        return events, self._between(events, order)
+        tail = self._between(events, order)
+        for i, give in gives.items():
+            events[i].run = runner(events[i], give)
+        return events, tail
 
     def _bytes(self, buffer: str) -> torch.Tensor:
         place = self.plan.placements[buffer]
         return self.arena.segments[place.segment].tensor[place.offset : place.end]
 
-    def _lend(self, buffer: str, value: Any) -> Lent:
+    def _lend(self, buffer: str, value: Value) -> Lent:
         like = self.captured.values.tensors[value]
         flat = self._bytes(buffer).view(like.dtype)
         base = lend(flat, _nothing)
@@ -77,7 +96,7 @@ class _Builder:
         del base
         return Lent(tensor, flat.data_ptr())
 
-    def _lend_once(self, buffer: str, value: Any) -> Lent:
+    def _lend_once(self, buffer: str, value: Value) -> Lent:
         """The same for buffers that differ in nothing but the time: they share it."""
         like, place = self.captured.values.tensors[value], self.plan.placements[buffer]
         key = place.segment, place.offset, place.end, like.dtype, like.shape, like.stride()
@@ -94,15 +113,136 @@ class _Builder:
             self.views[key] = flat.view(like.dtype).view(like.shape)
         return self.views[key]
 
-    def _leave(self, event: Event, site: Site) -> torch.Tensor:
-        """Where a result that leaves the iteration is made, to be copied out."""
+    def _event(self, call: Recorded, homes: list[Home]) -> Event:
+        overload = overload_of(call.form) if call.kind == "op" else None
+        watched = self.arena.races is not None
+        event = Event(call, overload, self.device, stream=call.stream, watched=watched)
+        event.form = overload is not None and call.op is not overload
+        for home in homes:
+            event.lent[home.path] = self.lent[home.buffer]
+            event.writes.append(home.buffer)
+        values = self.captured.values
+        event.shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
+        spec = self.captured.specs.get(call.node)
+        event.row = None if spec is None else self.lowerings.row(spec)
+        if overload is not None:
+            arguments = overload._schema.arguments
+            event.names = [a.name for a in arguments]
+            event.defaults = [a.default_value for a in arguments]
+        return event
+
+    def _placed(self, event: Event, call: PlacedCall) -> Callable[[list[Any]], Any]:
+        """Take down what a placed call does; returns what the program gets of its frame."""
+        event.placed, event.engine = True, call.engine
+        event.results = {path: lent.tensor for path, lent in event.lent.items()}
+        sites = [s for s in call.sites if s.buffer is not None]
+        if sites:
+            assert sites[0].buffer is not None
+            event.group = self._group(sites[0].buffer)
+        recorded = dict(zip(event.names, event.call.args, strict=False)) | event.call.kwargs
+        wants = [recorded.get(name) for name in event.names]
+        event.lists = [i for i, want in enumerate(wants) if _is_tensors(want)]
+        if event.engine and event.form:
+            event.launch = self._on_engine(event, call)
+        elements = sum(len(wants[i]) for i in event.lists)
+        tape = event.tape = Tape(
+            lambda buffer, like, contiguous: self._view(event, call, buffer, like, contiguous),
+            lambda like: self.captured.values.tensors[like],
+            self.device,
+            4 if event.form else len(event.names) + elements + 1,
+            watched=event.watched,
+            direct=not any(x.dtype.is_complex for x in event.shapes.values()),
+            launches=event.form and not event.one_sided,
+        )
+        launched = launch(call, tape, stands_for(event))
+        for site in sites:
+            self._note(event, site, call)
+        event.copies = len(event.results) - len(event.lent)
+        event.copies += sum(s.copy_in + s.copy_back for s in event.stages)
+        return self._finish(event, call, launched)
+
+    def _view(
+        self, event: Event, call: PlacedCall, buffer: str, like: Value, contiguous: bool
+    ) -> torch.Tensor:
+        """The placement of a staged argument (contiguous), or where a result is made."""
+        fake, path = self.captured.values.tensors[like], like[1]
+        if not contiguous and path in event.lent:
+            return event.lent[path].tensor
+        event.writes.append(buffer)
+        if contiguous:
+            return self._flat(buffer, fake)
+        if call.spec.asynchronous and not event.form:
+            lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, like)
+            event.results[path] = lent.tensor
+        else:
+            event.results[path] = self._flat(buffer, fake)
+        return event.results[path]
+
+    def _on_engine(self, event: Event, call: PlacedCall) -> Callable[..., Any]:
+        """Start a ``c10d::`` call over the communicator for copy engines."""
+        assert call.row is not None
+        start = starter(call.row.target, event.engine, self.device, reduction=None, root=None)
+        assert start is not None
+        return lambda out, source, _options: start(out, source)
+
+    def _note(self, event: Event, site: Site, call: PlacedCall) -> None:
+        """What the session has to know of an argument."""
+        if site.kind != "argument":
+            return
         assert site.buffer is not None
-        value = (site.node, site.path)
-        if not event.waits:
-            return self._flat(site.buffer, self.captured.values.tensors[value])
-        lent = self.lent[site.buffer] = self._lend(site.buffer, value)
-        event.leaving[site.path] = lent
-        return lent.tensor
+        assert site.source is not None
+        like = self.captured.values.tensors[(site.source, site.path)]
+        if site.how == "stage":
+            view = self._flat(site.buffer, like)
+            stage = Stage(site.head, site.index, view, call.reads(site), site.writes)
+            event.stages.append(stage)
+        else:
+            begin = like.storage_offset() * like.element_size()
+            view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
+            view = view.view(like.dtype).view(like.shape)
+            event.binds.append(Bound(site.head, site.index, view.data_ptr(), site.buffer, view))
+
+    def _finish(
+        self, event: Event, call: PlacedCall, launched: Launched
+    ) -> Callable[[list[Any]], Any]:
+        """Take down what comes behind the launch; returns what the program gets of the frame."""
+        tape = event.tape
+        assert tape is not None
+        results, back = dict(launched.results), []
+        for site in call.sites:
+            if site.leaves:
+                tape.part(tape.away if site.path in event.leaving else tape.late)
+                tape.doing(call.copy("copy out", site))
+                if site.path not in event.leaving:
+                    results[site.path] = tape.clone(results[site.path])
+            elif site.how == "stage" and site.kind == "argument" and site.writes:
+                view, source = launched.staged[site]
+                tape.part(tape.late)
+                tape.doing(call.copy("copy back", site))
+                if call.spec.asynchronous and not event.form:
+                    tape.wait(view)
+                tape.copy(source, view)
+                back.append((view, source))
+        event.size = tape.size
+        if event.form:
+            return _work(tape)
+        if tape.result is not None and not call.results:
+            event.gives = ("raw", tape.result)
+            return _raw(tape.result, back)
+        gives, keys = [], []
+        for path, value in results.items():
+            lent = event.lent.get(path, event.leaving.get(path))
+            if lent is not None:
+                gives.append(_giving(lent))
+                keys.append((path, id(lent)))
+                continue
+            source = next((s for view, s in back if view is value), value)
+            gives.append(getter(source))
+            keys.append((path, source.index if isinstance(source, Slot) else id(source)))
+        event.gives = tuple(keys)
+        if () in results:
+            return gives[0]
+        return lambda frame: [give(frame) for give in gives]
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -129,61 +269,6 @@ class _Builder:
                 if not free:
                     break
 
-    def _event(self, call: Recorded, sites: list[Site], homes: list[Home]) -> Event:
-        overload = overload_of(call.form) if call.kind == "op" else None
-        event = Event(call, overload, stream=call.stream)
-        for home in homes:
-            event.lent[home.path] = self.lent[home.buffer]
-            event.results[home.path] = self.lent[home.buffer].tensor
-        written = [h.buffer for h in homes]
-        event.shapes = {
-            p: self.captured.values.tensors[(call.node, p)]
-            for _, p in self.captured.values.of_node(call.node)
-        }
-        if overload is None:
-            event.writes = written
-            return event
-        event.names = [a.name for a in overload._schema.arguments]
-        spec = self.captured.specs.get(call.node)
-        if spec is not None:
-            event.row = self.lowerings.row(spec)
-            event.group_argument = spec.group
-            event.waits = spec.asynchronous
-        for site in sites:
-            if site.buffer is None:
-                continue
-            event.group = self._group(site.buffer)
-            if site.kind == "result":
-                if site.how == "stage" and not site.stays:
-                    event.results[site.path] = self._leave(event, site)
-                    written.append(site.buffer)
-                continue
-            head, index = site.head, site.index
-            assert site.source is not None
-            like = self.captured.values.tensors[(site.source, site.path)]
-            if site.how == "stage":
-                reads = event.row is None or event.row.out != head or head == "input"
-                view = self._flat(site.buffer, like)
-                event.stages.append(Stage(head, index, view, reads, site.writes))
-                written.append(site.buffer)
-            else:
-                begin = like.storage_offset() * like.element_size()
-                view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
-                view = view.view(like.dtype).view(like.shape)
-                event.binds.append(Bound(head, index, view.data_ptr(), site.buffer, view))
-        event.engine = self.engines.get(call.node, "")
-        if event.row is not None:
-            event.target = overload_named(event.row.target)
-        elif spec is not None and spec.out is not None and event.results:
-            paths = [p for _, p in self.captured.values.of_node(call.node)]
-            if len(paths) == len(event.results):
-                event.variant = overload_named(spec.out)
-        event.writes = written
-        event.placed = bool(event.stages or event.binds or event.results)
-        event.copies = len(event.results) - len(event.lent)
-        event.copies += sum(s.copy_in + s.copy_back for s in event.stages)
-        return event
-
     def _group(self, buffer: str) -> str:
         return next(b.group for b in self.captured.problem.buffers if b.name == buffer)
 
@@ -191,10 +276,10 @@ class _Builder:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
         by_node = {event.call.node: event for event in events}
         barriers: dict[str, list[_Barrier]] = {}
-        for barrier in self.plan.barriers:
-            segment = self.arena.segments[self.plan.placements[barrier.buffers[0]].segment]
-            act = _Barrier(segment, barrier.group, barrier.buffers)
-            barriers.setdefault(barrier.before, []).append(act)
+        for instruction in self.program.instructions:
+            if instruction.kind == "barrier":
+                act = self._barrier(instruction)
+                barriers.setdefault(instruction.operation, []).append(act)
         tail: list[Callable[[], None]] = []
         lazy: list[tuple[str, list[Callable[[], None]]]] = []  # waits for an event behind it
         behind = self._behind_of()
@@ -219,15 +304,13 @@ class _Builder:
                     current += 1
             if event is None:
                 self._move_up(due, events[: current + 1], tail)
-            elif step.kind == "copy in":
-                _before_copy(event, step).extend(due)
-            elif event.call.kind != "op":
-                event.before += due
-            elif step.kind in ("copy out", "copy back"):
-                event.copied += due
             else:
-                event.ready += due
+                event.ahead(operation.name, due)
         return [*(act for _, acts in lazy for act in acts), *tail]
+
+    def _barrier(self, instruction: Instruction) -> _Barrier:
+        segment = self.plan.placements[instruction.buffers[0]].segment
+        return _Barrier(self.arena.segments[segment], instruction.group, instruction.buffers)
 
     def _move_up(
         self, barriers: list[_Barrier], events: list[Event], tail: list[Callable[[], None]]
@@ -287,15 +370,6 @@ class _Poison:
             self.view.fill_(255)
 
 
-def _before_copy(event: Event, step: Step) -> list[Callable[[], None]]:
-    """Where barriers run that belong before a copy into a placement."""
-    assert step.site is not None
-    for stage in event.stages:
-        if (stage.head, stage.index) == (step.site.head, step.site.index):
-            return stage.ready
-    return event.filling if event.row is not None else event.landing
-
-
 def _hand_over(
     lazy: list[tuple[str, list[Callable[[], None]]]],
     event: Event,
@@ -320,26 +394,53 @@ def _nothing() -> None:
     """Nobody needs to know that a lent tensor is gone: uses are counted."""
 
 
+def _is_tensors(want: Any) -> bool:
+    return want.__class__ is tuple and bool(want) and all(map(is_tensor, want))
+
+
+def _giving(lent: Lent) -> Callable[[list[Any]], Any]:
+    give = lent.tensor.detach
+    return lambda _frame: give()
+
+
+def _work(tape: Tape) -> Callable[[list[Any]], Any]:
+    at = tape.result
+    if at is None:
+        finished = compat.finished()
+        return lambda _frame: finished
+    return lambda frame: frame[at]
+
+
+def _raw(at: int, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
+    """What the op itself returned; the program's own tensor where it is its placement."""
+    if not back:
+        return lambda frame: frame[at]
+    pairs = [(view, getter(source)) for view, source in back]
+
+    def give(frame: list[Any]) -> Any:
+        result = frame[at]
+        return next((get(frame) for view, get in pairs if result is view), result)
+
+    return give
+
+
 def events_of(
     recorder: Recorder,
-    captured: Captured,
-    plan: Plan,
+    program: PlacedProgram,
     arena: Arena,
+    device: torch.device,
     lowerings: Lowerings,
-    engines: Mapping[fx.Node, str],
 ) -> tuple[list[Event], list[Callable[[], None]]]:
-    """The schedule that a plan makes of a recording.
+    """The schedule of a placed recording.
 
     Args:
         recorder: The recording.
-        captured: What capture made of it.
-        plan: The plan.
-        arena: Its memory.
-        lowerings: How ops run on it.
-        engines: Names of the communicators over which collectives run, of those that do not run
-            over the program's own.
+        program: What a plan makes of it.
+        arena: The plan's memory.
+        device: Where tensors lie.
+        lowerings: How ops run on its memory backend.
 
     Returns:
         The events in order, and what is to be done when the iteration ends.
     """
-    return _Builder(recorder, captured, plan, arena, lowerings, engines).build()
+    return _Builder(recorder, program, arena, device, lowerings).build()

@@ -114,12 +114,12 @@ def _kernel(caught: Caught, op: Any, after: Any) -> Callable[..., Any]:
         if OWN.depth or session is None:
             return redispatch(keys & after, *args, **kwargs)
         line = caught.line
-        quicks, at = line.quicks, line.at
-        if at < len(quicks):
-            quick = quicks[at]
-            if quick is not None and quick.op is op and not kwargs and caught.fits(quick.role):
+        calls, at = line.calls, line.at
+        if at < len(calls):
+            ready = calls[at]
+            if ready is not None and ready.op is op and not kwargs and caught.fits(ready.role):
                 try:
-                    result = quick.call(keys, args)
+                    result = ready.call(keys, args)
                 except BaseException as error:
                     caught.faults.found(error)
                     raise

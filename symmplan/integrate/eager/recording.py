@@ -23,6 +23,7 @@ from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN
 from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.engines import known, register
+from symmplan.place.program import place
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -223,9 +224,8 @@ class Recording:
             register(arena, {name: engines for name, engines in found if engines is not None})
         lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            events, tail = events_of(
-                recorder, captured, plan, arena, settings.lowerings, chosen.engines
-            )
+            program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
+            events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
             missing = missing_of(events, settings.device)
         copies = copies_of(captured, recorder)
         choices = tuple(chosen.choices)

@@ -22,9 +22,10 @@ from symmplan.capture.streams import MAIN
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from symmplan.capture.eager import Recorded
+    from symmplan.integrate.eager.tape import Tape
     from symmplan.place.ways import Lowering
 
 __all__ = ["Bound", "Event", "Lent", "Stage", "bound_values"]
@@ -74,7 +75,6 @@ class Stage:
         view: The placement.
         copy_in: Whether the op reads it.
         copy_back: Whether the op writes it.
-        ready: Barriers before it is copied in.
     """
 
     head: str
@@ -82,7 +82,6 @@ class Stage:
     view: torch.Tensor
     copy_in: bool
     copy_back: bool
-    ready: list[Callable[[], None]] = field(factory=list)
 
 
 @define(eq=False)
@@ -110,64 +109,82 @@ class Event:
 
     Attributes:
         call: What was recorded.
-        overload: The op that stands for it in the graph.
+        overload: The op that stands for it in the graph; None for memory.
         stream: Name of the stream on which it runs.
+        device: Where its tensors lie.
         names: Names of that op's arguments.
+        defaults: What they are if nothing is given.
+        lists: Which of them are lists of tensors, by position.
+        form: Whether it is a ``c10d::`` call in the words of a functional collective.
+        watched: Whether somebody watches all ops.
         before: What to do first: overwriting of dead placements, barriers.
+        after: Barriers of ops behind it that are not declared.
         writes: Names of the buffers that it writes first.
         claims: Those, each with a buffer on its bytes whose placement nobody may hold any more.
+        placed: Whether any of its tensors is in a placement. The rest is only known if so.
         stages: See `Stage`.
         binds: See `Bound`.
-        filling: Barriers between staging and the copy that an op which works in place makes of
-            its input.
-        ready: Barriers between that and the op itself.
-        landing: Barriers between the op and the copies of results into their placements.
         results: ``{path: placement}`` of results.
         lent: ``{path: Lent}`` of those results that stay there.
         leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
-        work: The Python half of the last work that the program got, if it is symmplan's.
         row: How it runs on this memory backend.
-        target: The op of ``row``.
         shapes: ``{path: stand-in}`` of the op's results.
-        waits: Whether the work must be waited for before results or arguments are copied.
-        variant: The out-variant of a declared op without row, if its results are placed.
-        group: Name of the process group, for the argument that carries it.
+        group: Name of the process group.
         engine: Name of the communicator over which copy engines run it; empty if they do not.
-        group_argument: Name of that argument.
-        copied: Barriers before copies out and back.
-        after: Barriers of ops behind it that are not declared.
-        placed: Whether any of its tensors is in a placement.
+        launch: What launches it there, of the tensors that are written and read, and options.
+        tape: What it does.
+        size: How many slots its frame has.
+        gives: Equal for calls of which the program gets the same.
+        run: Makes it: of a frame, or for memory of a function and its arguments.
+        work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
     """
 
     call: Recorded
     overload: Any
+    device: torch.device
     stream: str = MAIN
     names: list[str] = field(factory=list)
+    defaults: list[Any] = field(factory=list)
+    lists: list[int] = field(factory=list)
+    form: bool = False
+    watched: bool = False
     before: list[Callable[[], None]] = field(factory=list)
+    after: list[Callable[[], None]] = field(factory=list)
     writes: list[str] = field(factory=list)
     claims: list[tuple[str, str, Lent]] = field(factory=list)
+    placed: bool = False
     stages: list[Stage] = field(factory=list)
     binds: list[Bound] = field(factory=list)
-    filling: list[Callable[[], None]] = field(factory=list)
-    ready: list[Callable[[], None]] = field(factory=list)
-    landing: list[Callable[[], None]] = field(factory=list)
     results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], Lent] = field(factory=dict)
     leaving: dict[tuple[int, ...], Lent] = field(factory=dict)
-    work: Any = None
     row: Lowering | None = None
-    target: Any = None
     shapes: dict[tuple[int, ...], Any] = field(factory=dict)
-    waits: bool = False
-    variant: Any = None
     group: str = ""
     engine: str = ""
-    group_argument: str = ""
-    copied: list[Callable[[], None]] = field(factory=list)
-    after: list[Callable[[], None]] = field(factory=list)
-    placed: bool = False
+    launch: Callable[..., Any] | None = None
+    tape: Tape | None = None
+    size: int = 0
+    gives: tuple[Any, ...] = ()
+    run: Callable[..., Any] | None = None
+    work: Any = None
     copies: int = 0
+
+    @property
+    def has_out(self) -> bool:
+        """Whether it writes a tensor that it does not read; of ``c10d::`` calls."""
+        return "out" in self.call.kwargs
+
+    @property
+    def pends(self) -> bool:
+        """Whether the program gets a work to wait for; of ``c10d::`` calls."""
+        return bool(self.call.asynchronous) and not self.one_sided
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether it runs as an op of symmplan's, which is over when it returns."""
+        return self.row is not None and self.row.one_sided
 
     @property
     def name(self) -> str:
@@ -175,6 +192,15 @@ class Event:
         if self.call.op is not None:
             return str(self.call.op.name())
         return f"symmplan.{self.call.kind}"
+
+    def ahead(self, operation: str, acts: Sequence[Callable[[], None]]) -> None:
+        """Do something right before an operation of this call, or else before all of it."""
+        tape = self.tape
+        for section in () if tape is None else (tape.begin, tape.late, tape.away):
+            if operation in section.steps:
+                section.ahead.setdefault(operation, []).extend(acts)
+                return
+        self.before += acts
 
     def overdue(self) -> tuple[str, str] | None:
         """A buffer that is about to be written, and one on its bytes that is still held."""

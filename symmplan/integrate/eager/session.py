@@ -10,11 +10,11 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
+from symmplan.integrate.eager.calls import Line, Ready, memory_runner, ready_call, ready_memory
+from symmplan.integrate.eager.direct import MISS
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import declared_names, install, overload_name
 from symmplan.integrate.eager.lanes import Lanes, streams_of
-from symmplan.integrate.eager.quick import MISS, Line, quick_call
-from symmplan.integrate.eager.quick_memory import quick_memory
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.serve import serve, take_away
@@ -181,7 +181,7 @@ class Session:
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.arena.rendezvous
         self._frozen, self._live = frozen, frozen.events
-        self.line = Line(frozen.lanes, [None] * len(frozen.events))
+        self.line = Line(frozen.lanes, self._ready(frozen.events))
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
         self._uninstall = install(self, [event.call.op for event in frozen.events])
@@ -192,6 +192,18 @@ class Session:
                 lambda op: not OWN.depth and overload_name(op) in names,
             )
             self._watching.__enter__()
+
+    def _ready(self, events: Sequence[Event]) -> list[Ready | None]:
+        """The short ways of the planned calls."""
+        known: dict[Any, Ready] = {}
+        found = []
+        for event in events:
+            if event.call.kind == "op":
+                found.append(ready_call(event, known))
+            else:
+                event.run = memory_runner(event, self._run)
+                found.append(ready_memory(event, known))
+        return found
 
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
@@ -213,19 +225,16 @@ class Session:
     def serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
         """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours.
 
-        The long way, which finds out what is wrong; see `symmplan.integrate.eager.quick`.
+        The long way, which finds out what is wrong; see `symmplan.integrate.eager.calls`.
         """
         self._usable()
         at = self.line.at
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
-        self._run(event.before)
         self._check_claims(event)
         with self.faults.guarded():
             result = serve(event, behind, args, kwargs, form)
         self.line.at = at + 1
-        if self._watching is None:  # short ways go past who watches
-            self.line.learn(at, *quick_call(event, args, kwargs, form))
         return result
 
     def waited(self, event: Event, tensor: torch.Tensor) -> None:
@@ -291,7 +300,7 @@ class Session:
 
     def _stop_serving(self, error: BaseException) -> None:
         """The first failure, here or elsewhere: nothing is in its placement any more."""
-        self._live, self.line.quicks = [], []
+        self._live, self.line.calls = [], ()
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
@@ -315,11 +324,11 @@ class Session:
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
         line = self.line
-        quicks, at = line.quicks, line.at
-        if at < len(quicks) and not OWN.depth:
-            quick = quicks[at]
-            if quick is not None and quick.op == kind and line.lanes.fits(quick.role):
-                tensor: torch.Tensor = quick.call(make, args, kwargs)
+        calls, at = line.calls, line.at
+        if at < len(calls) and not OWN.depth:
+            ready = calls[at]
+            if ready is not None and ready.op == kind and line.lanes.fits(ready.role):
+                tensor: torch.Tensor = ready.call(make, args, kwargs)
                 if tensor is not MISS:
                     line.at = at + 1
                     return tensor
@@ -336,19 +345,10 @@ class Session:
         self._usable()
         at = self.line.at
         event = self._expect(None, (make, *args), kwargs, kind)
-        self._run(event.before)
         self._check_claims(event)
-        lent = next(iter(event.lent.values()), None)
-        if lent is None:
-            tensor = make(*args, **kwargs)
-        else:
-            if kind == "out":
-                make(*args, **kwargs, out=lent.tensor)
-            tensor = lent.give()
-        self._run([*event.ready, *event.after])
+        assert event.run is not None
+        tensor: torch.Tensor = event.run(make, args, kwargs)
         self.line.at = at + 1
-        if self._watching is None:
-            self.line.learn(at, *quick_memory(event, self._run))
         return tensor
 
     # The end.
