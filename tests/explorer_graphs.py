@@ -33,6 +33,7 @@ from symmplan.place.ways import Lowerings
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
 
 if TYPE_CHECKING:
+    from symmplan.place.program import PlacedProgram
     from symmplan.testing import Verdict
 
 F = torch.ops._c10d_functional
@@ -230,7 +231,11 @@ class Rewritten:
 
     module: torch.fx.GraphModule
     segments: dict[str, tuple[str, int]]
-    plan: symmplan.Plan
+    program: PlacedProgram
+
+    @property
+    def plan(self) -> symmplan.Plan:
+        return self.program.plan
 
 
 def rewritten(
@@ -276,7 +281,7 @@ def rewritten(
     inputs = rewrite(module, program, fake_mode_of(fakes))
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"][len(fakes) :]
     segments = {name: (i.segment, i.lane or 0) for name, i in zip(names, inputs, strict=True)}
-    return Rewritten(module, segments, plan)
+    return Rewritten(module, segments, program)
 
 
 #: How collectives may run.

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_sided_programs import Program, here, make_inputs, one_sided_programs, run
+from placed_checks import check_session
 from ranks import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -103,6 +104,7 @@ def _eager(
             wrong += _same([x.clone() for x in got], expected[turn], turn)
             del got
             session.step()
+        check_session(session)
         plan = session.plan
     plan.verify()
     return wrong, len(plan.barriers), len(plan.placements)

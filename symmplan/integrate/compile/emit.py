@@ -142,7 +142,7 @@ class Emitter:
         return self._body.next
 
     def doing(self, operation: str) -> None:
-        """The next node is the first that stands for ``operation``."""
+        """The next node is the first that stands for ``operation``; it says so, too."""
         self._doing.append(operation)
 
     def finish(self) -> None:
@@ -236,8 +236,10 @@ class Emitter:
         kwargs = kwargs or {}
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = self._value(op, args, kwargs)
-        while self._doing:
-            self.first.setdefault(self._doing.pop(), node)
+        if self._doing:
+            self.first.update((operation, node) for operation in self._doing)
+            node.meta["operations"] = tuple(self._doing)
+            self._doing.clear()
         if self.origin is not None and "stack_trace" in self.origin.meta:
             node.meta["stack_trace"] = self.origin.meta["stack_trace"]
         return node

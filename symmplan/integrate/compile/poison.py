@@ -44,6 +44,6 @@ def poison(emitter: Emitter, captured: Captured) -> None:
         emitter.origin = before[operation.name]
         with emitter.graph.inserting_before(at):
             view = emitter.view(buffer.name, like)
+            emitter.doing(operation.name)
             at = emitter.call(torch.ops.symmplan.poison_.default, (view,))
-        emitter.first[operation.name] = at
     emitter.origin = None

@@ -1,0 +1,91 @@
+"""Is a placed program carried out: each barrier and copy once, in happens-before order?
+
+``lowered`` is a list of what runs, in order: ``("barrier", group)`` or the name of an operation.
+What is expected comes from the plan and the problem, not from the instructions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import torch
+
+    from symmplan.capture import Captured
+    from symmplan.model import Barrier
+
+#: What an operation of a placed call does.
+_OF_CALLS = ("launch", "copy in", "copy out", "copy back")
+
+
+def check(
+    captured: Captured,
+    barriers: Sequence[Barrier],
+    lowered: Sequence[Any],
+    apart: Collection[str] | None = None,
+) -> None:
+    """Fail if ``lowered`` is not what the plan wants.
+
+    Args:
+        captured: The program.
+        barriers: Those of the plan.
+        lowered: What runs.
+        apart: Operations that run when something is waited for; None if ``lowered`` has all there
+            is, also when dead placements are overwritten.
+    """
+    kinds = _OF_CALLS if apart is not None else (*_OF_CALLS, "poison")
+    names = [o.name for o in captured.problem.operations]
+    wanted = {n for n in names if n in captured.steps and captured.steps[n].kind in kinds}
+    wanted.difference_update(apart or ())
+    ran = [x for x in lowered if x in wanted]
+    assert ran == [n for n in names if n in wanted]
+    place = {name: i for i, name in enumerate(lowered) if name in wanted}
+    due = [b for b in barriers if b.before not in (apart or ())]
+    due.sort(key=lambda b: names.index(b.before))  # stable
+    met = [i for i, x in enumerate(lowered) if not isinstance(x, str)]
+    assert [lowered[i][1] for i in met] == [b.group for b in due]
+    for at, barrier in zip(met, due, strict=True):
+        end = names.index(barrier.before)
+        before = [place[n] for n in names[:end] if n in place]
+        behind = [place[n] for n in names[end:] if n in place]
+        assert max(before, default=-1) < at < min(behind, default=len(lowered)), barrier
+
+
+def of_graph(module: torch.fx.GraphModule) -> list[Any]:
+    """What a rewritten graph runs."""
+    import torch
+
+    found: list[Any] = []
+    for node in module.graph.nodes:
+        if node.target is torch.ops.symmplan.barrier_.default:
+            found.append(("barrier", node.args[1]))
+        found += node.meta.get("operations", ())
+    return found
+
+
+def check_session(session: Any) -> None:
+    """Fail if a frozen eager session on one stream does not run what its plan wants."""
+    frozen = session._frozen
+    found: list[Any] = []
+    apart: set[str] = set()
+    for event in frozen.events:
+        found += _barriers(event.before)
+        tape = event.tape
+        sections = () if tape is None else (tape.begin, tape.late, tape.away)
+        for section in sections:
+            waits = section is not tape.begin and (event.form and event.pends)
+            if waits or section is getattr(tape, "away", None):
+                apart.update(section.steps)
+                continue
+            for operation in section.steps:
+                found += _barriers(section.ahead.get(operation, ()))
+                found.append(operation)
+        found += _barriers(event.after)
+    found += _barriers(frozen.tail)
+    check(frozen.captured, frozen.plan.barriers, found, apart)
+
+
+def _barriers(acts: Sequence[Any]) -> list[Any]:
+    return [("barrier", act.group) for act in acts if type(act).__name__ == "_Barrier"]

@@ -1,0 +1,76 @@
+"""Placed programs are carried out: in graphs here, in eager sessions in `test_right_numbers.py`."""
+
+from __future__ import annotations
+
+import copy
+
+import placed_checks
+import pytest
+import torch
+from explorer_graphs import WAYS, fx_programs, rewritten, traced, world
+from hypothesis import given
+from hypothesis import strategies as st
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    with world(RANKS) as names:
+        yield names
+
+
+def _lowered(program, way, groups, **how):
+    return rewritten(copy.deepcopy(traced(program, groups, RANKS)), WAYS[way], **how)
+
+
+@given(st.data())
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_do_what_was_planned(groups, way, data):
+    program = data.draw(fx_programs(ranks=RANKS))
+    found = _lowered(program, way, groups, poison=data.draw(st.booleans()))
+    if found is not None:
+        lowered = placed_checks.of_graph(found.module)
+        placed_checks.check(found.program.captured, found.plan.barriers, lowered)
+
+
+def _with_barriers(groups):
+    """A program with barriers and copies, as lowered."""
+    from hypothesis import find
+
+    def fits(program):
+        found = _lowered(program, "shm", groups)
+        return found is not None and len(found.plan.barriers) > 1 and _copies(found)
+
+    return _lowered(find(fx_programs(ranks=RANKS), fits), "shm", groups)
+
+
+def _copies(found):
+    steps = found.program.captured.steps
+    return [n for n, step in steps.items() if step.kind.startswith("copy")]
+
+
+@pytest.mark.parametrize("fault", ["no barrier", "two barriers", "late", "no copy", "two copies"])
+def test_a_fault_is_found(groups, fault):
+    found = _with_barriers(groups)
+    lowered = placed_checks.of_graph(found.module)
+    barrier = next(i for i, x in enumerate(lowered) if not isinstance(x, str))
+    one = lowered.index(_copies(found)[0])
+    if fault == "no barrier":
+        del lowered[barrier]
+    elif fault == "two barriers":
+        lowered.insert(barrier, lowered[barrier])
+    elif fault == "late":
+        lowered.append(lowered.pop(barrier))
+    elif fault == "no copy":
+        del lowered[one]
+    else:
+        lowered.insert(one, lowered[one])
+    with pytest.raises(AssertionError):
+        placed_checks.check(found.program.captured, found.plan.barriers, lowered)
+
+
+def test_nodes_say_which_operation_they_are(groups):
+    found = _with_barriers(groups)
+    copies = [n for n in found.module.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    assert all(":" in n.meta["operations"][0] for n in copies if "operations" in n.meta)
