@@ -83,6 +83,7 @@ __all__ = [
     "replace_op_call",
     "same_version",
     "set_symm_mem_backend",
+    "start_all_to_all",
     "storage_use_count",
     "symm_mem_backend",
     "symm_mem_empty",
@@ -333,13 +334,18 @@ def all_to_all(output: Any, source: Any, group: Any) -> None:
 
     As ``dist.all_to_all_single``, without its logging, which costs more than the launch.
     """
+    work = start_all_to_all(output, source, group, asynchronous=False)
+    if work is not None:
+        work.wait()
+
+
+def start_all_to_all(output: Any, source: Any, group: Any, *, asynchronous: bool = True) -> Any:
+    """The same without the wait; returns the work. Collective."""
     import torch.distributed as dist
 
     options = dist.AllToAllOptions()
-    options.asyncOp = False
-    work = group.alltoall_base(output, source, [], [], options)
-    if work is not None:
-        work.wait()
+    options.asyncOp = asynchronous
+    return group.alltoall_base(output, source, [], [], options)
 
 
 def unboxed_group(given: Any) -> Any:

@@ -37,7 +37,7 @@ from symmplan.memory.segment import locate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES"]
+__all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES", "register_op"]
 
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
@@ -399,7 +399,8 @@ def _misfit(expected: list[list[int]], sent: list[list[int]]) -> tuple[int, int]
     return next(((s, r) for s in ranks for r in ranks if sent[s][r] != expected[r][s]), None)
 
 
-def _register(schema: str, implementation: Callable[..., None]) -> None:
+def register_op(schema: str, implementation: Callable[..., None]) -> None:
+    """Define an op of symmplan's that writes ``out`` and returns nothing."""
     name = schema.partition("(")[0]
     IMPLEMENTATIONS[f"symmplan::{name}"] = implementation
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -413,31 +414,31 @@ def _fake(*args: object, **kwargs: object) -> None:
     """They change ``out`` in place and return nothing: no shape to compute."""
 
 
-_register(
+register_op(
     "all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> ()",
     all_gather_out,
 )
-_register(
+register_op(
     "reduce_scatter_out(Tensor input, str reduce_op, int group_size, str group_name, *, "
     "Tensor(a!) out) -> ()",
     reduce_scatter_out,
 )
-_register(
+register_op(
     "all_reduce_out(Tensor input, str reduce_op, str group_name, *, Tensor(a!) out) -> ()",
     all_reduce_out,
 )
-_register(
+register_op(
     "all_to_all_single_out(Tensor input, SymInt[] output_split_sizes, "
     "SymInt[] input_split_sizes, str group_name, *, Tensor(a!) out) -> ()",
     all_to_all_single_out,
 )
-_register(
+register_op(
     "broadcast_out(Tensor input, int src, str group_name, *, Tensor(a!) out) -> ()",
     broadcast_out,
 )
-_register(
+register_op(
     "all_gather_parts_(Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
     "str group_name) -> ()",
     all_gather_parts_,
 )
-_register("barrier_(Tensor(a!) segment, str group_name) -> ()", barrier_)
+register_op("barrier_(Tensor(a!) segment, str group_name) -> ()", barrier_)

@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import field, frozen
 
-from symmplan import _compat as compat
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.errors import AgreementError
@@ -100,6 +99,9 @@ class Chosen:
     engines: Mapping[fx.Node, str] = field(factory=dict)
     choices: Sequence[Choice] = ()
 
+
+#: Arguments of all-to-alls. What has placements has equal parts.
+_SPLITS = ("output_split_sizes", "input_split_sizes")
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
@@ -188,9 +190,9 @@ def _over(
 ) -> dict[fx.Node, str]:
     """The communicators on which copy engines run what they can."""
     return {
-        node: compat.group_name(engines[case.group].gather)
+        node: engines[case.group].name(engine)
         for node, case in cases.items()
-        if case.group in engines and "copy engine" in rows[node].ways
+        if case.group in engines and (engine := rows[node].engine)
     }
 
 
@@ -214,8 +216,8 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
     given = bound.pop(name)
     fakes = [n.meta["val"] for n in (given if row.each else [given])]
     group = resolve_group_name(spec, overload, node.args, node.kwargs)
-    bound.pop(spec.group)
-    bound.pop("out", None)
+    for argument in (spec.group, "out", *_SPLITS):
+        bound.pop(argument, None)
     return _Case(
         op=spec.op,
         memory=memory,
@@ -374,6 +376,7 @@ class _Acts:
 
     def __init__(self, case: _Case, size: int, places: Sequence[torch.Tensor]) -> None:
         self._case = case
+        self._size = size
         device = places[0].device
         dtype = getattr(torch, case.dtype)
         numels = _scaled(case, size)
@@ -389,9 +392,8 @@ class _Acts:
         """What runs it."""
         row, group = lowerings.table[self._case.op], self._case.group
         acts = {"ordinary": self._plain(row), "symmetric": self._in_placements(row, group)}
-        if engines is not None and "copy engine" in row.ways:
-            name = compat.group_name(engines.gather)
-            acts["copy engine"] = self._in_placements(row, name)
+        if engines is not None and row.engine:
+            acts["copy engine"] = self._in_placements(row, engines.name(row.engine))
         return acts
 
     def _plain(self, row: Lowering) -> Act:
@@ -435,7 +437,8 @@ class _Acts:
 
     def _values(self, group: str) -> dict[str, Any]:
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in self._case.others}
-        return {**values, "group_name": group}
+        parts = [self._inputs[0].numel() // self._size] * self._size
+        return {**values, **dict.fromkeys(_SPLITS, parts), "group_name": group}
 
 
 def _cut(flat: torch.Tensor, numels: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:

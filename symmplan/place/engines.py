@@ -17,7 +17,7 @@ Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -46,6 +46,10 @@ class Engines:
 
     gather: Any
     exchange: Any
+
+    def name(self, kind: Literal["gather", "exchange"]) -> str:
+        """Name of one of them."""
+        return compat.group_name(self.gather if kind == "gather" else self.exchange)
 
     @property
     def groups(self) -> dict[str, Any]:

@@ -283,6 +283,8 @@ def _who_meets(
     """The ranks whose start precedes this rank's wait."""
     name = op._schema.name.partition("::")[2]
     if op.namespace == "c10d":
+        if name == "alltoall_base_":
+            return others if _is_full([*bound["output_split_sizes"]], bound["input"]) else ()
         return others if name in _MEET_C10D else ()
     if name in _MEET:
         return others
@@ -291,9 +293,13 @@ def _who_meets(
         return (root,) if root in others else ()
     if name == "all_to_all_single":
         splits = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
-        full = len(set(splits)) <= 1 and 0 not in splits and bound["input"].numel()
-        return others if full else ()
+        return others if _is_full(splits, bound["input"]) else ()
     return ()
+
+
+def _is_full(splits: Sequence[int], given: torch.Tensor) -> bool:
+    """Whether every rank of an all-to-all sends to every other."""
+    return len(set(splits)) <= 1 and 0 not in splits and bool(given.numel())
 
 
 def _group_of(bound: dict[str, Any]) -> str:

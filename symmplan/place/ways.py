@@ -13,6 +13,7 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
+import symmplan.memory.group_ops  # noqa: F401  (it defines what rows name)
 from symmplan.capture.graphs import overload_of
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import spec_for
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from symmplan.capture import Captured
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Site
-    from symmplan.model import OpSpec, Requirement, WayName
+    from symmplan.model import OpSpec, Requirement
 
 __all__ = ["Collectives", "Lowering", "Lowerings"]
 
@@ -45,7 +46,8 @@ class Lowering:
         one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit
             and is over when it returns. Else it is a collective of the process group.
         why_not: Reason given for the declared tensors that are not needed.
-        ways: The ways in which it can run on placements.
+        engine: Which of the communicators for copy engines can run it, see
+            `symmplan.place.engines.Engines`; empty if none can.
     """
 
     target: str
@@ -55,7 +57,7 @@ class Lowering:
     each: bool = False
     one_sided: bool = False
     why_not: str = ""
-    ways: tuple[WayName, ...] = ("symmetric",)
+    engine: Literal["", "gather", "exchange"] = ""
 
 
 _PUSHES = "the shm collective writes its peers' results, so this side may lie anywhere"
@@ -108,18 +110,16 @@ _ONE_SIDED: Mapping[str, Lowering] = {
 }  # fmt: skip
 _SHM: Mapping[str, Lowering] = {op: evolve(row, one_sided=True) for op, row in _ONE_SIDED.items()}
 
-_GATHERS: tuple[WayName, ...] = ("symmetric", "copy engine")
-
 # The process group's own collectives, in the forms that write into given tensors.
 _C10D: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("input", "return"), ways=_GATHERS
+        f"{_F}all_gather_into_tensor_out.default", ("input", "return"), engine="gather"
     ),
     f"{_F}all_gather_into_tensor_out.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("input", "out"), out="out", ways=_GATHERS
+        f"{_F}all_gather_into_tensor_out.default", ("input", "out"), out="out", engine="gather"
     ),
     f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("inputs", "return"), each=True, ways=_GATHERS
+        f"{_F}all_gather_into_tensor_out.default", ("inputs", "return"), each=True, engine="gather"
     ),
     f"{_F}reduce_scatter_tensor.default": Lowering(
         f"{_F}reduce_scatter_tensor_out.default", ("input", "return")

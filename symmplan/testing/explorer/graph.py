@@ -82,6 +82,7 @@ _COLLECTIVES = {
     f"{_F}broadcast": _Form("broadcast"),
     f"{_F}broadcast_": _Form("broadcast", "input"),
     f"{_F}all_to_all_single": _Form("all_to_all"),
+    f"{_S}all_to_all_single_into": _Form("all_to_all", "out"),
     f"{_S}all_gather_out": _Form("all_gather", "out", shm=True),
     f"{_S}reduce_scatter_out": _Form("reduce_scatter", "out", shm=True),
     f"{_S}all_reduce_out": _Form("all_reduce", "out", shm=True),
