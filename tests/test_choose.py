@@ -87,11 +87,12 @@ def _setup(rank, size):
 
 
 def _on_engines():
-    """How many all-gathers have run over copy engines."""
+    """How many collectives have run over copy engines."""
     from symmplan.place import engines
 
     made = engines._MADE.get((0, 1))
-    return 0 if made is None else made.gather._get_sequence_number_for_group()
+    groups = () if made is None else (made.gather, made.exchange)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _program(x, group):
@@ -113,7 +114,19 @@ def _by_dist(x, _group):
     return whole + other
 
 
-_PROGRAMS = {"functional": _program, "dist": _by_dist}
+def _exchanges(x, group):
+    """All-to-alls: one that is pending, one of unequal parts, one whose result is used at once."""
+    import torch.distributed as dist
+
+    pending = F.all_to_all_single(x.sin(), [2, 2], [2, 2], group)
+    given = [1, 3] if dist.get_rank() else [3, 1]
+    taken = [3, 3] if not dist.get_rank() else [1, 1]
+    odd = F.wait_tensor(F.all_to_all_single(x + 1, taken, given, group))
+    even = F.wait_tensor(F.all_to_all_single(x.cos(), [2, 2], [2, 2], group))
+    return F.wait_tensor(pending) * 2 + even + odd.sum()
+
+
+_PROGRAMS = {"functional": _program, "dist": _by_dist, "exchanges": _exchanges}
 
 
 def _ways(rank, size, how, choose, program):
@@ -161,6 +174,8 @@ every_way_to_run = pytest.mark.parametrize(
         ("inductor", "functional"),
         ("session", "functional"),
         ("session", "dist"),
+        ("op by op", "exchanges"),
+        ("session", "exchanges"),
     ],
 )
 
@@ -173,9 +188,10 @@ def test_copy_engines_run_what_they_can(pair, how, program):
     assert first["placed"] > 0
     assert first["choices"] == []
     assert first["rendezvous"] == 1
-    gathers = {"functional": 3, "dist": 2}[program]
+    collectives = {"functional": 3, "dist": 2, "exchanges": 2}[program]
     recorded = how == "session"  # the first iteration is torch's own
-    assert first["on engines"] == gathers * (5 - recorded)
+    assert first["on engines"] == collectives * (5 - recorded)
+    assert any("of one size" in reason for reason in first["reasons"]) == (program == "exchanges")
 
 
 @pytest.mark.ranks
@@ -193,9 +209,9 @@ def test_nothing_is_placed_that_shall_be_ordinary(pair, how, program):
 def test_every_way_is_measured_and_what_was_chosen_runs(pair, how, program, way):
     first, second = pair.run(_measured, how, way, program)
     assert first == second
-    gather, *others = first["choices"]
-    assert gather[1] == ["copy engine", "ordinary", "symmetric"]
-    assert {tuple(ways) for op, ways in others if "gather" not in op} == {("ordinary", "symmetric")}
+    on_engines = ["copy engine", "ordinary", "symmetric"]
+    for op, ways in first["choices"]:
+        assert ways == (on_engines if "gather" in op or "to_all" in op else on_engines[1:])
     assert (first["placed"] == 0) == (way == "ordinary")
     assert (first["on engines"] > 0) == (way == "copy engine")
 

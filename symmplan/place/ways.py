@@ -16,7 +16,7 @@ from torch import fx
 import symmplan.memory.group_ops  # noqa: F401  (it defines what rows name)
 from symmplan.capture.graphs import overload_of
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.registry import spec_for
+from symmplan.registry import bind_arguments, spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,6 +45,7 @@ class Lowering:
         each: The op takes lists; the target runs once for each element.
         one_sided: The target is one of `symmplan.memory.ops`: it meets on entry, releases on exit
             and is over when it returns. Else it is a collective of the process group.
+        equal: It has parts for each rank, and takes them only if all are of one size.
         why_not: Reason given for the declared tensors that are not needed.
         engine: Which of the communicators for copy engines can run it, see
             `symmplan.place.engines.Engines`; empty if none can.
@@ -56,6 +57,7 @@ class Lowering:
     inplace: bool = False
     each: bool = False
     one_sided: bool = False
+    equal: bool = False
     why_not: str = ""
     engine: Literal["", "gather", "exchange"] = ""
 
@@ -137,12 +139,17 @@ _C10D: Mapping[str, Lowering] = {
     f"{_F}all_reduce_coalesced.default": Lowering(
         f"{_F}all_reduce_.default", ("return",), inplace=True, each=True, why_not=_COPIED
     ),
+    f"{_F}all_to_all_single.default": Lowering(
+        "symmplan::all_to_all_single_into.default", ("input", "return"), equal=True,
+        engine="exchange",
+    ),
     f"{_F}broadcast.default": Lowering(
         f"{_F}broadcast_.default", ("return",), inplace=True, why_not=_COPIED
     ),
     f"{_F}broadcast_.default": Lowering(f"{_F}broadcast_.default", ("input",), out="input"),
 }  # fmt: skip
 
+_UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"
 _NO_WAY = "no form of this op writes into given memory on this backend"
 
 
@@ -174,9 +181,9 @@ class Lowerings:
         row = None
         if overload is not None:
             row = self.table.get(f"{overload._schema.name}.{overload._overloadname}")
-        if row is not None and row.out == "return":
-            return "declared"
-        return other(node)
+        if row is None or row.out != "return" or (row.equal and _has_unequal_parts(node)):
+            return other(node)
+        return "declared"
 
     def lookup(self, op: Any) -> OpSpec | None:
         """What is declared of an op, as it holds for the way it will be run."""
@@ -204,14 +211,17 @@ class Lowerings:
     def partly(self, captured: Captured) -> dict[fx.Node, str]:
         """Ops that cannot run as they were captured, and why.
 
-        Some of their tensors are placed, but not all that their one-sided form needs; or NCCL
-        cannot gather parts of their size in symmetric memory.
+        Some of their tensors are placed, but not all that their one-sided form needs; or their
+        form wants parts of one size; or NCCL cannot gather parts of their size in symmetric memory.
         """
         found: dict[fx.Node, str] = {}
         if self.memory == "nccl":
             found = {n: SPLIT_WORDS for n in captured.specs if _splits_words(captured, n)}
         for node, spec in captured.specs.items():
             row = self.row(spec)
+            placed = any(s.buffer is not None for s in captured.at(node))
+            if row is not None and row.equal and placed and _has_unequal_parts(node):
+                found[node] = _UNEQUAL
             if row is None or not row.one_sided:
                 continue
             needed = [s for s in captured.at(node) if s.head in row.needs]
@@ -219,6 +229,15 @@ class Lowerings:
             if without and len(without) < len(needed):
                 found[node] = f"{without[0].where} of the same op is left out: {without[0].reason}"
         return found
+
+
+def _has_unequal_parts(node: fx.Node) -> bool:
+    """Whether an all-to-all has parts of different sizes, or of sizes that are not known."""
+    overload = overload_of(node.target)
+    assert overload is not None
+    bound = bind_arguments(overload, node.args, node.kwargs)
+    parts = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
+    return not all(isinstance(part, int) for part in parts) or len(set(parts)) > 1
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:

@@ -118,6 +118,7 @@ def _c10d(name: str, where: str, *, meets: bool = True, note: str = "") -> Row:
 _CLONES = "torch clones the input and works in place on the clone"
 _NO_OUT = "no variant writes into given tensors: the result is staged"
 _PAIRWISE = "a rank waits for those that send it something"
+_PARTS = "parts of one size can be written where they are told"
 _ROOT = "ranks wait for the root alone; NCCL has no symmetric kernel for it"
 
 _FUNCTIONAL = (
@@ -131,7 +132,7 @@ _FUNCTIONAL = (
     _functional("reduce_scatter_tensor", "input return", out="reduce_scatter_tensor_out"),
     _functional("reduce_scatter_tensor_out", "input out"),
     _functional("reduce_scatter_tensor_coalesced", "inputs return", note=_NO_OUT),
-    _functional("all_to_all_single", "input return", meets=False, note=f"{_PAIRWISE}; {_NO_OUT}"),
+    _functional("all_to_all_single", "input return", meets=False, note=f"{_PAIRWISE}; {_PARTS}"),
     _functional("broadcast", "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
     _functional("broadcast_", "input", meets=False, note=_ROOT),
 )

@@ -47,6 +47,16 @@ def _dist(shards, x, w, _group):
     return x, torch.stack([out[::977] for out in outs])
 
 
+def _exchanges(shards, x, w, group):
+    """All-to-alls of equal parts under products."""
+    ops = torch.ops._c10d_functional
+    half = [shards[0].numel() // 2] * 2
+    started = [ops.all_to_all_single(s.sin(), half, half, group) for s in shards]
+    for _ in range(4):
+        x = x @ w
+    return x.relu(), torch.stack([ops.wait_tensor(s)[::977] for s in started])
+
+
 def _run(rank, world_size, how, run, choose):
     """Results in each of some turns with other inputs, and what ran in the last."""
     import torch.distributed as dist
@@ -76,6 +86,7 @@ def _run(rank, world_size, how, run, choose):
         return {
             "copies": sum("PtoP" in n for n in names),
             "gathers": sum("nccl" in n and "Gather" in n for n in names),
+            "kernels": sum("ncclDevKernel" in n or "ncclSymk" in n for n in names),
         }
 
     if how == "session":
@@ -131,3 +142,25 @@ def test_what_was_chosen_runs(pool, how, run):
         assert found["gathers"] == 0
     if {c.way for c in gathers} == {"ordinary"}:
         assert found["copies"] == 0
+
+
+@pytest.mark.parametrize("how", ["op by op", "inductor", "session"])
+def test_copy_engines_run_all_to_alls(pool, how):
+    first, second = pool.run(_run, how, _exchanges, "copy engine")
+    print(first)
+    assert first[1:] == second[1:]
+    found, stats, _ = first
+    assert stats.placed == 2 * COUNT
+    assert found["kernels"] == 0
+    assert found["copies"] >= COUNT
+
+
+@pytest.mark.parametrize("how", ["op by op", "inductor", "session"])
+def test_all_to_alls_are_measured(pool, how):
+    first, second = pool.run(_run, how, _exchanges, "measure")
+    print(first)
+    assert first[1:] == second[1:]
+    _, _, choices = first
+    assert {frozenset(c.seconds) for c in choices} == {
+        frozenset(("ordinary", "symmetric", "copy engine"))
+    }
