@@ -40,7 +40,7 @@ def train(rank: int, port: int) -> None:
         stats = handle.stats
         print(handle.plan.summary())
         print(
-            f"{stats.recorded} collectives recorded, then {stats.placed} in placements: "
+            f"{stats.recorded} collectives recorded, then {stats.served} in placements: "
             f"{stats.segment_bytes} bytes instead of {stats.unshared_bytes}, "
             f"{stats.rendezvous} rendezvous"
         )

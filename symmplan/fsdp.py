@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from symmplan.integrate.fsdp.apply import Handle, Stats, apply
+from symmplan.integrate.fsdp.apply import Handle, apply
 from symmplan.place.choice import Choice
+from symmplan.place.stats import Stats
 
 __all__ = ["Choice", "Handle", "Stats", "apply"]

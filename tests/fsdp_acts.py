@@ -110,7 +110,7 @@ class Actor:
     def _note(self):
         if self.handle is not None:
             stats = self.handle.stats
-            for name in ("placed", "staged", "plain", "replans", "departures"):
+            for name in ("served", "copies", "plain", "replans", "departures"):
                 self._counts[name] += getattr(stats, name)
             self._counts.update(dict(stats.reasons))
 

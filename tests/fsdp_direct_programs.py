@@ -54,7 +54,7 @@ def frozen_between(rank, world):
             optimizer.zero_grad()
         trace.parameters(model)
         if handle is not None:
-            told["placed"] = handle.stats.placed
+            told["placed"] = handle.stats.served
             handle.remove()
     told["differences"] = differences(*traces)
     return told

@@ -129,7 +129,7 @@ def applied_before_backward(rank, world):
             trace.add("loss", loss)
             trace.grads(model, step)
             if step in (4, 9) and handle is not None:
-                placed.append(handle.stats.placed)
+                placed.append(handle.stats.served)
                 handle.remove()
             optimizer.step()
             optimizer.zero_grad()

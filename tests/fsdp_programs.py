@@ -324,7 +324,7 @@ def alone(rank, world):
     model = shard(Net())
     handle = symmplan.fsdp.apply(model, timeout=20.0)
     train(model, Trace(), rank, steps=3)
-    told = (handle.plan, handle.stats.recorded, handle.stats.placed, handle.stats.plain)
+    told = (handle.plan, handle.stats.recorded, handle.stats.served, handle.stats.plain)
     handle.remove()
     return told
 
@@ -357,9 +357,9 @@ def two_models(rank, world):
     (left, _), (right, stats) = run(False), run(True)
     return {
         "differences": differences(left, right),
-        "placed": [s.placed for s in stats],
+        "placed": [s.served for s in stats],
         "plain": [s.plain for s in stats],
-        "staged": [s.staged for s in stats],
+        "staged": [s.copies for s in stats],
         "rendezvous": [s.rendezvous for s in stats],
     }
 
@@ -594,7 +594,7 @@ def ordinary(rank, world):
 
     def look(handle):
         stats = handle.stats
-        return stats.placed, stats.plain, stats.segment_bytes, handle.plan.summary()
+        return stats.served, stats.plain, stats.segment_bytes, handle.plan.summary()
 
     return both(lambda: shard(Net()), train, rank, look=look, choose="ordinary")
 
@@ -692,15 +692,15 @@ def lifecycle(rank, world):
     handle.freeze()
     told["frozen"] = handle.stats.rendezvous
     train(model, Trace(), rank, steps=2)
-    told["placed"] = handle.stats.placed
-    placed = handle.stats.placed
+    told["placed"] = handle.stats.served
+    placed = handle.stats.served
     handle.remove()
     handle.remove()
     train(model, Trace(), rank, steps=1)
-    told["after remove"] = handle.stats.placed - placed
+    told["after remove"] = handle.stats.served - placed
     again = symmplan.fsdp.apply(model, choose="placed", timeout=20.0)
     train(model, Trace(), rank, steps=3)
-    told["again"] = again.stats.placed
+    told["again"] = again.stats.served
     from symmplan.memory.segment import _LIVE
 
     told["live"] = len(_LIVE._sorted[1])

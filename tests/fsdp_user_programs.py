@@ -186,7 +186,7 @@ def parts(rank, world):
     (left, _), (right, stats) = run(False), run(True)
     return {
         "differences": differences(left, right),
-        "placed": [s.placed for s in stats],
+        "placed": [s.served for s in stats],
         "plain": [s.plain for s in stats],
     }
 

@@ -133,7 +133,7 @@ def test_training_with_parameters_in_symmetric_memory(pool, inner):
     assert {"read", "summed"} <= placed
     assert "plain" not in placed
     assert stats.kept == len(placed)
-    assert stats.copies == 0
+    assert stats.missed == 0
     assert not any("outside" in row[3] for row in staged)
 
 
@@ -163,7 +163,7 @@ def _trained_on_copies(rank, size, inner):
             losses.append(loss.item())
         found.append((losses, [t.detach().clone() for t in model.state_dict().values()], kept))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    copies = backend.stats.copies
+    copies = backend.stats.missed
     backend.release()
     return copies
 
@@ -367,7 +367,7 @@ def _shared_by_graphs(rank, size):
                 with torch.no_grad():
                     torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
             stats = backend.stats
-            found.append((stats.graphs, stats.kept, stats.rendezvous, stats.copies))
+            found.append((stats.graphs, stats.kept, stats.rendezvous, stats.missed))
         return found, sum(a.segment_bytes for a in backend._pool.places.arenas)
     finally:
         backend.release()
@@ -433,7 +433,7 @@ def _outside(rank, size):
         layer.weight.data = layer.weight.data.clone()
         whole(x)
         assert locate(layer.weight) is not None  # it has moved in again
-        return reasons, backend.staged(), backend.stats.copies
+        return reasons, backend.staged(), backend.stats.missed
     finally:
         backend.release()
 
@@ -463,10 +463,10 @@ def _named(rank, size):
             old = model.state_dict()
             model.load_state_dict({k: v + 1 for k, v in old.items()}, assign=True)
             compiled(torch.ones(2, 8))
-            named = backend.staged(), backend.stats.copies, backend.stats.kept
+            named = backend.staged(), backend.stats.missed, backend.stats.kept
             del old
             compiled(torch.ones(2, 8))
-        return named, backend.staged(), backend.stats.copies, backend.stats.kept
+        return named, backend.staged(), backend.stats.missed, backend.stats.kept
     finally:
         backend.release()
 
@@ -518,7 +518,7 @@ def test_local_parts_of_distributed_parameters_move(pool, inner):
     assert first == second
     stats, placed, _ = first
     assert placed
-    assert (stats.kept, stats.copies) == (1, 0)
+    assert (stats.kept, stats.missed) == (1, 0)
 
 
 def _regional(rank, size):
@@ -537,7 +537,7 @@ def _regional(rank, size):
                 with torch.no_grad():
                     x = torch.ones(2, 8)
                     torch.testing.assert_close(ours(x), expected(x), rtol=1e-4, atol=1e-5)
-            counts.append(backend.stats.copies)
+            counts.append(backend.stats.missed)
         return backend.stats.graphs, counts, sorted({r[3] for r in backend.staged()})
     finally:
         backend.release()
@@ -581,5 +581,5 @@ def _gathered(rank, size, inner):
 def test_a_gather_reads_parameters_where_they_lie(inner):
     with RankPool(1, timeout=120.0) as single:
         ((stats, staged),) = single.run(_gathered, inner)
-    assert (stats.bound, stats.staged, stats.kept, stats.copies) == (2, 0, 1, 0)
+    assert (stats.bound, stats.staged, stats.kept, stats.missed) == (2, 0, 1, 0)
     assert staged == ()

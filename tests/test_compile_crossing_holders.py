@@ -323,6 +323,6 @@ def test_kept_parameters_and_crossing_activations(pool, inner):
     before, after = first
     assert before.kept == 2
     assert before.crossing_bytes > 0
-    assert (before.copies, before.evacuated) == (0, 0)
-    assert after.copies > 0
+    assert (before.missed, before.evacuated) == (0, 0)
+    assert after.missed > 0
     assert after.evacuated > 0

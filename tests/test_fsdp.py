@@ -22,7 +22,7 @@ def four():
         yield pool
 
 
-def check(results, *, plain=0, staged=0, replans=0, rendezvous=1, departures=0):
+def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, departures=0):
     """Same bits on every rank, and how the collectives were served.
 
     A number must be met exactly; None leaves it open.
@@ -30,12 +30,12 @@ def check(results, *, plain=0, staged=0, replans=0, rendezvous=1, departures=0):
     for result in results:
         assert result["differences"] == []
         stats = result["stats"]
-        assert stats["placed"] > 0
-        assert stats["placed"] == stats["bound"] + stats["staged"]
+        assert stats["served"] > 0
+        assert stats["placed"] == stats["bound"]
         assert result["barriers"] == 0
         for name, wanted in {
             "plain": plain,
-            "staged": staged,
+            "copies": copies,
             "replans": replans,
             "rendezvous": rendezvous,
             "departures": departures,
@@ -52,7 +52,7 @@ def test_every_collective_of_every_later_step_is_placed_in_one_segment(two):
     stats = check(two.run(programs.plain))
     # 4 gathers in forward, 3 in backward (the root keeps its parameters), 4 reduce-scatters.
     assert stats["recorded"] == 11
-    assert stats["placed"] == 3 * 11
+    assert stats["served"] == 3 * 11
     assert stats["unshared_bytes"] > 2 * stats["segment_bytes"]
 
 
@@ -67,7 +67,7 @@ def test_every_collective_of_every_later_step_is_placed_in_one_segment(two):
 )
 def test_where_parameters_cannot_be_placed_gathers_are_flat(two, name, args):
     stats = check(two.run(programs.in_flat_buffers, name, *args))
-    assert stats["placed"] >= 3 * 11
+    assert stats["served"] >= 3 * 11
     assert dict(stats["flat"]) == dict.fromkeys(
         ["model", "blocks.0", "blocks.1", "blocks.2"], "this torch's FSDP2 lacks what is replaced"
     )
@@ -144,7 +144,7 @@ def test_a_program_without_gradients_is_planned_after_some_rounds(two):
     stats = check(two.run(programs.inference_only), departures=None)
     # The root stays unsharded, so a pass after the first one gathers 3 blocks.
     assert stats["recorded"] >= 8 * 4
-    assert stats["recorded"] + stats["placed"] == 4 + 15 * 3
+    assert stats["recorded"] + stats["served"] == 4 + 15 * 3
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_program_without_gradients_is_planned_after_some_rounds(two):
     ],
 )
 def test_a_step_that_departs_from_the_plan_is_served_right(two, orders):
-    stats = check(two.run(programs.uneven_use, orders), staged=None, departures=None)
+    stats = check(two.run(programs.uneven_use, orders), copies=None, departures=None)
     assert stats["departures"] > 0
 
 
@@ -198,7 +198,7 @@ def test_weights_gathered_as_bytes_of_several_types(two):
 
 
 def test_a_step_that_fails_on_all_ranks_leaves_the_next_ones_right(two):
-    check(two.run(programs.failing_step), staged=None, departures=None)
+    check(two.run(programs.failing_step), copies=None, departures=None)
 
 
 @pytest.mark.parametrize("who", [(0,), (0, 1)])
@@ -211,7 +211,7 @@ def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, threads):
         assert result["differences"] == []
         assert result["intact"]
         assert result["stats"]["plain"] == 0
-        assert (result["stats"]["staged"] > 0) == (rank in who)
+        assert (result["stats"]["copies"] > 0) == (rank in who)
         assert (result["looked at"] > 0) == (rank in who and not threads)
 
 
@@ -257,7 +257,7 @@ def test_each_kind_and_size_is_measured_once(two):
 def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, count):
     results = two.run(programs.forced_choice, kind)
     stats = check(results, plain=3 * count)
-    assert stats["placed"] == 3 * (11 - count)
+    assert stats["served"] == 3 * (11 - count)
     reason = "symmetric memory was not clearly faster: 5 us, against 2 us in torch's own way"
     assert stats["reasons"] == {reason: 3 * count}
     assert stats["segment_bytes"] == stats["lower_bound_bytes"]

@@ -55,8 +55,8 @@ def test_a_small_benchmark_runs_and_compares():
     assert planned["loss"] == run["sides"]["plain"]["loss"]
     stats = result["stats"]
     # The first of ten steps is recorded.
-    assert stats["placed"] + stats["plain"] == 9 * 2 * 3
-    assert stats["staged"] == 0
+    assert stats["served"] + stats["plain"] == 9 * 2 * 3
+    assert stats["copies"] == 0
     assert result["memory"]["symmplan"] == {"symmetric": stats["segment_bytes"]}
     assert "no symmetric memory" in result["skipped"]["pooled"]
     assert run["collectives_speedup"] > 0

@@ -23,7 +23,7 @@ def two():
 def same(results):
     for result in results:
         assert result["differences"] == []
-        assert result["stats"]["placed"] > 0
+        assert result["stats"]["served"] > 0
 
 
 def test_parameters_lie_in_the_segment_in_forward_and_backward(two):

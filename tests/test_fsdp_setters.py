@@ -21,7 +21,7 @@ def same(results, **wanted):
     """Same bits on every rank; ``wanted`` says how often something was counted."""
     for result in results:
         assert result["differences"] == []
-        assert result["stats"]["placed"] > 0
+        assert result["stats"]["served"] > 0
         for name, count in wanted.items():
             assert result["stats"][name] == count, result["stats"]
     return results
@@ -72,7 +72,7 @@ USUAL = [
 
 @pytest.mark.parametrize(("name", "args"), USUAL)
 def test_what_every_step_does(two, name, args):
-    same(two.run(getattr(programs, name), *args), plain=0, staged=0, replans=0)
+    same(two.run(getattr(programs, name), *args), plain=0, copies=0, replans=0)
 
 
 CHANGES = [

@@ -25,12 +25,12 @@ def four():
 @pytest.mark.parametrize("when", ["before sharding", "before", "after", "planned"])
 @pytest.mark.parametrize("what", ["in place", "model"])
 def test_compiled_modules(two, what, when):
-    same(two.run(programs.compiled, what, when, "aot_eager"), plain=0, staged=0)
+    same(two.run(programs.compiled, what, when, "aot_eager"), plain=0, copies=0)
 
 
 @pytest.mark.further
 def test_modules_compiled_by_inductor(two):
-    same(two.run(programs.compiled, "in place", "after", "inductor"), plain=0, staged=0)
+    same(two.run(programs.compiled, "in place", "after", "inductor"), plain=0, copies=0)
 
 
 @pytest.mark.parametrize("kind", ["forward", "no_grad", "smaller"])
@@ -60,7 +60,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("name", "args"), MODELS)
 def test_kinds_of_models(two, name, args):
-    same(two.run(getattr(programs, name), *args), plain=0, staged=0, replans=0)
+    same(two.run(getattr(programs, name), *args), plain=0, copies=0, replans=0)
 
 
 def test_parts_of_a_model_have_a_plan_each(two):
@@ -71,11 +71,11 @@ def test_parts_of_a_model_have_a_plan_each(two):
 
 
 def test_modules_on_meshes_of_their_own(four):
-    same(four.run(programs.experts), plain=0, staged=0, replans=0)
+    same(four.run(programs.experts), plain=0, copies=0, replans=0)
 
 
 @pytest.mark.parametrize("kind", ["experts", "hybrid", "partial"])
 def test_meshes_have_the_same_bits_where_the_group_reduces(four, kind):
     """Gathers are placed, over pairs and over four."""
-    for result in same(four.run(programs.exactly, kind), staged=0, replans=0):
+    for result in same(four.run(programs.exactly, kind), copies=0, replans=0):
         assert all("torch's own way" in reason for reason in result["stats"]["reasons"])

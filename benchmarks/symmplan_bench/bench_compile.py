@@ -241,7 +241,7 @@ def render(result: dict[str, Any]) -> str:
                 f"{'':16} {stats['segment_bytes']} bytes, lower bound "
                 f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; rendezvous "
                 f"{stats['rendezvous']}, {row['rendezvous_after_first_step']} after the first "
-                f"step; {stats['kept']} kept, {stats['copies']} copied in; {stats['barriers']} "
+                f"step; {stats['kept']} kept, {stats['missed']} copied in; {stats['barriers']} "
                 "barriers"
             ),
         ]

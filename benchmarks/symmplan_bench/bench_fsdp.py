@@ -304,7 +304,10 @@ def _plan_lines(result: dict[str, Any]) -> list[str]:
     if not stats:
         return []
     lines = [
-        f"{stats['placed']} collectives placed, {stats['staged']} staged, {stats['plain']} plain",
+        (
+            f"{stats['served']} collectives in placements, {stats['copies']} of them copied, "
+            f"{stats['plain']} plain"
+        ),
         (
             f"symmetric memory: {stats['segment_bytes']} bytes, lower bound "
             f"{stats['lower_bound_bytes']}, unshared {stats['unshared_bytes']}; "

@@ -265,7 +265,7 @@ def test_twenty_steps_have_the_same_bits(pool, bf16, after_forward):
     for result in pool.run(parity, bf16, "placed", after_forward):
         assert result["differences"] == []
         stats = result["stats"]
-        assert stats["plain"] == stats["staged"] == stats["departures"] == 0
+        assert stats["plain"] == stats["copies"] == stats["departures"] == 0
         assert stats["rendezvous"] <= 1  # none if an earlier model left a segment
         assert stats["segment_bytes"] >= stats["lower_bound_bytes"]
 
@@ -283,7 +283,7 @@ def test_what_loses_the_measurement_stays_out_on_both_ranks(pool):
     print(results[0]["looked"], results[0]["stats"])
     for result in results:
         assert result["differences"] == []
-        assert result["stats"]["staged"] == 0
+        assert result["stats"]["copies"] == 0
 
 
 @pytest.mark.parametrize("choose", ["placed", "copy engine"])
@@ -294,7 +294,7 @@ def test_what_loses_the_measurement_stays_out_on_both_ranks(pool):
 def test_reuse_is_ordered_whatever_stream_is_late(pool, where, flat, choose):
     for result in pool.run(delayed, where, True, choose, flat):
         assert result["differences"] == []
-        assert result["stats"]["staged"] == result["stats"]["plain"] == 0
+        assert result["stats"]["copies"] == result["stats"]["plain"] == 0
 
 
 def test_without_the_waits_late_kernels_read_the_next_modules_parameters(pool):
@@ -308,7 +308,7 @@ def test_copy_engines_on_communicators_of_our_own_give_the_same_bits(pool):
         for result in pool.run(parity, bf16, "copy engine", True):
             # Two ranks: one sum of two numbers, rounded once whoever adds them.
             assert result["differences"] == []
-            assert result["stats"]["staged"] == result["stats"]["plain"] == 0
+            assert result["stats"]["copies"] == result["stats"]["plain"] == 0
 
 
 def test_gathers_of_all_children_but_the_first_run_beside_products(pool):

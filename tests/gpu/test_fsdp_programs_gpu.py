@@ -144,7 +144,7 @@ def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
         assert result["differences"] == []
         assert result["intact"]
         assert result["gathered within"]
-        assert (result["stats"]["staged"] > 0) == (rank in who)
+        assert (result["stats"]["copies"] > 0) == (rank in who)
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
-
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops, traceable
 from symmplan.integrate.compile.crossing import reasons
 from symmplan.integrate.compile.pool import Pool
 from symmplan.integrate.compile.records import CompileOptions, Record
 from symmplan.integrate.compile.unit import Unit
+from symmplan.place.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,51 +28,10 @@ if TYPE_CHECKING:
     from symmplan.place.choice import Choice, Choose
     from symmplan.place.ways import Collectives
 
-__all__ = ["CompileBackend", "Stats", "backend", "symmplan"]
+__all__ = ["CompileBackend", "backend", "symmplan"]
 
 #: Seconds that ranks wait for each other before they raise.
 DEFAULT_TIMEOUT = 300.0
-
-
-@frozen
-class Stats:
-    """What a compile backend has done so far, summed over its graphs.
-
-    Attributes:
-        graphs: Graphs that Dynamo handed over.
-        planned: How many of them have declared tensors.
-        replans: How many were compiled because a size had outgrown its plan.
-        rendezvous: Rendezvous made: segments times groups.
-        placed: Declared tensors that live in symmetric memory; ``staged + bound``.
-        staged: Those of them that are copied in or out.
-        bound: Those of them that are produced or used where they lie.
-        kept: Inputs that lie in symmetric memory from run to run (``bind=True``), right now.
-        copies: How often such an input was not in its placement and had to be copied there.
-        unplanned: Declared tensors that were left out.
-        crossing_bytes: Bytes that stay in their placements from a forward to its backward.
-        evacuated: How often such a tensor was copied all the same; see `CompileBackend.evacuated`.
-        barriers: Barriers inserted.
-        segment_bytes: Bytes of symmetric memory; graphs take turns in them.
-        lower_bound_bytes: Proven minimum of those bytes.
-        unshared_bytes: Bytes that one buffer per tensor would take.
-    """
-
-    graphs: int = 0
-    planned: int = 0
-    replans: int = 0
-    rendezvous: int = 0
-    placed: int = 0
-    staged: int = 0
-    bound: int = 0
-    kept: int = 0
-    copies: int = 0
-    unplanned: int = 0
-    crossing_bytes: int = 0
-    evacuated: int = 0
-    barriers: int = 0
-    segment_bytes: int = 0
-    lower_bound_bytes: int = 0
-    unshared_bytes: int = 0
 
 
 class CompileBackend:
@@ -148,14 +106,17 @@ class CompileBackend:
             )
         return Stats(
             graphs=self._graphs,
-            planned=len(plans),
+            plans=len(plans),
             replans=sum(bool(record.outgrown) for record in self._records),
+            iterations=sum(record.runs for record in self._records),
+            served=sum(record.served for record in self._records),
+            copies=sum(record.copies for record in self._records),
             rendezvous=self._pool.rendezvous,
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
             bound=how.count("bind"),
             kept=self._pool.places.count,
-            copies=self._pool.places.copies,
+            missed=self._pool.places.copies,
             unplanned=sum(len(p.unplanned) for p in plans),
             crossing_bytes=sum(record.crossing_bytes for record in self._records),
             evacuated=sum(self._pool.copies.values()),

@@ -47,6 +47,8 @@ class Rewritten:
         given: Its inputs that its forward left in placements.
         writes: The bytes that it writes.
         owner: Of which graph it is a part.
+        calls: How many declared calls run in placements.
+        copies: How many copies it makes into and out of placements.
     """
 
     part: str
@@ -55,6 +57,8 @@ class Rewritten:
     given: tuple[Given, ...]
     writes: tuple[Placement, ...]
     owner: Unit
+    calls: int
+    copies: int
 
     @property
     def copies_back(self) -> bool:
@@ -74,6 +78,9 @@ class Record:
         outgrown: Of each size that had become too large for an earlier plan, what was logged.
         seconds: Symmplan's part of compiling it.
         crossing_bytes: Bytes that stay in their placements between forward and backward.
+        runs: How often its parts ran.
+        served: How many declared calls ran in placements.
+        copies: How many copies they made into and out of placements.
     """
 
     plans: dict[str, Plan] = field(init=False, factory=dict)
@@ -83,6 +90,15 @@ class Record:
     outgrown: list[str] = field(init=False, factory=list)
     seconds: float = field(init=False, default=0.0)
     crossing_bytes: int = field(init=False, default=0)
+    runs: int = field(init=False, default=0)
+    served: int = field(init=False, default=0)
+    copies: int = field(init=False, default=0)
+
+    def ran(self, part: Rewritten) -> None:
+        """Count a run."""
+        self.runs += 1
+        self.served += part.calls
+        self.copies += part.copies
 
     def add(self, captured: Captured) -> None:
         """Remember the declared tensors of a part."""

@@ -194,7 +194,9 @@ class Unit:
         inputs = rewrite(module, program, fake_mode)
         leaves = {i: plan.placements[buffer] for i, buffer in captured.saved.items()}
         written = writes_of(captured, plan, places)
-        self.parts[part] = Rewritten(part, inputs, leaves, places, written, self)
+        copies = sum(i.kind.startswith("copy") for i in program.instructions)
+        calls = len(program.calls)
+        self.parts[part] = Rewritten(part, inputs, leaves, places, written, self, calls, copies)
         return self.parts[part]
 
     def cross(self, module: fx.GraphModule, part: str) -> tuple[Sequence[int], dict[str, Buffer]]:
@@ -331,6 +333,7 @@ class Unit:
 
     def leave(self, rewritten: Rewritten) -> None:
         """End the run of a part."""
+        self.record.ran(rewritten)
         self.shared[rewritten.part].leave()
 
     def _forget(self, part: str) -> None:

@@ -13,11 +13,11 @@ from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.poison import plan_poison
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
+from symmplan.integrate.eager.copies import copies_of
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.lanes import Lanes
 from symmplan.integrate.eager.rescue import missing_of
 from symmplan.integrate.eager.scratch import RecordingScratch
-from symmplan.integrate.eager.stats import Copy, copies_of
 from symmplan.memory import Arena, realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from symmplan.model import Plan
     from symmplan.place.choice import Choice
     from symmplan.place.options import Options
+    from symmplan.place.stats import Copy
     from symmplan.place.ways import Lowerings
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
@@ -18,11 +19,11 @@ from symmplan.integrate.eager.lanes import Lanes, streams_of
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.serve import serve, take_away
-from symmplan.integrate.eager.stats import Copy, Stats
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
 from symmplan.memory.sessions import SessionKeys, enter_session
+from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
 
@@ -62,7 +63,8 @@ class Session:
         self.line = Line(Lanes(None))
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
         self.leaving: dict[int, Event] = {}
-        self._counts: dict[str, Any] = {"rendezvous": 0, "iterations": 0, "served": 0, "copies": 0}
+        #: What `stats` counts up to the last `step`.
+        self._counts: Counter[str] = Counter()
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self.faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
 
@@ -78,28 +80,24 @@ class Session:
     @property
     def stats(self) -> Stats:
         """See `Stats`."""
-        if self._frozen is None:
-            return Stats(**self._counts)
-        counts = self._counted(self._events[: self.line.at])
-        sites, plan = self._frozen.captured.sites, self._frozen.plan
-        held = not self._frozen.arena.released
+        frozen, line = self._frozen, self.line
+        counts: dict[str, Any] = self._counts + _counted(self._events[: line.at])
+        if frozen is None:
+            return Stats(**counts)
+        sites, plan = frozen.captured.sites, frozen.plan
         return Stats(
+            plans=1,
             placed=sum(s.how is not None for s in sites),
             staged=sum(s.how == "stage" for s in sites),
             bound=sum(s.how == "bind" for s in sites),
-            segment_bytes=self._frozen.arena.segment_bytes if held else 0,
+            unplanned=len(plan.unplanned),
+            barriers=len(plan.barriers),
+            segment_bytes=0 if frozen.arena.released else frozen.arena.segment_bytes,
             lower_bound_bytes=plan.lower_bound_bytes,
-            copied=self._frozen.copies,
+            unshared_bytes=plan.unshared_bytes,
+            copied=frozen.copies,
             **counts,
         )
-
-    def _counted(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The counts so far, with those of ``events`` of this iteration."""
-        more = {
-            "served": sum(e.placed for e in events),
-            "copies": sum(e.copies for e in events if e.placed),
-        }
-        return {k: n + more.get(k, 0) for k, n in self._counts.items()}
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -172,7 +170,7 @@ class Session:
         self.line.lanes.join()
         self._run(self._frozen.tail)
         self.line.lanes.part()
-        self._counts = self._counted(self._events)
+        self._counts += _counted(self._events)
         self._counts["iterations"] += 1
         self.line.turn()
 
@@ -180,6 +178,7 @@ class Session:
         self._recording = None
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.arena.rendezvous
+        self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
         self._frozen, self._live = frozen, frozen.events
         self.line = Line(frozen.lanes, self._ready(frozen.events))
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
@@ -395,7 +394,7 @@ class Session:
         if self._uninstall is not None:
             self._uninstall()
             self._uninstall = None
-        self._counts = self._counted(self._events[: self.line.at])
+        self._counts += _counted(self._events[: self.line.at])
         self._live, self.line = [], Line(Lanes(None))
         self.leaving = {}
 
@@ -444,3 +443,12 @@ class Session:
             group=self._settings.group.name,
             rank=self._settings.group.rank,
         )
+
+
+def _counted(events: Sequence[Event]) -> Counter[str]:
+    """What the calls of ``events`` add to `Stats`."""
+    return Counter(
+        served=sum(e.placed for e in events),
+        plain=sum(e.call.kind == "op" and not e.placed for e in events),
+        copies=sum(e.copies for e in events if e.placed),
+    )

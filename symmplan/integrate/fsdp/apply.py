@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
-
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
@@ -15,6 +13,7 @@ from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.place.options import Options
+from symmplan.place.stats import Stats
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,47 +21,7 @@ if TYPE_CHECKING:
     from symmplan.model import Plan
     from symmplan.place.choice import Choice, Choose
 
-__all__ = ["Handle", "Stats", "apply"]
-
-
-@frozen
-class Stats:
-    """What was done so far. Collectives are counted, not bytes, unless it says otherwise.
-
-    Attributes:
-        modules: Parameter groups of FSDP modules that were found; most modules have one.
-        recorded: Collectives that ran before the plan was frozen, in ordinary memory.
-        rendezvous: Rendezvous made for the plan: segments times groups, and times the
-            communicators for copy engines.
-        placed: Collectives that ran in their placement; ``staged + bound``.
-        staged: Those of them that were copied there and back, because this rank still used the
-            placement's bytes for something else.
-        bound: Those of them whose buffer FSDP2 filled or read where it lies.
-        plain: Collectives that ran in ordinary memory after the plan was frozen.
-        departures: Times that the program left the order of the plan.
-        replans: Times that the program was planned again, because it did something new.
-        reasons: Why collectives were staged or plain, and how often, most frequent first.
-        flat: Modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
-        segment_bytes: Bytes of symmetric memory. More than the plan needs where the segment was
-            another model's, or an earlier plan's.
-        lower_bound_bytes: Proven minimum of those bytes.
-        unshared_bytes: Bytes that one buffer per collective would take.
-    """
-
-    modules: int = 0
-    recorded: int = 0
-    rendezvous: int = 0
-    placed: int = 0
-    staged: int = 0
-    bound: int = 0
-    plain: int = 0
-    departures: int = 0
-    replans: int = 0
-    reasons: tuple[tuple[str, int], ...] = ()
-    flat: tuple[tuple[str, str], ...] = ()
-    segment_bytes: int = 0
-    lower_bound_bytes: int = 0
-    unshared_bytes: int = 0
+__all__ = ["Handle", "apply"]
 
 
 class Handle:
@@ -95,13 +54,18 @@ class Handle:
         counts = self._runtime.counts
         arena, plan = self._runtime.memory.arena, self.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
+        schedule = self._runtime.schedule
+        placed = 0 if schedule is None else sum(s.place is not None for s in schedule.spots)
         return Stats(
             modules=self._count,
+            plans=int(plan is not None),
+            placed=placed,
+            bound=placed,
+            unplanned=0 if schedule is None else len(schedule.spots) - placed,
             recorded=counts.recorded,
             rendezvous=self._runtime.memory.rendezvous,
-            placed=counts.bound + counts.staged,
-            staged=counts.staged,
-            bound=counts.bound,
+            served=counts.bound + counts.staged,
+            copies=counts.staged,
             plain=counts.plain,
             departures=counts.departures,
             replans=counts.replans,

@@ -62,6 +62,7 @@ class Runtime:
         memory: What the plan lies in.
         planning: Makes the plan.
         counts: See `Counts`.
+        schedule: What the plan wants, None while recording.
     """
 
     def __init__(self, options: Options, modules: int) -> None:
@@ -71,7 +72,7 @@ class Runtime:
         self.counts = Counts()
         self._modules = modules
         self._log: Recording | None = Recording()
-        self._schedule: Schedule | None = None
+        self.schedule: Schedule | None = None
         # The recording of each module's last all-gather, and its index there.
         self._last: dict[str, tuple[Recording, int]] = {}
         self._arrived: Key | None = None
@@ -147,9 +148,9 @@ class Runtime:
         self.planning.flat[site] = _LEFT
 
     def _follow(self, key: Key) -> Spot | None:
-        if self._schedule is None:
+        if self.schedule is None:
             return None
-        spot, in_order = self._schedule.follow(key)
+        spot, in_order = self.schedule.follow(key)
         if spot is not None and not in_order:
             self.counts.departures += 1
         return spot
@@ -196,7 +197,7 @@ class Runtime:
         done = slot.key.kind == "reduce_scatter"
         if act is None:
             work = plain(slot.base)
-            if self._schedule is None:
+            if self.schedule is None:
                 self.counts.recorded += 1
             else:
                 self.counts.plain += 1
@@ -222,7 +223,7 @@ class Runtime:
         in_place: Callable[[Where], Callable[[], Any] | None],
     ) -> tuple[str, Callable[[], Any] | None]:
         """How to run a collective in its placement, or why not; the same on all ranks."""
-        if self._schedule is None:
+        if self.schedule is None:
             return "", None
         if slot.spot is None:
             self._strange = True
@@ -262,14 +263,14 @@ class Runtime:
         return turns
 
     def _turn(self) -> None:
-        if self._schedule is None:
+        if self.schedule is None:
             ran = 0 if self._log is None else len(self._log.ran)
             if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
                 self.freeze()
         elif self._strange and self.counts.replans < REPLANS and self._log is not None:
             self.counts.replans += 1
-            self._schedule = self.planning.make(self._log)
-        if self._schedule is not None:
+            self.schedule = self.planning.make(self._log)
+        if self.schedule is not None:
             self._log = Recording()
         self._strange = False
         self._was_backward = False
@@ -283,7 +284,7 @@ class Runtime:
 
         Collective: yes.
         """
-        if self._schedule is not None:
+        if self.schedule is not None:
             return
         if self._log is None or not self._log.ran:
             raise CaptureError(
@@ -292,7 +293,7 @@ class Runtime:
                 got="none",
                 fix="run a step first",
             )
-        self._schedule = self.planning.make(self._log)
+        self.schedule = self.planning.make(self._log)
         self._log = Recording()
 
     # Ending.

@@ -1,71 +1,19 @@
-"""What an eager session did, and what its copies are for."""
+"""What the copies of an eager session are for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
 from torch._ops import OpOverload
 
 from symmplan.capture.producers import out_overload
+from symmplan.place.stats import Copy
 
 if TYPE_CHECKING:
     from symmplan.capture.eager import Recorder
     from symmplan.capture.sites import Captured
 
-__all__ = ["Copy", "Stats", "copies_of"]
-
-
-@frozen
-class Stats:
-    """What a session did.
-
-    Attributes:
-        rendezvous: (segment, group) pairs rendezvoused; does not grow after a freeze.
-        placed: Declared tensors that live in symmetric memory; ``staged + bound``.
-        staged: Those of them that are copied in or out.
-        bound: Those of them that are produced or used where they lie.
-        segment_bytes: Bytes of symmetric memory on this rank.
-        lower_bound_bytes: Proven minimum of those bytes.
-        iterations: Iterations that ended, the recorded ones included.
-        served: Calls that ran in placements.
-        copies: Copies into and out of placements so far.
-        copied: What is copied in every iteration, why, and the line that would avoid it.
-    """
-
-    rendezvous: int = 0
-    placed: int = 0
-    staged: int = 0
-    bound: int = 0
-    segment_bytes: int = 0
-    lower_bound_bytes: int = 0
-    iterations: int = 0
-    served: int = 0
-    copies: int = 0
-    copied: tuple[Copy, ...] = ()
-
-
-@frozen
-class Copy:
-    """A declared tensor that is copied, and what would avoid it.
-
-    Attributes:
-        op: Qualified name of the op.
-        where: The argument or result.
-        buffer: Name of the buffer.
-        nbytes: How much is copied.
-        reason: Why.
-        line: Where to change the program, ``"file:line"``.
-        fix: What to write there.
-    """
-
-    op: str
-    where: str
-    buffer: str
-    nbytes: int
-    reason: str
-    line: str
-    fix: str
+__all__ = ["copies_of"]
 
 
 def copies_of(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

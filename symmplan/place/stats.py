@@ -1,0 +1,98 @@
+"""What was planned, and what was done: the same counters for graphs, sessions and FSDP2."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+__all__ = ["Copy", "Stats"]
+
+
+@frozen
+class Copy:
+    """A declared tensor that is copied, and what would avoid it.
+
+    Attributes:
+        op: Qualified name of the op.
+        where: The argument or result.
+        buffer: Name of the buffer.
+        nbytes: How much is copied.
+        reason: Why.
+        line: Where to change the program, ``"file:line"``.
+        fix: What to write there.
+    """
+
+    op: str
+    where: str
+    buffer: str
+    nbytes: int
+    reason: str
+    line: str
+    fix: str
+
+
+@frozen(kw_only=True)
+class Stats:
+    """What a compile backend, an eager session or `symmplan.fsdp.apply` has done so far.
+
+    A call is one of a declared op; of FSDP2, a collective. What there is none of stays 0.
+
+    Attributes:
+        graphs: Graphs that Dynamo handed over.
+        modules: Parameter groups of FSDP modules that were found; most modules have one.
+        plans: How many graphs, sessions or models have a plan.
+        placed: Declared tensors that the plans put into symmetric memory; ``staged + bound``. Of an
+            FSDP2 collective that is its buffer.
+        staged: Those of them that are copied in or out.
+        bound: Those of them that are produced or used where they lie.
+        unplanned: Declared tensors that were left out.
+        barriers: Barriers that the plans insert.
+        rendezvous: Rendezvous made: segments times groups, and times the communicators for copy
+            engines. Does not grow once all is planned.
+        segment_bytes: Bytes of symmetric memory on this rank. More than the plans need where the
+            segment was somebody else's before.
+        lower_bound_bytes: Proven minimum of those bytes.
+        unshared_bytes: Bytes that one buffer per tensor would take.
+        iterations: Iterations of a session that ended, or runs of graphs that have a plan.
+        recorded: Calls that ran before there was a plan.
+        served: Calls that ran in placements since.
+        plain: Calls that ran in torch's own way since.
+        copies: Copies into and out of placements that were made. Of FSDP2, collectives that were
+            copied there and back because this rank still used the placement's bytes.
+        departures: Times that a program left the order of its plan, and went on.
+        replans: Times that a program was planned again: it did something new, or a size had
+            outgrown its plan.
+        kept: Inputs of graphs that lie in symmetric memory from run to run (``bind=True``), now.
+        missed: How often such an input was not in its placement and had to be copied there.
+        crossing_bytes: Bytes that stay in their placements from a forward to its backward.
+        evacuated: How often such a tensor was copied all the same; see `CompileBackend.evacuated`.
+        reasons: Why calls were plain or copied, and how often, most frequent first.
+        flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
+        copied: What a session copies in every iteration, why, and the line that would avoid it.
+    """
+
+    graphs: int = 0
+    modules: int = 0
+    plans: int = 0
+    placed: int = 0
+    staged: int = 0
+    bound: int = 0
+    unplanned: int = 0
+    barriers: int = 0
+    rendezvous: int = 0
+    segment_bytes: int = 0
+    lower_bound_bytes: int = 0
+    unshared_bytes: int = 0
+    iterations: int = 0
+    recorded: int = 0
+    served: int = 0
+    plain: int = 0
+    copies: int = 0
+    departures: int = 0
+    replans: int = 0
+    kept: int = 0
+    missed: int = 0
+    crossing_bytes: int = 0
+    evacuated: int = 0
+    reasons: tuple[tuple[str, int], ...] = ()
+    flat: tuple[tuple[str, str], ...] = ()
+    copied: tuple[Copy, ...] = ()

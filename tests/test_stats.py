@@ -1,0 +1,65 @@
+"""One class says what was done, with the same counters for graphs, sessions and FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+
+pytestmark = pytest.mark.ranks
+
+F = torch.ops._c10d_functional
+
+
+def _program(x, group):
+    """A gather of what is made in place, and one of what comes from elsewhere."""
+    whole = F.wait_tensor(F.all_gather_into_tensor(x + 1, 2, group))
+    return F.wait_tensor(F.all_gather_into_tensor(whole.sort().values, 2, group)).sum()
+
+
+def _counted(rank, size):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+    from symmplan.place.stats import Stats
+
+    group = dist.group.WORLD.group_name
+    backend = symmplan.backend(inner="eager", timeout=30.0, choose="placed")
+    compiled = torch.compile(_program, backend=backend, fullgraph=True)
+    for turn in range(3):
+        compiled(torch.full((4, 4), float(turn)), group)
+    found = [backend.stats]
+    backend.release()
+    with symmplan.eager(timeout=30.0, choose="placed") as session:
+        for turn in range(4):
+            _program(torch.full((4, 4), float(turn)), group)
+            session.step()
+        found.append(session.stats)
+    model = fully_shard(torch.nn.Linear(8, 8), mesh=dist.init_device_mesh("cpu", (size,)))
+    handle = symmplan.fsdp.apply(model, choose="placed")
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+    found.append(handle.stats)
+    handle.remove()
+    assert all(type(stats) is Stats for stats in found)
+    return found
+
+
+def test_all_count_alike():
+    with RankPool(2, timeout=120.0) as ranks:
+        first, second = ranks.run(_counted)
+    assert first == second
+    graph, session, model = first
+    for stats in first:
+        assert stats.plans == 1
+        assert stats.rendezvous == 1
+        assert stats.placed == stats.staged + stats.bound > 0
+        assert stats.segment_bytes >= stats.lower_bound_bytes > 0
+        assert stats.plain == 0
+    assert (graph.iterations, graph.served, graph.recorded) == (3, 6, 0)
+    assert (session.iterations, session.served, session.recorded) == (4, 6, 2)
+    assert (model.served, model.recorded, model.copies) == (6, 2, 0)
+    assert graph.staged == session.staged
+    assert graph.copies == 3 * graph.staged
+    assert session.copies == 3 * session.staged
