@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from symmplan.capture.fsdp import Call, Key, Planned, Recording, Way, problem_of
 from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.lend import lend
+from symmplan.model import Requirement
 from symmplan.planner import plan as plan_problem
 
 
@@ -45,6 +47,36 @@ def solve(*recordings, way_of=lambda _: Way("symmetric")):
     plan = plan_problem(problem)
     plan.verify()
     return plan, stretches
+
+
+def _declared(monkeypatch, **changes):
+    """Let the registry say something else of reduce-scatters."""
+    from symmplan.capture import fsdp
+
+    def spec_for(op, original=fsdp.spec_for):
+        spec = original(op)
+        return attrs.evolve(spec, **changes) if "reduce_scatter" in spec.op else spec
+
+    monkeypatch.setattr(fsdp, "spec_for", spec_for)
+
+
+def test_the_registry_says_what_must_be_symmetric(monkeypatch):
+    steps = record("+a", "a", "-a", "+B", "B", "-B")
+    whole = [b.op for b in solve(steps)[0].problem.buffers]
+    assert whole == ["c10d::_allgather_base_", "c10d::_reduce_scatter_base_"]
+    _declared(monkeypatch, requirements=())
+    plan, ((gather, scatter),) = solve(steps)
+    assert [b.op for b in plan.problem.buffers] == whole[:1]
+    assert (gather.way.name, scatter.way.name) == ("symmetric", "ordinary")
+    assert "not declared" in plan.unplanned[0].reason
+
+
+def test_the_registry_says_what_orders_ranks(monkeypatch):
+    steps = record("+A", "A", "-A", "+B", "B", "-B")
+    assert solve(steps)[0].barriers == ()
+    early = [Requirement(where, enters=False) for where in ("output_tensor", "input_tensor")]
+    _declared(monkeypatch, meets=False, requirements=tuple(early))
+    assert solve(steps)[0].barriers != ()
 
 
 def test_buffers_that_are_never_live_together_share_bytes():

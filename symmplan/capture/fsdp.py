@@ -13,25 +13,42 @@ issued; that order is the problem's one stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
 from symmplan.model import Access, Buffer, Operation, Problem, Unplanned, WayName
+from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from symmplan.model import OpSpec, Requirement
 
 __all__ = ["Call", "Collective", "Key", "Planned", "Recording", "Way", "problem_of"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 
-#: What of a collective must be symmetric.
+#: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
 _OP = {
     "all_gather": "c10d::_allgather_base_",
     "reduce_scatter": "c10d::_reduce_scatter_base_",
 }
+
+
+def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
+    """What is declared of a collective, and of its buffer; None if that need not be symmetric."""
+    import torch
+
+    spec = spec_for(getattr(torch.ops.c10d, _OP[kind].partition("::")[2]).default)
+    where = f"{_WHERE[kind]}_tensor"
+    if spec is None:
+        return None
+    return next(((spec, r) for r in spec.requirements if r.where == where), None)
+
+
+_UNDECLARED = "it is not declared that its buffer must be symmetric"
 
 
 @frozen
@@ -217,6 +234,7 @@ def problem_of(
     stretches: list[tuple[Planned, ...]] = []
     together: list[tuple[str, str]] = []
     first: dict[str, str] = {}
+    declared = {kind: _declared(kind) for kind in get_args(Kind)}
     for number, recording in enumerate(recordings):
         calls: list[Planned] = []
         inside = {
@@ -232,13 +250,14 @@ def problem_of(
         received: dict[int, str] = {}
         for index, name in names.items():
             call = recording.collectives[index].call
-            way = way_of(call)
-            if way.name == "ordinary":
+            facts = declared[call.key.kind]
+            way = way_of(call) if facts is not None else Way("ordinary", _UNDECLARED)
+            if facts is None or way.name == "ordinary":
                 calls.append(Planned(call, None, way=way))
                 unplanned.append(_unplanned(name, call, way.reason))
                 continue
             planned[index] = name
-            made = _buffer(name, call, way, persistent=index not in dropped)
+            made = _buffer(name, call, way, facts[1], persistent=index not in dropped)
             if index in inside:
                 assert direct is not None
                 site = call.key.site
@@ -260,18 +279,22 @@ def problem_of(
             call = recording.collectives[index].call
             reduces = call.key.kind == "reduce_scatter"
             operation = f"{buffer}.{what}"
-            if what == "run":
-                operations.append(
-                    Operation(operation, group=call.group, meets=True, op=_OP[call.key.kind])
-                )
-            else:
-                operations.append(Operation(operation))
+            facts = declared[call.key.kind]
+            assert facts is not None
+            spec, requirement = facts
+            operations.append(
+                _launch(operation, call, spec) if what == "run" else Operation(operation)
+            )
+            far = what == "run"
+            reached = {
+                "remote": far,
+                "enters": far and requirement.enters,
+                "releases": far and requirement.releases,
+            }
             write = what == "begin" or (what == "run" and not reduces)
-            # Every way is the process group's collective, or one that keeps more apart.
-            far = dict.fromkeys(("remote", "enters", "releases"), what == "run")
-            accesses.append(Access(operation, buffer, write=write, **far))
+            accesses.append(Access(operation, buffer, write=write, **reached))
             if what == "run" and index in received:
-                accesses.append(Access(operation, received[index], write=True, **far))
+                accesses.append(Access(operation, received[index], write=True, **reached))
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
         buffers=buffers,
@@ -325,11 +348,27 @@ def _name(number: int, index: int, key: Key) -> str:
     return f"{again}{index:04d}.{phase}.{key.site}.{key.kind}"
 
 
-def _buffer(name: str, call: Call, way: Way, *, persistent: bool) -> Buffer:
+def _launch(name: str, call: Call, spec: OpSpec) -> Operation:
+    """A collective runs, in any way: each is the process group's, or keeps more apart."""
+    return Operation(
+        name,
+        group=call.group,
+        handshake=spec.handshake,
+        release=spec.release,
+        meets=spec.meets,
+        op=_OP[call.key.kind],
+    )
+
+
+def _buffer(
+    name: str, call: Call, way: Way, requirement: Requirement, *, persistent: bool
+) -> Buffer:
     return Buffer(
         name,
         call.nbytes,
         call.group,
+        align=requirement.align,
+        signal_pad=requirement.signal_pad,
         persistent=persistent,
         op=_OP[call.key.kind],
         where=f"{_WHERE[call.key.kind]}, {way.name}",

@@ -1,4 +1,8 @@
-"""How a collective runs on symmetric bytes: one-sided on shared memory, else through the group."""
+"""How FSDP2's collectives run on symmetric bytes: by the rows of `symmplan.place.ways`.
+
+A row that runs an op of symmplan's gets that op. The process group's own collectives are FSDP2's,
+which makes them as it likes; copy engines run them over communicators of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat as compat
-from symmplan.memory.ops import all_gather_out, reduce_scatter_out
+from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream
+from symmplan.place.ways import Lowerings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +44,8 @@ def gathers(
         async_op: Whether FSDP2 wants a work object; shared memory needs none.
         site: Name of the module, which must be the same on all ranks; shared memory compares it.
     """
-    if memory != "shm":
+    run = _one_sided(memory, "all_gather_into_tensor_out")
+    if run is None:
 
         @own_work
         def act() -> Any:
@@ -50,7 +56,7 @@ def gathers(
 
         return act
     name = compat.group_name(group)
-    return lambda: all_gather_out(source, group.size(), name, out=output, what=site)
+    return lambda: run(source, group.size(), name, out=output, what=site)
 
 
 def scatters(
@@ -79,7 +85,8 @@ def scatters(
     Returns:
         None if the backend has no such reduction.
     """
-    if memory != "shm":
+    run = _one_sided(memory, "reduce_scatter_tensor_out")
+    if run is None:
         return own_work(
             lambda: plain(
                 output_tensor=output, input_tensor=source, group=group, op=op, async_op=async_op
@@ -89,7 +96,15 @@ def scatters(
     if reduction is None:
         return None
     name = compat.group_name(group)
-    return lambda: reduce_scatter_out(source, reduction, group.size(), name, out=output, what=site)
+    return lambda: run(source, reduction, group.size(), name, out=output, what=site)
+
+
+def _one_sided(memory: str, collective: str) -> Callable[..., None] | None:
+    """The op of symmplan's that runs a functional collective in this memory, if one does."""
+    row = Lowerings(memory).table.get(f"_c10d_functional::{collective}.default")
+    if row is None or not row.one_sided:
+        return None
+    return IMPLEMENTATIONS[row.target.removesuffix(".default")]
 
 
 def exchanges(
