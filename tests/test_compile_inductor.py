@@ -152,7 +152,7 @@ def _with_option(rank, size, option):
         pytest.param("greedy reordering", marks=pytest.mark.slow),
         pytest.param("iterative reordering", marks=pytest.mark.slow),
         pytest.param("bucketing", marks=pytest.mark.slow),
-        "overlap scheduling",
+        pytest.param("overlap scheduling", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.further

@@ -40,9 +40,11 @@ def test_truthful_declarations_hold(name, kind):
     ("op", "false", "write"),
     [
         (declared_ops.no_release, {"release", "releases"}, False),
-        (declared_ops.no_handshake, {"handshake", "enters"}, False),
+        pytest.param(
+            declared_ops.no_handshake, {"handshake", "enters"}, False, marks=pytest.mark.slow
+        ),
         (declared_ops.own_too_early, {"handshake"}, False),
-        (declared_ops.writes_input, {"writes"}, True),
+        pytest.param(declared_ops.writes_input, {"writes"}, True, marks=pytest.mark.slow),
         (declared_ops.reaches_further, {"reads"}, False),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(value, "_name", None),

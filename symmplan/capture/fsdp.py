@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import OpSpec, Requirement
 
-__all__ = ["Call", "Collective", "Key", "Planned", "Recording", "Way", "problem_of"]
+__all__ = ["Call", "Collective", "GuestBytes", "Key", "Planned", "Recording", "Way", "problem_of"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 
@@ -141,6 +141,23 @@ class Collective:
         return Call(self.key, self.nbytes, self.group)
 
 
+@frozen
+class GuestBytes:
+    """What somebody else needs of the segments while it runs.
+
+    Attributes:
+        name: Of its segment.
+        nbytes: Size in bytes.
+        group: The process group that meets there.
+        align: What it must begin at a multiple of, in bytes.
+    """
+
+    name: str
+    nbytes: int
+    group: str
+    align: int
+
+
 @define(eq=False)
 class Recording:
     """The events of a stretch of the program, in the order of issue.
@@ -148,7 +165,8 @@ class Recording:
     Attributes:
         collectives: Every buffer that FSDP2 asked for, in order.
         events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
-            ``"release"``: the module is done with the parameters that this all-gather gathered.
+            ``"release"``: the module is done with the parameters that this all-gather gathered;
+            and ``("guest", number)``: a guest runs, see `symmplan.place.guests`.
     """
 
     collectives: list[Collective] = field(factory=list)
@@ -173,6 +191,11 @@ class Recording:
     def release(self, index: int) -> None:
         """The parameters that all-gather ``index`` gathered are resharded."""
         self.events.append(("release", index))
+
+    def guest(self, number: int) -> None:
+        """A guest runs."""
+        if self.events[-1:] != [("guest", number)]:
+            self.events.append(("guest", number))
 
     @property
     def ran(self) -> tuple[int, ...]:
@@ -211,6 +234,7 @@ def problem_of(
     ranks: Mapping[str, tuple[int, ...]],
     way_of: Callable[[Call], Way] = lambda _: Way("symmetric"),
     direct: Mapping[str, int] | None = None,
+    guests: Mapping[int, Sequence[GuestBytes]] | None = None,
 ) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
     """Turn recordings, one after the other, into a problem.
 
@@ -223,6 +247,8 @@ def problem_of(
         direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
             one address for all of a module's, in use until the parameters are released. See
             [Note: released late] in `symmplan.integrate.fsdp.direct`.
+        guests: ``{number: what it needs while it runs}``. All groups of a problem with guests may
+            share a segment.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.
@@ -234,6 +260,7 @@ def problem_of(
     stretches: list[tuple[Planned, ...]] = []
     together: list[tuple[str, str]] = []
     first: dict[str, str] = {}
+    hosted: dict[str, GuestBytes] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
     for number, recording in enumerate(recordings):
         calls: list[Planned] = []
@@ -272,7 +299,16 @@ def problem_of(
                 buffers.append(_received(received[index], call, way))
             calls.append(Planned(call, name, received.get(index), way, index in inside))
         stretches.append(tuple(calls))
-        for what, index in events:
+        for at, (what, index) in enumerate(events):
+            if what == "guest":
+                for guest in (guests or {}).get(index, ()):
+                    hosted.setdefault(guest.name, guest)
+                    run = f"{number}.{at:04d}.{guest.name}.run"
+                    operations.append(Operation(run, group=guest.group))
+                    accesses.append(
+                        Access(run, guest.name, write=True, remote=True, enters=True, releases=True)
+                    )
+                continue
             buffer = planned.get(index)
             if buffer is None:
                 continue
@@ -295,13 +331,17 @@ def problem_of(
             accesses.append(Access(operation, buffer, write=write, **reached))
             if what == "run" and index in received:
                 accesses.append(Access(operation, received[index], write=True, **reached))
+    buffers += (
+        Buffer(g.name, g.nbytes, g.group, align=g.align, op="compiled graphs", where="window")
+        for g in hosted.values()
+    )
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
         buffers=buffers,
         operations=operations,
         accesses=accesses,
         together=together,
-        shared_groups=_shared(groups, ranks),
+        shared_groups=(tuple(groups),) if hosted else _shared(groups, ranks),
         unplanned=unplanned,
     )
     return problem, tuple(stretches)
@@ -317,7 +357,7 @@ def _released_late(recording: Recording, direct: set[int]) -> list[tuple[str, in
     late: list[int] = []
     live: list[int] = []
     for what, index in tuple(recording.events):
-        if index not in direct:
+        if what == "guest" or index not in direct:
             if what != "release":
                 events.append((what, index))
             continue

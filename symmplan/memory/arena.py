@@ -46,6 +46,8 @@ class Arena:
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
         user: Who plans in it, for people; empty if nobody does.
+        guests: Who lives in windows of it, for people.
+        left: Whether it was given back but for its guests.
         races: Looks for races; None unless asked for, and possible.
     """
 
@@ -67,6 +69,8 @@ class Arena:
         self.timeout = timeout
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
         self.user = user
+        self.guests: list[str] = []
+        self.left = False
         self.races = races
         self._released = False
         ARENAS[next(_NUMBERS)] = self

@@ -41,7 +41,7 @@ def segments() -> tuple[HeldSegment, ...]:
             nbytes=segment.nbytes,
             memory=arena.memory,
             groups=tuple(segment.rendezvous),
-            users=(arena.user,) if arena.user else (),
+            users=tuple(dict.fromkeys(u for u in (arena.user, *arena.guests) if u)),
         )
         for _, arena in sorted(ARENAS.items())
         if not arena.released

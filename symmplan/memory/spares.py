@@ -170,6 +170,10 @@ def give_back(arenas: list[Arena]) -> None:
     Collective: no.
     """
     for arena in arenas:
+        arena.left = bool(arena.guests)
+        if arena.left:  # whoever moves out last gives it back
+            arena.user = ""
+            continue
         device = next((s.tensor.device for s in arena.segments.values()), None)
         if device is None or arena.frees:
             arena.release()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from symmplan.memory.arena import Arena
+    from symmplan.place.guests import Window
 
 __all__ = ["Engines", "asked", "engines_of", "known", "register", "require"]
 
@@ -113,7 +114,7 @@ def asked(group: Any) -> bool:
     return group in _OF
 
 
-def register(arena: Arena, engines: Mapping[str, Engines]) -> int:
+def register(arena: Arena | Window, engines: Mapping[str, Engines]) -> int:
     """Register segments with the communicators for copy engines.
 
     Args:

@@ -56,8 +56,8 @@ class Stats:
         recorded: Calls that ran before there was a plan.
         served: Calls that ran in placements since.
         plain: Calls that ran in torch's own way since.
-        copies: Copies into and out of placements that were made. Of FSDP2, collectives that were
-            copied there and back because this rank still used the placement's bytes.
+        copies: Copies into and out of placements that were made. Of FSDP2, how often a collective
+            (or a graph in its segments) and what this rank still had there made way for each other.
         departures: Times that a program left the order of its plan, and went on.
         replans: Times that a program was planned again: it did something new, or a size had
             outgrown its plan.

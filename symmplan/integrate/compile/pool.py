@@ -43,8 +43,9 @@ from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.spares import give_back, obtain, synchronize
+from symmplan.memory.spares import obtain, synchronize
 from symmplan.place.engines import known, register
+from symmplan.place.guests import Window, let_go, ran
 from symmplan.planner.visible import visible
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ class Shared:
         lanes: The bytes of each crossing buffer that a graph has had so far.
         released: Whether the segments were given back.
         engines: Names of communicators over which copy engines run collectives in them.
+        align: What the segments must begin at a multiple of, in bytes.
+        crosses: Whether something in them outlives a run of its graph.
     """
 
-    arena: Arena
+    arena: Arena | Window
     device: torch.device
     groups: list[Any]
     copies: Counter[str]
@@ -87,10 +90,13 @@ class Shared:
     lanes: dict[Placement, Lane] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
     engines: set[str] = field(init=False, factory=set)
+    align: int = field(init=False, default=1)
+    crosses: bool = field(init=False, default=False)
     _overlaps: dict[Rewritten, tuple[int, list[Lane]]] = field(init=False, factory=dict)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _turn: Any = field(init=False, factory=threading.Lock)
     _last: Plan | None = field(init=False, default=None)
+    _leave_window: Callable[[], None] | None = field(init=False, default=None)
     _stream: Any = field(init=False, default=None)
 
     def enter(
@@ -124,6 +130,7 @@ class Shared:
                 fix="compile one of them with a symmplan.backend() of its own",
             )
         try:
+            ran(self)
             self.progress.run(groups)
             self._follow()
             if writes and self._is_unmet(plan):
@@ -131,12 +138,47 @@ class Shared:
             prepare()
             self._meet(plan)
         except BaseException:
-            self._turn.release()
+            self.leave()
             raise
+
+    def occupy(self, args: list[Any]) -> None:
+        """Take the bytes, if they are a window; what of the inputs lies there is replaced."""
+        if isinstance(self.arena, Window):
+            self._leave_window = self.arena.occupy(args)
+
+    def finish(self, plan: Plan) -> None:
+        """A run has ended well: whoever has the bytes next may touch its peers'.
+
+        Collective: if the bytes are a window and the plan has accesses that do not meet all ranks.
+        """
+        if self._leave_window is not None and self._is_unmet(plan):
+            self._barrier()
 
     def leave(self) -> None:
         """End it."""
+        if self._leave_window is not None:
+            self._leave_window()
+            self._leave_window = None
         self._turn.release()
+
+    @property
+    def hostable(self) -> bool:
+        """See `Guest`."""
+        segments = self.arena.segments.values()
+        alone = all(len(s.spec.groups) == 1 and not s.spec.signal_pad for s in segments)
+        return alone and not (self.released or self.crosses or self.arena.races)
+
+    def move_in(self, window: Window) -> None:
+        """Live there from now on; see [Note: guests] in `symmplan.place.guests`."""
+        old = self.arena
+        self.progress.add(window)
+        self.progress.remove(old)
+        if self.engines:
+            met = [r for s in window.segments.values() for r in s.rendezvous.items()]
+            found = ((n, known(r.group.process_group)) for n, r in met)
+            register(window, {name: engines for name, engines in found if engines is not None})
+        self.move(window)
+        let_go(old)
 
     def _follow(self) -> None:
         if self.device.type == "cuda":
@@ -149,7 +191,7 @@ class Shared:
         last = self._last
         changed = last is not None and last is not plan
         if (changed and last is not None and self._is_unmet(last)) or (
-            (changed or self.lanes) and self._is_unmet(plan)
+            (changed or self.lanes or self._leave_window) and self._is_unmet(plan)
         ):
             self._barrier()
         self._last = plan
@@ -198,7 +240,7 @@ class Shared:
                 lane.evacuate()
                 self.copies["again" if lane.owner is part.owner else "other"] += 1
 
-    def move(self, arena: Arena) -> None:
+    def move(self, arena: Arena | Window) -> None:
         """Use other segments, as large or larger; what was saved moves with them."""
         old, self.lanes = self.lanes, {}
         self.arena = arena
@@ -215,7 +257,7 @@ class Shared:
         self.released = True
         self.progress.remove(self.arena)
         synchronize(self.device)
-        give_back([self.arena])
+        let_go(self.arena)
 
     def clear(self) -> None:
         """Copy everything out that was saved."""
@@ -253,7 +295,7 @@ class Pool:
         self.progress = Progress(self.timeout)
 
     @property
-    def arenas(self) -> tuple[Arena, ...]:
+    def arenas(self) -> tuple[Arena | Window, ...]:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
 
@@ -265,6 +307,7 @@ class Pool:
         barriers: Iterable[tuple[int, str]] | None = None,
         *,
         engines: Collection[str] = (),
+        crosses: bool = False,
     ) -> tuple[Shared, Plan]:
         """Agree on a plan, and find or make segments for it.
 
@@ -275,6 +318,7 @@ class Pool:
             barriers: What its graphs run besides the program, if that is more than the plan says;
                 as for `symmplan.planner.visible.visible`.
             engines: Names of the communicators over which copy engines run its collectives.
+            crosses: Whether something that its graphs leave in placements outlives their runs.
 
         Returns:
             The segments, and the first plan that showed peers the same.
@@ -309,18 +353,24 @@ class Pool:
             arena = self._obtain(shown, memory, device, named)
             shared = self._shared[key] = Shared(arena, device, groups, self.copies, self.progress)
         else:
-            self._grow(shared, shown, memory, named)
+            self._grow(shared, shown, memory, named, alone=crosses)
+        aligns = [b.align for b in plan.problem.buffers]
+        shared.align = max(shared.align, *aligns)
+        shared.crosses = shared.crosses or crosses
         shared.engines.update(engines)
         if shared.engines:
             self.rendezvous += _meet_engines(shared, named)
         shared.agreed[like] = plan
         return shared, plan
 
-    def _grow(self, shared: Shared, plan: Plan, memory: str, groups: dict[str, Any]) -> None:
-        """Make room for a plan that all ranks have agreed on."""
+    def _grow(
+        self, shared: Shared, plan: Plan, memory: str, groups: dict[str, Any], *, alone: bool
+    ) -> None:
+        """Make room for a plan that all ranks have agreed on; ``alone``: not in a window."""
         have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
         larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
-        if all(s.nbytes == have[s.name] for s in larger):
+        moves = alone and isinstance(shared.arena, Window)
+        if not moves and all(s.nbytes == have[s.name] for s in larger):
             return
         device = shared.device
         synchronize(device)  # before all ranks meet: then nobody uses the old ones
@@ -330,7 +380,7 @@ class Pool:
         if shared.lanes:
             synchronize(device)  # what was saved has been copied
         self.progress.remove(old)
-        give_back([old])
+        let_go(old)
 
     def _obtain(
         self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]

@@ -302,7 +302,7 @@ class Unit:
             self.groups[part] = [g.process_group for g in members if g.process_group is not None]
         shared.enter(
             self.agreed[part],
-            functools.partial(take_over, shared, rewritten, args),
+            functools.partial(_prepare, shared, rewritten, args),
             writes=rewritten.copies_back,
             groups=self.groups[part],
         )
@@ -322,6 +322,7 @@ class Unit:
     def hand_over(self, rewritten: Rewritten, results: Any) -> Any:
         """What a part returns: what it saved lies in its placements."""
         self.passed(rewritten.part)
+        self.shared[rewritten.part].finish(self.agreed[rewritten.part])
         if not rewritten.saved:
             return results
         return hand_over(self.shared[rewritten.part], rewritten, list(results))
@@ -351,6 +352,7 @@ class Unit:
             self.device,
             self._inserted(plan),
             engines=self.engines,
+            crosses=any(p.saved for n, p in self.parts.items() if self.plans[n] is plan),
         )
         for name, other in self.plans.items():
             if other is plan:
@@ -375,6 +377,12 @@ class Unit:
             found += [(index.get(before, end), group) for before, group in points]
             found += [(end, g) for g in groups if self.parts[part].saved]
         return found
+
+
+def _prepare(shared: Shared, rewritten: Rewritten, args: list[Any]) -> None:
+    """What a rank has to do before peers touch the bytes for a run."""
+    take_over(shared, rewritten, args)
+    shared.occupy(args)
 
 
 def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:

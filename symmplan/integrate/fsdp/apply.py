@@ -65,7 +65,7 @@ class Handle:
             recorded=counts.recorded,
             rendezvous=self._runtime.memory.rendezvous,
             served=counts.bound + counts.staged,
-            copies=counts.staged,
+            copies=counts.staged + self._runtime.memory.displaced,
             plain=counts.plain,
             departures=counts.departures,
             replans=counts.replans,

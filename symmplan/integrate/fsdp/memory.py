@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,18 @@ import torch
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 from symmplan.memory import agree
+from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import fits, give_back, obtain, synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
+from symmplan.place.guests import Window, overlapping, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call, Way
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
+    from symmplan.place.guests import Guest
     from symmplan.place.options import Options
 
 __all__ = ["Memory"]
@@ -44,12 +48,16 @@ class Memory:
         groups: ``{name: process group}`` in the order of first use.
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
+        guests: Who was seen to run, in that order; see `symmplan.place.guests`.
+        displaced: How often something else was in a guest's bytes when it ran.
     """
 
     def __init__(self, options: Options) -> None:
         self.groups: dict[str, Any] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0
+        self.guests: list[Guest] = []
+        self.displaced = 0
         self._options = options
         self._device: torch.device | None = None
         # The newest first; older ones may hold parameters, or buffers that somebody has kept.
@@ -163,6 +171,51 @@ class Memory:
     def _is_cuda(self) -> bool:
         return self._device is not None and self._device.type == "cuda"
 
+    # Guests.
+
+    def host(self, guest: Guest, places: Mapping[str, Placement]) -> None:
+        """Let a guest live in a window of the newest segments.
+
+        Args:
+            guest: The guest.
+            places: ``{name of its segment: where that lies}``.
+
+        Collective: yes, over its groups, where peers were not seen before.
+        """
+        host = self._arenas[0]
+        # Not a method of this object, which must be able to end.
+        occupy = functools.partial(_occupy, weakref.ref(self), tuple(places.values()))
+        window = Window(host, parts_of(guest, host, places), "compiled graphs", occupy)
+        guest.move_in(window)
+
+    def _run_guest(self, places: Sequence[Placement], args: list[Any]) -> Callable[[], None]:
+        """Take the bytes of a guest for a run; returns what gives them back."""
+        tenants: list[Tenant] = []
+        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place in places:
+            tenant = self.take(place)
+            if tenant is not None:
+                tenants.append(tenant)
+                continue
+            # The program left the plan's order. See [Note: bytes in use].
+            self.displaced += 1
+            synchronize(self.device)
+            bytes_ = self.at(place)
+            saved.append((bytes_, bytes_.clone()))
+            begin = bytes_.data_ptr()
+            for i in overlapping(args, begin, begin + place.nbytes):
+                args[i] = args[i].clone()
+
+        def leave() -> None:
+            for tenant in tenants:
+                tenant.ran(None, done=True)
+                tenant.drop()
+            for bytes_, kept in saved:
+                bytes_.copy_(kept)
+                synchronize(self.device)
+
+        return leave
+
     # Groups.
 
     def over(self, call: Call, way: Way) -> Any:
@@ -187,14 +240,17 @@ class Memory:
 
         Collective: yes, over all groups.
         """
+        more = [g for s in plan.segments for g in s.groups if g not in self.groups]
+        guests = {n: g.process_group for n, g in resolve_groups(more).items()}
+        groups = {**self.groups, **guests}
         if not settled and self.arena is not None and fits(plan, self.arena):
-            agree(plan, self.groups, self._options.timeout)
+            agree(plan, groups, self._options.timeout)
             return
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self.device)
         arena, made = obtain(
             plan,
-            self.groups,
+            groups,
             memory=self._options.memory,
             device=self.device,
             timeout=self._options.timeout,
@@ -222,7 +278,7 @@ class Memory:
         return engines
 
     def release(self) -> None:
-        """Give the segments back.
+        """Give the segments back. Guests keep what they live in.
 
         Collective: no.
         """
@@ -230,3 +286,17 @@ class Memory:
         if self._device is not None:
             synchronize(self._device)
         give_back(self._arenas)
+
+
+def _occupy(
+    memory: weakref.ref[Memory], places: Sequence[Placement], args: list[Any]
+) -> Callable[[], None]:
+    """As `Memory._run_guest`; nothing if there is nobody else any more."""
+    mine = memory()
+    if mine is None or mine.arena is None:
+        return _nothing
+    return mine._run_guest(places, args)
+
+
+def _nothing() -> None:
+    """Nobody needs to know."""

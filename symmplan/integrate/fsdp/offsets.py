@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Literal
 
 from attrs import evolve
@@ -25,6 +26,8 @@ from symmplan.errors import PlanningError
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from symmplan.model import Plan, Problem
 
 __all__ = ["plan_with_homes"]
@@ -51,12 +54,13 @@ def plan_with_homes(
     for own in (_only(problem, homes - first.keys()), whole):
         leaders = plan_problem(own, effort=effort)
         above = {g: spec.nbytes for spec in leaders.segments for g in spec.groups}
+        below = functools.partial(_below, others, above)
         pinned = []
         for b in problem.buffers:
             if b.name in homes:
                 offset = leaders.placements[first.get(b.name, b.name)].offset
             else:
-                offset = others.placements[b.name].offset + above.get(b.group, 0)
+                offset = others.placements[b.name].offset + below(b.name)
             pinned.append(evolve(b, offset=offset))
         try:
             return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
@@ -64,6 +68,13 @@ def plan_with_homes(
             continue
     # Groups that share segments in another way when they are planned apart.
     return plan_problem(problem, effort=effort)
+
+
+def _below(others: Plan, homes: Mapping[str, int], name: str) -> int:
+    """How many bytes of its segment the parameters have."""
+    segment = others.placements[name].segment
+    groups = next(s.groups for s in others.segments if s.name == segment)
+    return max(homes.get(group, 0) for group in groups)
 
 
 def _only(problem: Problem, names: frozenset[str]) -> Problem:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from symmplan import _compat as compat
-from symmplan.capture.fsdp import Recording, Way, problem_of
+from symmplan.capture.fsdp import GuestBytes, Recording, Way, problem_of
 from symmplan.integrate.fsdp.choice import Bench, Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
 from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.memory import resolve_backend
+from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import borrowed
-from symmplan.memory.tell import telling
+from symmplan.memory.tell import tell, telling
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from symmplan.place.options import Options
 
 __all__ = ["Planning"]
+
+#: Where windows begin, in bytes.
+_ALIGN = 512
 
 
 class Planning:
@@ -96,12 +101,64 @@ class Planning:
                 return Way("ordinary", "its parameters stay where an earlier plan put them")
             return choices.way(call)
 
-        problem, stretches = problem_of(recordings, self._ranks(), way_of, direct)
-        homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
-        plan = plan_with_homes(problem, homes, self._options.effort)
-        plan.verify()
+        def planned(
+            guests: Mapping[int, Sequence[GuestBytes]],
+        ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
+            problem, stretches = problem_of(recordings, self._ranks(), way_of, direct, guests)
+            homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+            plan = plan_with_homes(problem, homes, self._options.effort)
+            plan.verify()
+            return plan, stretches
+
+        guests = self._guests(recordings)
+        plan, stretches = planned(guests)
+        if guests and not self._alike(plan, guests):
+            guests = {}
+            plan, stretches = planned(guests)
         self._memory.hold(plan, settled=bool(settled))
+        for number, needs in guests.items():
+            guest = self._memory.guests[number]
+            places = [plan.placements[g.name] for g in needs]
+            self._memory.host(guest, dict(zip(guest.arena.segments, places, strict=True)))
         return plan, stretches
+
+    def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
+        """Who ran meanwhile and can live in windows; the same on all ranks.
+
+        Collective: yes, over all groups of the model.
+        """
+        memory, groups = self._memory, self._memory.groups
+        ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
+        name = resolve_backend(
+            self._options.memory, memory.device, resolve_groups(groups, groups)
+        ).name
+        found = {
+            i: tuple(
+                GuestBytes(f"guest{i}.{n}", s.nbytes, s.spec.groups[0], max(guest.align, _ALIGN))
+                for n, s in guest.arena.segments.items()
+            )
+            for i in ran
+            if (guest := memory.guests[i]).hostable and guest.arena.memory == name
+        }
+        mine = [[i, *(g.nbytes for g in needs)] for i, needs in found.items()]
+        said = tell("guests", dict.fromkeys(groups, mine), groups, self._options.timeout)
+        return found if all(x == mine for of in said.values() for x in of) else {}
+
+    def _alike(self, plan: Plan, guests: Mapping[int, Sequence[GuestBytes]]) -> bool:
+        """Whether all ranks that meet, in the model or in a guest, have the same plan.
+
+        Each rank asks its peers, and then twice whether theirs agree: in a mesh that is everybody.
+
+        Collective: yes, over all groups of the model and of the guests.
+        """
+        names = dict.fromkeys(g.group for needs in guests.values() for g in needs)
+        groups = {n: g.process_group for n, g in resolve_groups(names).items()}
+        groups = {**self._memory.groups, **groups}
+        mine: Any = plan.fingerprint if not plan.barriers else ""
+        for _ in range(3):
+            said = tell("windows", dict.fromkeys(groups, mine), groups, self._options.timeout)
+            mine = bool(mine) and all(x == mine for of in said.values() for x in of)
+        return bool(mine)
 
     def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
         """Let parameters live where the plan puts them."""

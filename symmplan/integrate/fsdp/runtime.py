@@ -22,6 +22,7 @@ from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
 from symmplan.memory.lend import lend
+from symmplan.place.guests import WATCHERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.bytes import Tenant
     from symmplan.integrate.fsdp.schedule import Schedule, Spot
     from symmplan.model import Placement
+    from symmplan.place.guests import Guest
     from symmplan.place.options import Options
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
@@ -81,6 +83,17 @@ class Runtime:
         self._reduced = False
         self._was_backward = False
         self._strange = False
+        WATCHERS.add(self)
+
+    def guest_ran(self, guest: Guest) -> None:
+        """Somebody's graph begins to run. See [Note: guests] in `symmplan.place.guests`."""
+        if self._log is None:
+            return
+        guests = self.memory.guests
+        number = next((i for i, known in enumerate(guests) if known is guest), len(guests))
+        if number == len(guests):
+            guests.append(guest)
+        self._log.guest(number)
 
     # Handing out buffers.
 
@@ -326,6 +339,7 @@ class Runtime:
 
         Collective: no.
         """
+        WATCHERS.discard(self)
         for direct in self.planning.directs:
             direct.remove()
         self.planning.directs.clear()

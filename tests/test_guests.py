@@ -1,0 +1,250 @@
+"""Compiled graphs live in a window of FSDP2's segments: one pool for both, and the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import nn
+
+pytestmark = pytest.mark.ranks
+
+WIDTH, VOCABULARY, BLOCKS, TOKENS = 32, 2048, 3, 8
+
+
+class Block(nn.Module):
+    """A residual MLP, tensor-parallel by hand: its parameters are this rank's part."""
+
+    def __init__(self, group, size, gathers):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH // size)
+        self.down = nn.Linear(4 * WIDTH // size, WIDTH)
+        self.group = group
+        self.gathers = gathers
+
+    def forward(self, x):
+        from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+        h = torch.relu(self.up(_Copied.apply(x, self.group)))
+        if self.gathers:  # saved for the backward, in its placement
+            whole = all_gather_tensor_autograd(h, 0, self.group)
+            h = h + (whole.sin() * whole.cos())[: len(h)]
+        return x + _Summed.apply(self.down(h), self.group)
+
+
+class _Copied(torch.autograd.Function):
+    """The same on all ranks; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over all ranks; its gradient is the same on all."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _sum(x, group):
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x * 1.0, "sum", group))
+
+
+class Model(nn.Module):
+    """Embeddings that are larger than all else, blocks, and a head."""
+
+    def __init__(self, group, size, gathers):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(group, size, gathers) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made(mesh, group, backend, *, planned, gathers=False):
+    """A model whose blocks are compiled, tensor-parallel over ``group`` and sharded over ``mesh``.
+
+    Returns it, and what `symmplan.fsdp.apply` gave if it is ``planned``.
+    """
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+
+    torch.manual_seed(dist.get_rank(group))
+    model = Model(group.group_name, group.size(), gathers).to(mesh.device_type)
+    with torch.no_grad():  # what is not tensor-parallel is the same
+        for p in (*model.embed.parameters(), *model.head.parameters()):
+            p.copy_(torch.linspace(-0.05, 0.05, p.numel()).view(p.shape))
+    for i, plain in enumerate(model.blocks):
+        block = torch.compile(plain, backend=backend, fullgraph=True)
+        fully_shard(block, mesh=mesh)
+        model.blocks[i] = block
+    fully_shard(model, mesh=mesh)
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=60.0) if planned else None
+    return model, handle
+
+
+def _step(model, optimizer, turn, rank, *, late=False):
+    import time
+
+    torch.manual_seed(100 * turn)
+    tokens = torch.randint(0, VOCABULARY, (TOKENS,)) + 0
+    if late and rank == turn % 4:
+        time.sleep(0.02)
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _trained(rank, size, dp, tp, acts, gathers=False):
+    """Losses with and without symmplan, and what the process holds."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch._dynamo.reset()
+    whole = dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    mesh, group = whole["dp"], whole["tp"].get_group()
+    wanted, _ = made(mesh, group, "eager", planned=False, gathers=gathers)
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.01)
+    backend = symmplan.backend(inner="eager", timeout=60.0, choose="placed")
+    model, handle = made(mesh, group, backend, planned=True, gathers=gathers)
+    mine = torch.optim.SGD(model.parameters(), lr=0.01)
+    differences, alone = [], 0
+    for turn, act in enumerate(acts):
+        held = None
+        if act == "held" and rank == 1:  # as by a hook that keeps a buffer of FSDP2's
+            memory = handle._runtime.memory
+            (name,) = (n for n in handle.plan.placements if n.startswith("guest"))
+            place = handle.plan.placements[name]
+            held = memory.take(place)
+            memory.at(place).fill_(7)
+        if act in ("step", "held"):
+            a = _step(wanted, optimizer, turn, rank)
+            b = _step(model, mine, turn, rank, late=True)
+            differences += [] if torch.equal(a, b) else [(turn, float(a), float(b))]
+        elif act == "forward":
+            tokens = torch.arange(TOKENS) + turn
+            with torch.no_grad():
+                a, b = wanted(tokens), model(tokens)
+            differences += [] if torch.equal(a, b) else [(turn, "forward")]
+        elif act == "twice":  # all forwards before all backwards
+            losses = []
+            for one in (wanted, model):
+                some = [one(torch.arange(TOKENS) + turn + i).square().mean() for i in range(2)]
+                for loss in some:
+                    loss.backward()
+                losses.append(sum(float(x) for x in some))
+            differences += [] if losses[0] == losses[1] else [(turn, losses)]
+        elif act == "remove":
+            handle.remove()
+        if held is not None:
+            differences += [] if bool((memory.at(place) == 7).all()) else [(turn, "lost")]
+            held.drop()
+        if turn == 0:
+            alone = sum(s.nbytes for s in symmplan.segments())
+    for a, b in zip(wanted.parameters(), model.parameters(), strict=True):
+        same = torch.equal(_whole(a), _whole(b))
+        differences += [] if same else ["parameters"]
+    held = symmplan.segments()
+    found = {
+        "differences": differences,
+        "graphs alone": alone,
+        "fsdp alone": _alone(handle.plan),
+        "held": [(s.nbytes, len(set(s.groups)), s.users) for s in held],
+        "served": (backend.stats.served, handle.stats.served, handle.stats.plain),
+        "copies": handle.stats.copies,
+        "rendezvous": handle.stats.rendezvous,
+    }
+    handle.remove()
+    backend.release()
+    found["left"] = len(symmplan.segments())
+    dist.barrier()
+    return found
+
+
+def _whole(parameter):
+    """What is unsharded stays so after a forward pass."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def _alone(plan):
+    """Bytes that FSDP2's buffers need by themselves."""
+    import attrs
+
+    import symmplan
+
+    problem = plan.problem
+    names = {b.name for b in problem.buffers if not b.name.startswith("guest")}
+    alone = attrs.evolve(
+        problem,
+        buffers=[attrs.evolve(b, offset=None) for b in problem.buffers if b.name in names],
+        accesses=[a for a in problem.accesses if a.buffer in names],
+        shared_groups=(),
+    )
+    return symmplan.plan(alone).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4, timeout=200.0) as ranks:
+        yield ranks
+
+
+def test_both_share_one_segment(four):
+    results = four.run(_trained, 2, 2, ["step"] * 4)
+    for found in results:
+        assert found["differences"] == []
+        ((nbytes, groups, users),) = found["held"]
+        assert groups == 2
+        assert users == ("FSDP2", "compiled graphs")
+        assert found["rendezvous"] == 2
+        assert nbytes <= 1.05 * max(found["graphs alone"], found["fsdp alone"])
+        served, placed, plain = found["served"]
+        assert served > 0
+        assert placed > 0
+        assert plain == found["copies"] == 0
+        assert found["left"] == 0
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        ["step", "step", "forward", "step", "forward", "forward", "step"],
+        ["step", "step", "twice", "step", "twice"],
+        ["forward", "step", "step", "step"],
+        ["step", "step", "remove", "step", "forward"],
+        ["step", "step", "held", "step", "held", "held", "step"],
+    ],
+    ids=["forwards between", "twice", "forward first", "removed", "held"],
+)
+def test_whatever_is_done_between_has_the_same_bits(four, acts):
+    for found in four.run(_trained, 2, 2, acts):
+        assert found["differences"] == []
+        assert found["left"] == 0
+
+
+def test_what_is_saved_for_a_backward_stays_apart(four):
+    for found in four.run(_trained, 2, 2, ["step"] * 4, True):
+        assert found["differences"] == []
+        assert sorted(users for *_, users in found["held"]) == [("FSDP2",), ("compiled graphs",)]
