@@ -77,9 +77,7 @@ def train(rank: int, store: str) -> None:
         optimizer.zero_grad()
         if rank == 0:
             held = [f"{s.nbytes} bytes for {' and '.join(s.users)}" for s in symmplan.segments()]
-            print(
-                f"step {step}: loss {float(loss.detach()):.4f}; {'; '.join(held) or 'nothing yet'}"
-            )
+            print(f"step {step}: loss {loss.item():.4f}; {'; '.join(held) or 'nothing yet'}")
     if rank == 0:
         print(handle.plan.summary())
     handle.remove()

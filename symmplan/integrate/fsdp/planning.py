@@ -18,6 +18,7 @@ from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import tell, telling
+from symmplan.place.guests import HOSTING
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -125,13 +126,14 @@ class Planning:
     def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
         """Who ran meanwhile and can live in windows; the same on all ranks.
 
-        Collective: yes, over all groups of the model.
+        Collective: in shared memory yes, over all groups of the model.
         """
         memory, groups = self._memory, self._memory.groups
+        members = resolve_groups(groups, groups)
+        name = resolve_backend(self._options.memory, memory.device, members).name
+        if name not in HOSTING:
+            return {}
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
-        name = resolve_backend(
-            self._options.memory, memory.device, resolve_groups(groups, groups)
-        ).name
         found = {
             i: tuple(
                 GuestBytes(f"guest{i}.{n}", s.nbytes, s.spec.groups[0], max(guest.align, _ALIGN))
