@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import os
@@ -284,6 +285,19 @@ def test_readme_has_its_two_commands():
         "python -m pip install . && symmplan demo",
         "python -m pip install '.[test]' && python -m pytest",
     ]
+
+
+def _modules_with_examples():
+    files = (p for p in PACKAGE.rglob("*.py") if ">>> " in p.read_text(encoding="utf-8"))
+    return sorted(".".join(p.relative_to(ROOT).with_suffix("").parts) for p in files)
+
+
+@pytest.mark.parametrize("name", _modules_with_examples())
+def test_examples_in_docstrings_run(name):
+    module = importlib.import_module(name.removesuffix(".__init__"))
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_the_readme_plan_example_runs():
