@@ -355,7 +355,7 @@ class Pool:
         else:
             self._grow(shared, shown, memory, named, alone=crosses)
         aligns = [b.align for b in plan.problem.buffers]
-        shared.align = max(shared.align, *aligns)
+        shared.align = max((shared.align, *aligns))
         shared.crosses = shared.crosses or crosses
         shared.engines.update(engines)
         if shared.engines:
