@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from attrs import frozen
+
 from symmplan.errors import BackendError
 
 if TYPE_CHECKING:
@@ -16,16 +18,40 @@ if TYPE_CHECKING:
     from symmplan.memory.segment import Health, Segment
     from symmplan.model import SegmentSpec
 
-__all__ = ["BACKENDS", "Backend", "resolve_backend"]
+__all__ = ["BACKENDS", "Backend", "Kind", "resolve_backend"]
 
-#: Name -> what it is, for messages and `symmplan doctor`.
-BACKENDS = {
-    "auto": "local, shm, nccl or cuda, by device and group",
-    "local": "one process; ordinary memory",
-    "shm": "CPU ranks of one host; POSIX shared memory",
-    "nccl": "torch symmetric memory through NCCL windows",
-    "cuda": "torch symmetric memory through CUDA peer mappings",
-    "nvshmem": "torch symmetric memory through NVSHMEM",
+
+@frozen
+class Kind:
+    """What a memory backend can do; what depends on the backend asks this.
+
+    Attributes:
+        text: What it is, for people.
+        devices: Whether its memory is a device's.
+        collectives: Whether it runs collectives by itself, see `symmplan.memory.ops`.
+        races: Whether races in it can be found, see `symmplan.memory.races`.
+        engines: Whether copy engines can run collectives in it, see `symmplan.place.engines`.
+        whole_words: Whether it gathers only parts that are a whole number of words rightly.
+    """
+
+    text: str
+    devices: bool = False
+    collectives: bool = False
+    races: bool = False
+    engines: bool = False
+    whole_words: bool = False
+
+
+#: Name -> what it is and can do.
+BACKENDS: Mapping[str, Kind] = {
+    "auto": Kind("local, shm, nccl or cuda, by device and group"),
+    "local": Kind("one process; ordinary memory"),
+    "shm": Kind("CPU ranks of one host; POSIX shared memory", collectives=True, races=True),
+    "nccl": Kind(
+        "torch symmetric memory through NCCL windows", devices=True, engines=True, whole_words=True
+    ),
+    "cuda": Kind("torch symmetric memory through CUDA peer mappings", devices=True),
+    "nvshmem": Kind("torch symmetric memory through NVSHMEM", devices=True),
 }
 
 

@@ -25,6 +25,7 @@ from attrs import frozen
 
 from symmplan import _compat as compat
 from symmplan.errors import BackendError
+from symmplan.memory import BACKENDS
 from symmplan.memory.tell import tell
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
     """
     _OF.update(dict.fromkeys(groups.values()))
     groups = {name: group for name, group in groups.items() if group.size() > 1}
-    if memory != "nccl" or not groups or not compat.has_copy_engine_policy():
+    if not BACKENDS[memory].engines or not groups or not compat.has_copy_engine_policy():
         return {}
     ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
     mine = {
@@ -126,7 +127,7 @@ def register(arena: Arena | Window, engines: Mapping[str, Engines]) -> int:
 
     Collective: yes, over those groups, if any was missing.
     """
-    if arena.memory != "nccl":  # no other memory is known to a communicator
+    if not BACKENDS[arena.memory].engines:  # no other memory is known to a communicator
         return 0
     return arena.join(
         {
@@ -148,7 +149,7 @@ def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) 
         BackendError: A group has no copy engines. Shared memory has no kernels to avoid.
     """
     without = [name for name in groups if name not in engines]
-    if memory not in ("shm", "local") and without:
+    if BACKENDS[memory].devices and without:
         raise BackendError(
             f"choose='copy engine': memory={memory!r} has no copy engines for group {without[0]!r}",
             expected="memory='nccl' with NCCL 2.28 or newer, and ranks that are in equally "

@@ -10,8 +10,8 @@
     Nothing outlives a run in a window. So graphs that leave something for a backward in their
     placements keep segments of their own, and so do those whose segments several groups meet.
 
-    Windows are made in shared memory. Over NCCL they are not: there a model and its graphs keep
-    segments of their own.
+    Windows are made in memory that runs collectives by itself, which is shared memory. Over NCCL a
+    model and its graphs keep segments of their own.
 
     All ranks must decide alike. Whether the plan with the window is the same everywhere is told
     over the groups of both before anything is done about it; if not, there is none.
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from symmplan.model import Placement, SegmentSpec
 
 __all__ = [
-    "HOSTING",
     "WATCHERS",
     "Guest",
     "Part",
@@ -77,9 +76,6 @@ class Watcher(Protocol):
     def guest_ran(self, guest: Guest) -> None:
         """It begins to."""
 
-
-#: The memory backends in which there are windows.
-HOSTING = ("shm",)
 
 #: They end by themselves.
 WATCHERS: WeakSet[Watcher] = WeakSet()

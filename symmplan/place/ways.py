@@ -15,6 +15,7 @@ from torch import fx
 
 import symmplan.memory.group_ops  # noqa: F401  (it defines what rows name)
 from symmplan.capture.graphs import overload_of
+from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import bind_arguments, spec_for
 
@@ -169,7 +170,8 @@ class Lowerings:
     @property
     def table(self) -> Mapping[str, Lowering]:
         """The rows of this backend."""
-        return _SHM if self.memory == "shm" and self.collectives == "auto" else _C10D
+        own = BACKENDS[self.memory].collectives and self.collectives == "auto"
+        return _SHM if own else _C10D
 
     def row(self, spec: OpSpec) -> Lowering | None:
         """How a declared op is to be run, or None to call it as it is."""
@@ -204,7 +206,7 @@ class Lowerings:
             return None if requirement.where.split(".")[0] in row.needs else row.why_not
         if spec.origin == "catalogue" and spec.op.startswith(("_c10d_functional::", "c10d::")):
             return _NO_WAY
-        if spec.origin == "catalogue" and self.memory in ("shm", "local"):
+        if spec.origin == "catalogue" and not BACKENDS[self.memory].devices:
             return f"the op needs device memory, and this program runs on {self.memory}"
         return None
 
@@ -215,7 +217,7 @@ class Lowerings:
         form wants parts of one size; or NCCL cannot gather parts of their size in symmetric memory.
         """
         found: dict[fx.Node, str] = {}
-        if self.memory == "nccl":
+        if BACKENDS[self.memory].whole_words:
             found = {n: SPLIT_WORDS for n in captured.specs if _splits_words(captured, n)}
         for node, spec in captured.specs.items():
             row = self.row(spec)

@@ -32,7 +32,7 @@ from symmplan.integrate.compile.records import CompileOptions, Record, Rewritten
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
-from symmplan.memory import resolve_backend
+from symmplan.memory import BACKENDS, resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.model import Barrier
 from symmplan.place.chooser import choose_ways
@@ -91,8 +91,8 @@ class Unit:
     @property
     def watches(self) -> bool:
         """Whether races are looked for. What runs must then be seen op by op."""
-        shared = self.lowerings is not None and self.lowerings.memory == "shm"
-        return shared and self.settings.debug is True
+        races = self.lowerings is not None and BACKENDS[self.lowerings.memory].races
+        return races and self.settings.debug is True
 
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""

@@ -173,7 +173,7 @@ class Choices:
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = fsdp2.comms(None)
-        ways: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "", plain, group)]
+        ways: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "local", plain, group)]
         if not self._splits_words(bench.call):
             ways.append(("symmetric", memory, placed, group))
         acts: dict[str, Callable[[], Any] | None] = {}

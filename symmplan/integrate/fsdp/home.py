@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat
+from symmplan.memory import BACKENDS
 from symmplan.memory.lend import lend
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
@@ -95,7 +96,7 @@ class Home:
 
         Collective: yes.
         """
-        if self._memory == "shm":
+        if BACKENDS[self._memory].collectives:
             name, size = _compat.group_name(self._group), self._group.size()
             all_gather_parts_(self._whole, self._offsets, self._counts, size, name, what=self._site)
             return

@@ -14,11 +14,10 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
 from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.memory import resolve_backend
+from symmplan.memory import BACKENDS, resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import tell, telling
-from symmplan.place.guests import HOSTING
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class Planning:
         memory, groups = self._memory, self._memory.groups
         members = resolve_groups(groups, groups)
         name = resolve_backend(self._options.memory, memory.device, members).name
-        if name not in HOSTING:
+        if not BACKENDS[name].collectives:
             return {}
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
         found = {
