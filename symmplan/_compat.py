@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan._compat_c10d import (
+    all_to_all,
     collective_options,
     deregister_nccl_pool,
     finished,
@@ -28,6 +29,7 @@ from symmplan._compat_c10d import (
     register_work,
     replace_group_method,
     replace_op_call,
+    start_all_to_all,
     watched_handle,
     watched_work,
 )
@@ -327,25 +329,6 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> N
     with _coalescing_manager(group):
         for output, part in zip(outputs, inputs, strict=True):
             all_gather_into_tensor(output, part, group=group)
-
-
-def all_to_all(output: Any, source: Any, group: Any) -> None:
-    """Equal parts to and from every rank, on the current stream. Collective.
-
-    As ``dist.all_to_all_single``, without its logging, which costs more than the launch.
-    """
-    work = start_all_to_all(output, source, group, asynchronous=False)
-    if work is not None:
-        work.wait()
-
-
-def start_all_to_all(output: Any, source: Any, group: Any, *, asynchronous: bool = True) -> Any:
-    """The same without the wait; returns the work. Collective."""
-    import torch.distributed as dist
-
-    options = dist.AllToAllOptions()
-    options.asyncOp = asynchronous
-    return group.alltoall_base(output, source, [], [], options)
 
 
 def unboxed_group(given: Any) -> Any:

@@ -273,7 +273,7 @@ def test_no_file_is_much_too_long():
     long = {
         str(path.relative_to(ROOT)): lines
         for path in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.js")]
-        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 600
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 450
     }
     assert not long
 

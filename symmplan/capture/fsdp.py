@@ -318,9 +318,8 @@ def problem_of(
             facts = declared[call.key.kind]
             assert facts is not None
             spec, requirement = facts
-            operations.append(
-                _launch(operation, call, spec) if what == "run" else Operation(operation)
-            )
+            launch = _launch(operation, call, spec) if what == "run" else None
+            operations.append(launch or Operation(operation))
             far = what == "run"
             reached = {
                 "remote": far,

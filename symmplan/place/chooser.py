@@ -224,16 +224,14 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
         group=group,
         dtype=str(fakes[0].dtype).removeprefix("torch."),
         numels=tuple(bound_of(f.numel()) or 0 for f in fakes),
-        others=tuple(sorted((k, _plain(v)) for k, v in bound.items())),
+        others=tuple(
+            sorted((k, tuple(v) if isinstance(v, (list, tuple)) else v) for k, v in bound.items())
+        ),
         copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
         copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
         alone=not flops,
         beside=1 << max(0, math.ceil(math.log2(flops))) if flops else 0,
     )
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 @own_work

@@ -41,6 +41,7 @@ from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import Lane, Zone, overlap
 from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
+from symmplan.integrate.compile.structure import group_names, is_unmet, structure_of
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import obtain, synchronize
@@ -55,12 +56,7 @@ if TYPE_CHECKING:
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
 
-__all__ = ["Pool", "Shared", "group_names", "is_unmet", "structure_of"]
-
-
-def structure_of(plan: Plan) -> Any:
-    """What plans that share segments have in common."""
-    return tuple((s.name, s.groups, s.signal_pad) for s in plan.segments)
+__all__ = ["Pool", "Shared"]
 
 
 @define(eq=False)
@@ -445,19 +441,3 @@ def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
             fix="compile the model again, after torch._dynamo.reset()",
         )
     return register(shared.arena, found)
-
-
-def group_names(plan: Plan) -> list[str]:
-    """Names of the groups that a plan's segments meet."""
-    return [group for spec in plan.segments for group in spec.groups]
-
-
-def is_unmet(plan: Plan) -> bool:
-    """Whether peers touch a rank's bytes before it starts the operation, or after it has ended."""
-    operations = {o.name: o for o in plan.problem.operations}
-    found = ((operations[a.operation], a) for a in plan.problem.accesses if a.remote)
-    return any(
-        not (o.handshake or a.enters) or not (o.release or a.releases)
-        for o, a in found
-        if not o.ends
-    )

@@ -27,11 +27,11 @@ from symmplan.integrate.compile.parts import (
     unreturned,
     writes_of,
 )
-from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
 from symmplan.integrate.compile.records import CompileOptions, Record, Rewritten
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.integrate.compile.running import bytes_of
+from symmplan.integrate.compile.structure import group_names, is_unmet, structure_of
 from symmplan.memory import BACKENDS, resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.model import Barrier

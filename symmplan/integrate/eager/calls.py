@@ -40,16 +40,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.integrate.eager.tape import Step
 
-__all__ = [
-    "Line",
-    "Ready",
-    "frame_of",
-    "memory_runner",
-    "ready_call",
-    "ready_memory",
-    "runner",
-    "stands_for",
-]
+__all__ = ["Line", "Ready", "frame_of", "ready_calls", "runner", "stands_for"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -190,7 +181,27 @@ def _finish_later(work: Any, late: Sequence[Step], frame: list[Any], written: in
     return compat.watched_handle(work, finish, frame[written])
 
 
-def ready_call(event: Event, known: dict[Any, Ready]) -> Ready | None:
+def ready_calls(
+    events: Sequence[Event], perform: Callable[[Sequence[Callable[[], None]]], None]
+) -> list[Ready | None]:
+    """The short ways of planned calls, None for those that have none.
+
+    Args:
+        events: The calls.
+        perform: Does what is to be done besides making memory, such as barriers.
+    """
+    known: dict[Any, Ready] = {}
+    found = []
+    for event in events:
+        if event.call.kind == "op":
+            found.append(_ready_call(event, known))
+        else:
+            event.run = _memory_runner(event, perform)
+            found.append(_ready_memory(event, known))
+    return found
+
+
+def _ready_call(event: Event, known: dict[Any, Ready]) -> Ready | None:
     """The short way of a declared call; None if it has none.
 
     Args:
@@ -301,7 +312,7 @@ def _front(
     return front
 
 
-def ready_memory(event: Event, known: dict[Any, Ready]) -> Ready | None:
+def _ready_memory(event: Event, known: dict[Any, Ready]) -> Ready | None:
     """The short way through `symmplan.empty` and `symmplan.out`; None if it has none."""
     function, *recorded = event.call.args
     wanted, named = tuple(recorded), event.call.kwargs
@@ -340,7 +351,7 @@ def ready_memory(event: Event, known: dict[Any, Ready]) -> Ready | None:
     return known.setdefault((*parts, acts, place), Ready(event.call.kind, event.stream, call))
 
 
-def memory_runner(
+def _memory_runner(
     event: Event, perform: Callable[[Sequence[Callable[[], None]]], None]
 ) -> Callable[[Any, Any, Any], torch.Tensor]:
     """What makes a call of `symmplan.empty` or `symmplan.out`.

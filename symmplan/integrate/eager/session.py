@@ -11,7 +11,7 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.eager.calls import Line, Ready, memory_runner, ready_call, ready_memory
+from symmplan.integrate.eager.calls import Line, ready_calls
 from symmplan.integrate.eager.direct import MISS
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import declared_names, install, overload_name
@@ -180,7 +180,7 @@ class Session:
         self._counts["rendezvous"] += frozen.arena.rendezvous
         self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
         self._frozen, self._live = frozen, frozen.events
-        self.line = Line(frozen.lanes, self._ready(frozen.events))
+        self.line = Line(frozen.lanes, ready_calls(frozen.events, self._run))
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
         self._uninstall = install(self, [event.call.op for event in frozen.events])
@@ -191,18 +191,6 @@ class Session:
                 lambda op: not OWN.depth and overload_name(op) in names,
             )
             self._watching.__enter__()
-
-    def _ready(self, events: Sequence[Event]) -> list[Ready | None]:
-        """The short ways of the planned calls."""
-        known: dict[Any, Ready] = {}
-        found = []
-        for event in events:
-            if event.call.kind == "op":
-                found.append(ready_call(event, known))
-            else:
-                event.run = memory_runner(event, self._run)
-                found.append(ready_memory(event, known))
-        return found
 
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
