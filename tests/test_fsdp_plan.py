@@ -71,6 +71,16 @@ def test_the_registry_says_what_must_be_symmetric(monkeypatch):
     assert "not declared" in plan.unplanned[0].reason
 
 
+def test_guests_are_noted_once_between_two_events():
+    recording = record("+a", "a")
+    for number in (0, 1, 0, 1, 1):
+        recording.guest(number)
+    recording.drop(0)
+    recording.guest(1)
+    what = [("guest", 0), ("guest", 1), ("drop", 0), ("guest", 1)]
+    assert recording.events == [("begin", 0), ("run", 0), *what]
+
+
 def test_the_registry_says_what_orders_ranks(monkeypatch):
     steps = record("+A", "A", "-A", "+B", "B", "-B")
     assert solve(steps)[0].barriers == ()

@@ -193,8 +193,10 @@ class Recording:
         self.events.append(("release", index))
 
     def guest(self, number: int) -> None:
-        """A guest runs."""
-        if self.events[-1:] != [("guest", number)]:
+        """A guest runs. Once between two other events is enough, however long FSDP2 rests."""
+        behind = (i for i, e in enumerate(reversed(self.events)) if e[0] != "guest")
+        last = next(behind, len(self.events))
+        if ("guest", number) not in self.events[len(self.events) - last :]:
             self.events.append(("guest", number))
 
     @property
@@ -281,7 +283,8 @@ def problem_of(
             way = way_of(call) if facts is not None else Way("ordinary", _UNDECLARED)
             if facts is None or way.name == "ordinary":
                 calls.append(Planned(call, None, way=way))
-                unplanned.append(_unplanned(name, call, way.reason))
+                words = (_OP[call.key.kind], _WHERE[call.key.kind], way.reason)
+                unplanned.append(Unplanned(name, *words, call.nbytes))
                 continue
             planned[index] = name
             made = _buffer(name, call, way, facts[1], persistent=index not in dropped)
@@ -427,10 +430,6 @@ def _received(name: str, call: Call, way: Way) -> Buffer:
         dtype=call.key.dtype,
         shape=(call.key.numel,),
     )
-
-
-def _unplanned(name: str, call: Call, reason: str) -> Unplanned:
-    return Unplanned(name, _OP[call.key.kind], _WHERE[call.key.kind], reason, call.nbytes)
 
 
 def _shared(
