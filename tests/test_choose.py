@@ -119,9 +119,8 @@ def _exchanges(x, group):
     import torch.distributed as dist
 
     pending = F.all_to_all_single(x.sin(), [2, 2], [2, 2], group)
-    given = [1, 3] if dist.get_rank() else [3, 1]
-    taken = [3, 3] if not dist.get_rank() else [1, 1]
-    odd = F.wait_tensor(F.all_to_all_single(x + 1, taken, given, group))
+    parts = [1, 3] if dist.get_rank() else [3, 1]  # one row for the other, sent and received
+    odd = F.wait_tensor(F.all_to_all_single(x + 1, parts, parts, group))
     even = F.wait_tensor(F.all_to_all_single(x.cos(), [2, 2], [2, 2], group))
     return F.wait_tensor(pending) * 2 + even + odd.sum()
 

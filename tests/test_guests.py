@@ -227,6 +227,7 @@ def test_both_share_one_segment(four):
         assert found["left"] == 0
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "acts",
     [
@@ -244,6 +245,7 @@ def test_whatever_is_done_between_has_the_same_bits(four, acts):
         assert found["left"] == 0
 
 
+@pytest.mark.further
 def test_what_is_saved_for_a_backward_stays_apart(four):
     for found in four.run(_trained, 2, 2, ["step"] * 4, True):
         assert found["differences"] == []

@@ -8,7 +8,7 @@ import placed_checks
 import pytest
 import torch
 from explorer_graphs import WAYS, fx_programs, rewritten, traced, world
-from hypothesis import given
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 RANKS = 3
@@ -24,6 +24,7 @@ def _lowered(program, way, groups, **how):
     return rewritten(copy.deepcopy(traced(program, groups, RANKS)), WAYS[way], **how)
 
 
+@settings(max_examples=40)
 @given(st.data())
 @pytest.mark.parametrize("way", WAYS)
 def test_graphs_do_what_was_planned(groups, way, data):
@@ -34,13 +35,13 @@ def test_graphs_do_what_was_planned(groups, way, data):
         placed_checks.check(found.program.captured, found.plan.barriers, lowered)
 
 
-def _with_barriers(groups):
+@pytest.fixture(scope="module")
+def found(groups):
     """A program with barriers and copies, as lowered."""
-    from hypothesis import find
 
     def fits(program):
-        found = _lowered(program, "shm", groups)
-        return found is not None and len(found.plan.barriers) > 1 and _copies(found)
+        one = _lowered(program, "shm", groups)
+        return one is not None and len(one.plan.barriers) > 1 and _copies(one)
 
     return _lowered(find(fx_programs(ranks=RANKS), fits), "shm", groups)
 
@@ -51,8 +52,7 @@ def _copies(found):
 
 
 @pytest.mark.parametrize("fault", ["no barrier", "two barriers", "late", "no copy", "two copies"])
-def test_a_fault_is_found(groups, fault):
-    found = _with_barriers(groups)
+def test_a_fault_is_found(found, fault):
     lowered = placed_checks.of_graph(found.module)
     barrier = next(i for i, x in enumerate(lowered) if not isinstance(x, str))
     one = lowered.index(_copies(found)[0])
@@ -70,7 +70,6 @@ def test_a_fault_is_found(groups, fault):
         placed_checks.check(found.program.captured, found.plan.barriers, lowered)
 
 
-def test_nodes_say_which_operation_they_are(groups):
-    found = _with_barriers(groups)
+def test_nodes_say_which_operation_they_are(found):
     copies = [n for n in found.module.graph.nodes if n.target is torch.ops.aten.copy_.default]
     assert all(":" in n.meta["operations"][0] for n in copies if "operations" in n.meta)
