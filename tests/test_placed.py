@@ -8,7 +8,7 @@ import placed_checks
 import pytest
 import torch
 from explorer_graphs import WAYS, fx_programs, rewritten, traced, world
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 RANKS = 3
@@ -43,7 +43,11 @@ def found(groups):
         one = _lowered(program, "shm", groups)
         return one is not None and len(one.plan.barriers) > 1 and _copies(one)
 
-    return _lowered(find(fx_programs(ranks=RANKS), fits), "shm", groups)
+    return _lowered(
+        find(fx_programs(ranks=RANKS), fits, settings=settings(phases=[Phase.generate])),
+        "shm",
+        groups,
+    )
 
 
 def _copies(found):
