@@ -18,7 +18,7 @@ from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.calls import runner, stands_for
 from symmplan.integrate.eager.direct import starter
-from symmplan.integrate.eager.expected import is_tensor
+from symmplan.integrate.eager.expected import is_tensors
 from symmplan.integrate.eager.schedule import Bound, Event, Lent, Stage
 from symmplan.integrate.eager.tape import Slot, Tape, getter
 from symmplan.memory.lend import lend
@@ -54,6 +54,7 @@ class _Builder:
     lent: dict[str, Lent] = field(init=False, factory=dict)
     shared: dict[Any, Lent] = field(init=False, factory=dict)
     views: dict[Any, torch.Tensor] = field(init=False, factory=dict)
+    position: dict[str, int] = field(init=False, factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -136,20 +137,17 @@ class _Builder:
         event.placed, event.engine = True, call.engine
         event.results = {path: lent.tensor for path, lent in event.lent.items()}
         sites = [s for s in call.sites if s.buffer is not None]
-        if sites:
-            assert sites[0].buffer is not None
-            event.group = self._group(sites[0].buffer)
+        event.group = next((self._group(s.buffer) for s in sites if s.buffer is not None), "")
         recorded = dict(zip(event.names, event.call.args, strict=False)) | event.call.kwargs
         wants = [recorded.get(name) for name in event.names]
-        event.lists = [i for i, want in enumerate(wants) if _is_tensors(want)]
+        event.lists = [i for i, want in enumerate(wants) if is_tensors(want)]
         if event.engine and event.form:
-            event.launch = self._on_engine(event, call)
-        elements = sum(len(wants[i]) for i in event.lists)
+            event.launch = _on_engine(call, self.device)
         tape = event.tape = Tape(
             lambda buffer, like, contiguous: self._view(event, call, buffer, like, contiguous),
             lambda like: self.captured.values.tensors[like],
             self.device,
-            4 if event.form else len(event.names) + elements + 1,
+            4 if event.form else len(event.names) + sum(len(wants[i]) for i in event.lists) + 1,
             watched=event.watched,
             direct=not any(x.dtype.is_complex for x in event.shapes.values()),
             launches=event.form and not event.one_sided,
@@ -171,19 +169,12 @@ class _Builder:
         event.writes.append(buffer)
         if contiguous:
             return self._flat(buffer, fake)
+        view = self._flat(buffer, fake)
         if call.spec.asynchronous and not event.form:
             lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, like)
-            event.results[path] = lent.tensor
-        else:
-            event.results[path] = self._flat(buffer, fake)
-        return event.results[path]
-
-    def _on_engine(self, event: Event, call: PlacedCall) -> Callable[..., Any]:
-        """Start a ``c10d::`` call over the communicator for copy engines."""
-        assert call.row is not None
-        start = starter(call.row.target, event.engine, self.device, reduction=None, root=None)
-        assert start is not None
-        return lambda out, source, _options: start(out, source)
+            view = lent.tensor
+        event.results[path] = view
+        return view
 
     def _note(self, event: Event, site: Site, call: PlacedCall) -> None:
         """What the session has to know of an argument."""
@@ -194,8 +185,7 @@ class _Builder:
         like = self.captured.values.tensors[(site.source, site.path)]
         if site.how == "stage":
             view = self._flat(site.buffer, like)
-            stage = Stage(site.head, site.index, view, call.reads(site), site.writes)
-            event.stages.append(stage)
+            event.stages.append(Stage(site.head, site.index, view, call.reads(site), site.writes))
         else:
             begin = like.storage_offset() * like.element_size()
             view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
@@ -280,6 +270,7 @@ class _Builder:
             if instruction.kind == "barrier":
                 act = self._barrier(instruction)
                 barriers.setdefault(instruction.operation, []).append(act)
+        self.position = {o.name: i for i, o in enumerate(self.captured.problem.operations)}
         tail: list[Callable[[], None]] = []
         lazy: list[tuple[str, list[Callable[[], None]]]] = []  # waits for an event behind it
         behind = self._behind_of()
@@ -303,7 +294,7 @@ class _Builder:
                         lazy = _hand_over(lazy, following, operation.name, behind)
                     current += 1
             if event is None:
-                self._move_up(due, events[: current + 1], tail)
+                self._move_up(operation.name, due, events[: current + 1], tail)
             else:
                 event.ahead(operation.name, due)
         return [*(act for _, acts in lazy for act in acts), *tail]
@@ -313,15 +304,24 @@ class _Builder:
         return _Barrier(self.arena.segments[segment], instruction.group, instruction.buffers)
 
     def _move_up(
-        self, barriers: list[_Barrier], events: list[Event], tail: list[Callable[[], None]]
+        self, before: str, barriers: list[_Barrier], events: list[Event], tail: list[Any]
     ) -> None:
         """See [Note: barriers of an eager program]; also those in front of overwriting.
 
-        That waits for a later call, but what comes before it may count on the barrier.
+        That waits for a later call, but what comes before it may count on the barrier. So may the
+        copies behind a launch, if the plan has it before them.
         """
         for act in barriers:
-            for target in self._behind(act, events) or [tail]:
-                target.append(act)
+            targets = self._behind(act, events)
+            for event in targets:
+                names = event.behind_launch()
+                later = [n for n in names if self.position[n] > self.position[before]]
+                if later:
+                    event.ahead(min(later, key=self.position.__getitem__), [act])
+                else:
+                    event.after.append(act)
+            if not targets:
+                tail.append(act)
 
     def _behind_of(self) -> Callable[[str, str], bool]:
         """Whether an operation, the second one, is ordered behind another."""
@@ -330,22 +330,22 @@ class _Builder:
         order = order_of(self.captured.problem)
         return lambda first, second: order.precedes(order.index[first], order.index[second])
 
-    def _behind(self, barrier: _Barrier, events: list[Event]) -> list[list[Callable[[], None]]]:
-        """Where a barrier runs instead of before an op that is not seen.
+    def _behind(self, barrier: _Barrier, events: list[Event]) -> list[Event]:
+        """The calls behind which a barrier runs instead of before an op that is not seen.
 
         On one stream, behind the last declared op. Else behind the last one of each stream on which
         peers took part in the buffers that it protects: whoever comes after those has waited for
         these streams.
         """
         if self.one_stream:
-            return [events[-1].after] if events else []
+            return events[-1:]
         nodes = {
             self.captured.steps[a.operation].node
             for a in self.captured.problem.accesses
             if a.remote and a.buffer in barrier.buffers
         }
         last = {e.stream: e for e in events if e.call.node in nodes}
-        return [event.after for event in last.values()]
+        return list(last.values())
 
 
 @define(eq=False)
@@ -394,8 +394,12 @@ def _nothing() -> None:
     """Nobody needs to know that a lent tensor is gone: uses are counted."""
 
 
-def _is_tensors(want: Any) -> bool:
-    return want.__class__ is tuple and bool(want) and all(map(is_tensor, want))
+def _on_engine(call: PlacedCall, device: torch.device) -> Callable[..., Any]:
+    """Start a ``c10d::`` call over the communicator for copy engines."""
+    assert call.row is not None
+    start = starter(call.row.target, call.engine, device, reduction=None, root=None)
+    assert start is not None
+    return lambda out, source, _options: start(out, source)
 
 
 def _giving(lent: Lent) -> Callable[[list[Any]], Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.eager.schedule import Event
 
-__all__ = ["WORDS", "Expected", "expected_of", "fitting", "is_tensor"]
+__all__ = ["WORDS", "Expected", "expected_of", "fitting", "is_tensor", "is_tensors"]
 
 #: Values that are compared as they are.
 WORDS = (bool, int, str, torch.dtype, torch.device)
@@ -45,6 +45,11 @@ def is_tensor(want: Any) -> bool:
     return want.__class__ is tuple and len(want) == 2 and isinstance(want[1], torch.dtype)
 
 
+def is_tensors(want: Any) -> bool:
+    """Whether a signature is that of a list of tensors."""
+    return want.__class__ is tuple and bool(want) and all(map(is_tensor, want))
+
+
 def expected_of(event: Event) -> Expected:
     """What to expect of a call's arguments, none of them given by name."""
     args = event.call.args
@@ -53,7 +58,7 @@ def expected_of(event: Event) -> Expected:
     for i, (name, want) in enumerate(zip(event.names, args, strict=False)):
         if is_tensor(want):
             found.tensors.append((i, *want, addresses.get((name, ()), 0)))
-        elif want.__class__ is tuple and want and all(map(is_tensor, want)):
+        elif is_tensors(want):
             items = ((*x, addresses.get((name, (j,)), 0)) for j, x in enumerate(want))
             found.lists.append((i, tuple(items)))
         elif isinstance(want, WORDS):

@@ -202,6 +202,11 @@ class Event:
                 return
         self.before += acts
 
+    def behind_launch(self) -> list[str]:
+        """The copies that are made before the call returns."""
+        waits = self.tape is None or (self.form and self.pends)
+        return [] if waits or self.tape is None else [name for name in self.tape.late.steps if name]
+
     def overdue(self) -> tuple[str, str] | None:
         """A buffer that is about to be written, and one on its bytes that is still held."""
         for buffer, other, lent in self.claims:
