@@ -1,4 +1,4 @@
-"""Compiled graphs live in a window of FSDP2's segments: one pool for both, and the same bits."""
+"""Compiled graphs live in a carve-out of FSDP2's segments: one pool for both, and the same bits."""
 
 from __future__ import annotations
 

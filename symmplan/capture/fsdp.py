@@ -42,10 +42,9 @@ def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
     import torch
 
     spec = spec_for(getattr(torch.ops.c10d, _OP[kind].partition("::")[2]).default)
-    where = f"{_WHERE[kind]}_tensor"
     if spec is None:
         return None
-    return next(((spec, r) for r in spec.requirements if r.where == where), None)
+    return next(((spec, r) for r in spec.requirements if r.where == f"{_WHERE[kind]}_tensor"), None)
 
 
 _UNDECLARED = "it is not declared that its buffer must be symmetric"
@@ -150,12 +149,14 @@ class GuestBytes:
         nbytes: Size in bytes.
         group: The process group that meets there.
         align: What it must begin at a multiple of, in bytes.
+        user: Who it is, for people.
     """
 
     name: str
     nbytes: int
     group: str
     align: int
+    user: str
 
 
 @define(eq=False)
@@ -334,7 +335,7 @@ def problem_of(
             if what == "run" and index in received:
                 accesses.append(Access(operation, received[index], write=True, **reached))
     buffers += (
-        Buffer(g.name, g.nbytes, g.group, align=g.align, op="compiled graphs", where="window")
+        Buffer(g.name, g.nbytes, g.group, align=g.align, op=g.user, where="carve-out")
         for g in hosted.values()
     )
     groups = list(dict.fromkeys(b.group for b in buffers))

@@ -46,7 +46,7 @@ class Arena:
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
         user: Who plans in it, for people; empty if nobody does.
-        guests: Who lives in windows of it, for people.
+        guests: Who lives in carve-outs of it, for people.
         left: Whether it was given back but for its guests.
         races: Looks for races; None unless asked for, and possible.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from symmplan.memory.arena import Arena
-    from symmplan.place.guests import Window
+    from symmplan.place.guests import CarveOut
 
 __all__ = ["Engines", "asked", "engines_of", "known", "register", "require"]
 
@@ -115,7 +115,7 @@ def asked(group: Any) -> bool:
     return group in _OF
 
 
-def register(arena: Arena | Window, engines: Mapping[str, Engines]) -> int:
+def register(arena: Arena | CarveOut, engines: Mapping[str, Engines]) -> int:
     """Register segments with the communicators for copy engines.
 
     Args:

@@ -1,19 +1,23 @@
-"""Who uses segments only now and then lives in windows of somebody else's.
+"""Who uses segments only now and then lives in carve-outs of somebody else's.
 
 [Note: guests]
     Compiled graphs use their segments while one of them runs; FSDP2's buffers come and go between
-    the runs. So FSDP2's plan has, besides its buffers, a window for the graphs that ran in the step
-    that it was made of, in use while they ran; and where something else dies before a graph runs
-    the graphs' bytes cost nothing. The window is to the graphs what their own segments were, which
-    are given back.
+    the runs. So FSDP2's plan has, besides its buffers, a carve-out for the graphs that ran in the
+    step that it was made of, in use while they ran; and where something else dies before a graph
+    runs the graphs' bytes cost nothing. The carve-out is to the graphs what their own segments
+    were, which are given back.
 
-    Nothing outlives a run in a window. So graphs that leave something for a backward in their
+    Nothing outlives a run in a carve-out. So graphs that leave something for a backward in their
     placements keep segments of their own, and so do those whose segments several groups meet.
 
-    Windows are made in memory that runs collectives by itself, which is shared memory. Over NCCL a
-    model and its graphs keep segments of their own.
+    Carve-outs are made in memory that runs collectives by itself, which is shared memory. Over
+    NCCL a model and its graphs keep segments of their own.
 
-    All ranks must decide alike. Whether the plan with the window is the same everywhere is told
+    A graph meets its peers before they touch its bytes and has met them again when it is over, by
+    what its ops do or by barriers at both ends of the run. So who had the bytes before and who has
+    them next need only be ordered on each rank, by the events of the stream that used them last.
+
+    All ranks must decide alike. Whether the plan with the carve-out is the same everywhere is told
     over the groups of both before anything is done about it; if not, there is none.
 """
 
@@ -38,10 +42,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WATCHERS",
+    "CarveOut",
     "Guest",
     "Part",
     "Watcher",
-    "Window",
     "let_go",
     "overlapping",
     "parts_of",
@@ -50,13 +54,13 @@ __all__ = [
 
 
 class Guest(Protocol):
-    """Who may move into a window.
+    """Who may move into a carve-out.
 
     Attributes:
-        arena: Where it lives now.
+        arena: Where it lives now; its ``user`` says who the guest is.
     """
 
-    arena: Arena | Window
+    arena: Arena | CarveOut
 
     @property
     def hostable(self) -> bool:
@@ -66,7 +70,7 @@ class Guest(Protocol):
     def align(self) -> int:
         """What its segments must begin at a multiple of, in bytes."""
 
-    def move_in(self, window: Window) -> None:
+    def move_in(self, carved: CarveOut) -> None:
         """Live there from now on. Collective: where peers were not seen before."""
 
 
@@ -121,7 +125,7 @@ class Part:
 
 
 @define(eq=False)
-class Window:
+class CarveOut:
     """What a guest has of an arena; to it, an arena.
 
     Attributes:
@@ -154,7 +158,7 @@ class Window:
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of the window."""
+        """Bytes of the carve-out."""
         return sum(part.nbytes for part in self.segments.values())
 
     def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
@@ -171,9 +175,9 @@ class Window:
             give_back([self.host])
 
 
-def let_go(home: Arena | Window) -> None:
+def let_go(home: Arena | CarveOut) -> None:
     """Who lived there needs it no more. Collective: no."""
-    if isinstance(home, Window):
+    if isinstance(home, CarveOut):
         home.release()
     else:
         give_back([home])

@@ -46,7 +46,7 @@ from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import obtain, synchronize
 from symmplan.place.engines import known, register
-from symmplan.place.guests import Window, let_go, ran
+from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.visible import visible
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Shared:
         crosses: Whether something in them outlives a run of its graph.
     """
 
-    arena: Arena | Window
+    arena: Arena | CarveOut
     device: torch.device
     groups: list[Any]
     copies: Counter[str]
@@ -92,7 +92,7 @@ class Shared:
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _turn: Any = field(init=False, factory=threading.Lock)
     _last: Plan | None = field(init=False, default=None)
-    _leave_window: Callable[[], None] | None = field(init=False, default=None)
+    _vacate: Callable[[], None] | None = field(init=False, default=None)
     _stream: Any = field(init=False, default=None)
 
     def enter(
@@ -138,24 +138,26 @@ class Shared:
             raise
 
     def occupy(self, args: list[Any]) -> None:
-        """Take the bytes, if they are a window; what of the inputs lies there is replaced."""
-        if isinstance(self.arena, Window):
-            self._leave_window = self.arena.occupy(args)
+        """Take the bytes, if they are a carve-out; what of the inputs lies there is replaced."""
+        if isinstance(self.arena, CarveOut):
+            self._vacate = self.arena.occupy(args)
 
     def finish(self, plan: Plan) -> None:
         """A run has ended well: whoever has the bytes next may touch its peers'.
 
-        Collective: if the bytes are a window and the plan has accesses that do not meet all ranks.
+        Collective: if the bytes are a carve-out, and accesses of the plan do not meet all ranks.
         """
-        if self._leave_window is not None and self._is_unmet(plan):
+        if self._vacate is not None and self._is_unmet(plan):
             self._barrier()
 
     def leave(self) -> None:
         """End it."""
-        if self._leave_window is not None:
-            self._leave_window()
-            self._leave_window = None
-        self._turn.release()
+        vacate, self._vacate = self._vacate, None
+        try:
+            if vacate is not None:
+                vacate()
+        finally:
+            self._turn.release()
 
     @property
     def hostable(self) -> bool:
@@ -164,16 +166,16 @@ class Shared:
         alone = all(len(s.spec.groups) == 1 and not s.spec.signal_pad for s in segments)
         return alone and not (self.released or self.crosses or self.arena.races)
 
-    def move_in(self, window: Window) -> None:
+    def move_in(self, carved: CarveOut) -> None:
         """Live there from now on; see [Note: guests] in `symmplan.place.guests`."""
         old = self.arena
-        self.progress.add(window)
+        self.progress.add(carved)
         self.progress.remove(old)
         if self.engines:
-            met = [r for s in window.segments.values() for r in s.rendezvous.items()]
+            met = [r for s in carved.segments.values() for r in s.rendezvous.items()]
             found = ((n, known(r.group.process_group)) for n, r in met)
-            register(window, {name: engines for name, engines in found if engines is not None})
-        self.move(window)
+            register(carved, {name: engines for name, engines in found if engines is not None})
+        self.move(carved)
         let_go(old)
 
     def _follow(self) -> None:
@@ -187,7 +189,7 @@ class Shared:
         last = self._last
         changed = last is not None and last is not plan
         if (changed and last is not None and self._is_unmet(last)) or (
-            (changed or self.lanes or self._leave_window) and self._is_unmet(plan)
+            (changed or self.lanes or self._vacate) and self._is_unmet(plan)
         ):
             self._barrier()
         self._last = plan
@@ -236,7 +238,7 @@ class Shared:
                 lane.evacuate()
                 self.copies["again" if lane.owner is part.owner else "other"] += 1
 
-    def move(self, arena: Arena | Window) -> None:
+    def move(self, arena: Arena | CarveOut) -> None:
         """Use other segments, as large or larger; what was saved moves with them."""
         old, self.lanes = self.lanes, {}
         self.arena = arena
@@ -291,7 +293,7 @@ class Pool:
         self.progress = Progress(self.timeout)
 
     @property
-    def arenas(self) -> tuple[Arena | Window, ...]:
+    def arenas(self) -> tuple[Arena | CarveOut, ...]:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
 
@@ -362,10 +364,10 @@ class Pool:
     def _grow(
         self, shared: Shared, plan: Plan, memory: str, groups: dict[str, Any], *, alone: bool
     ) -> None:
-        """Make room for a plan that all ranks have agreed on; ``alone``: not in a window."""
+        """Make room for a plan that all ranks have agreed on; ``alone``: not in a carve-out."""
         have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
         larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
-        moves = alone and isinstance(shared.arena, Window)
+        moves = alone and isinstance(shared.arena, CarveOut)
         if not moves and all(s.nbytes == have[s.name] for s in larger):
             return
         device = shared.device

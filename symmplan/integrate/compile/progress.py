@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from symmplan.memory.arena import Arena
     from symmplan.memory.groups import Group
     from symmplan.memory.segment import Rendezvous
-    from symmplan.place.guests import Window
+    from symmplan.place.guests import CarveOut
 
 __all__ = ["Progress"]
 
@@ -93,7 +93,7 @@ class Progress:
     timeout: float
     _counts: WeakKeyDictionary[Any, _Counts] = field(init=False, factory=WeakKeyDictionary)
 
-    def add(self, arena: Arena | Window) -> None:
+    def add(self, arena: Arena | CarveOut) -> None:
         """Graphs will run in this arena: peers can be seen from now on.
 
         Collective: yes, over its groups, the first time for each.
@@ -106,14 +106,14 @@ class Progress:
                 if counts.made is not None:
                     self._add(counts.made)
 
-    def _add(self, arena: Arena | Window) -> None:
+    def _add(self, arena: Arena | CarveOut) -> None:
         for board in _boards(arena):
             counts = self._of(board.group.process_group)
             counts.boards.append(board)
             counts.tell([board])
             board.watch(self.look)
 
-    def remove(self, arena: Arena | Window) -> None:
+    def remove(self, arena: Arena | CarveOut) -> None:
         """The arena is about to be released."""
         for board in _boards(arena):
             board.watch(None)
@@ -225,17 +225,17 @@ class Progress:
                 counts.tell(counts.boards)
 
 
-def _met(arena: Arena | Window) -> list[Rendezvous]:
+def _met(arena: Arena | CarveOut) -> list[Rendezvous]:
     met = {id(r): r for s in arena.segments.values() for r in s.rendezvous.values()}
     return list(met.values())
 
 
-def _boards(arena: Arena | Window) -> list[Rendezvous]:
+def _boards(arena: Arena | CarveOut) -> list[Rendezvous]:
     """Where peers can be seen."""
     return [r for r in _met(arena) if r.group.size > 1 and r.told()]
 
 
-def _groups(arena: Arena | Window) -> list[Group]:
+def _groups(arena: Arena | CarveOut) -> list[Group]:
     return list({r.group.torch_name: r.group for r in _met(arena) if r.group.size > 1}.values())
 
 

@@ -30,7 +30,7 @@ from symmplan import _compat as compat
 from symmplan.capture.eager import signature
 from symmplan.integrate.eager.direct import METHODS, MISS
 from symmplan.integrate.eager.expected import WORDS, expected_of, fitting, is_tensor
-from symmplan.integrate.eager.tape import Slot
+from symmplan.integrate.eager.tape import Slot, frameless
 from symmplan.memory.own import OWN, own_work
 
 if TYPE_CHECKING:
@@ -109,23 +109,19 @@ def frame_of(event: Event, given: Sequence[Any], *more: Any) -> list[Any]:
 
 def runner(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """What makes a call, given its frame, and returns what the program gets."""
-    tape, before, after = event.tape, tuple(event.before), tuple(event.after)
+    tape = event.tape
     assert tape is not None
-    begin = tuple(tape.begin.all())
-    late = tuple(tape.late.all())
+    first = (*map(frameless, event.before), *tape.begin.all())
+    late, after = tuple(tape.late.all()), tuple(map(frameless, event.after))
     if event.form:
-        return _collective(event, begin, late, gives)
-    steps = (*begin, *late)
+        return _collective(event, first, late, after, gives)
+    steps = (*first, *late, *after)
 
     def run(frame: list[Any]) -> Any:
         OWN.depth += 1
         try:
-            for act in before:
-                act()
             for step in steps:
                 step(frame)
-            for act in after:
-                act()
             return gives(frame)
         finally:
             OWN.depth -= 1
@@ -134,33 +130,28 @@ def runner(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[list[An
 
 
 def _collective(
-    event: Event, begin: Sequence[Step], late: Sequence[Step], gives: Callable[[list[Any]], Any]
+    event: Event,
+    first: Sequence[Step],
+    late: Sequence[Step],
+    after: Sequence[Step],
+    gives: Callable[[list[Any]], Any],
 ) -> Callable[[list[Any]], Any]:
     """The same for a ``c10d::`` call, which returns a work. ``gives`` takes it out of the frame."""
-    before, after = tuple(event.before), tuple(event.after)
-    written = 1 if event.has_out else 0
-    pends = event.pends
+    written, pends, rest = int(event.has_out), event.pends, (*late, *after)
     waits = any(s.copy_back for s in event.stages) or bool(event.engine)
 
     def run(frame: list[Any]) -> Any:
         OWN.depth += 1
         try:
-            for act in before:
-                act()
-            for step in begin:
+            for step in first:
                 step(frame)
             work = gives(frame)
-            if pends and work is not None:
-                for act in after:
-                    act()
-                return _finish_later(work, late, frame, written)
-            if waits and work is not None:  # there is none of what ran on the current stream
+            pending = pends and work is not None
+            if waits and not pending and work is not None:  # none of what ran on this stream
                 work.wait()
-            for step in late:
+            for step in after if pending else rest:
                 step(frame)
-            for act in after:
-                act()
-            return work
+            return _finish_later(work, late, frame, written) if pending else work
         finally:
             OWN.depth -= 1
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from symmplan.capture.values import Value
     from symmplan.place.program import PlacedCall
 
-__all__ = ["Section", "Slot", "Step", "Tape", "getter"]
+__all__ = ["Section", "Slot", "Step", "Tape", "frameless", "getter"]
 
 #: What is done with a frame.
 Step: TypeAlias = "Callable[[list[Any]], Any]"
@@ -60,7 +60,7 @@ class Section:
         """Everything in order."""
         found: list[Step] = []
         for operation, steps in self.steps.items():
-            found += map(_frameless, self.ahead.get(operation, ()))
+            found += map(frameless, self.ahead.get(operation, ()))
             found += steps
         return found
 
@@ -69,7 +69,8 @@ class Section:
         return [act for name in self.steps for act in self.ahead.get(name, ())]
 
 
-def _frameless(act: Callable[[], None]) -> Step:
+def frameless(act: Callable[[], None]) -> Step:
+    """What needs no frame, as a step."""
     return lambda _frame: act()
 
 

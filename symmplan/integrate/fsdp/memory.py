@@ -24,7 +24,7 @@ from symmplan.memory import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import fits, give_back, obtain, synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
-from symmplan.place.guests import Window, overlapping, parts_of
+from symmplan.place.guests import CarveOut, overlapping, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,7 +174,7 @@ class Memory:
     # Guests.
 
     def host(self, guest: Guest, places: Mapping[str, Placement]) -> None:
-        """Let a guest live in a window of the newest segments.
+        """Let a guest live in a carve-out of the newest segments.
 
         Args:
             guest: The guest.
@@ -185,8 +185,8 @@ class Memory:
         host = self._arenas[0]
         # Not a method of this object, which must be able to end.
         occupy = functools.partial(_occupy, weakref.ref(self), tuple(places.values()))
-        window = Window(host, parts_of(guest, host, places), "compiled graphs", occupy)
-        guest.move_in(window)
+        carved = CarveOut(host, parts_of(guest, host, places), guest.arena.user, occupy)
+        guest.move_in(carved)
 
     def _run_guest(self, places: Sequence[Placement], args: list[Any]) -> Callable[[], None]:
         """Take the bytes of a guest for a run; returns what gives them back."""

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.model import Plan
+    from symmplan.place.guests import Guest
     from symmplan.place.options import Options
 
 __all__ = ["Planning"]
 
-#: Where windows begin, in bytes.
+#: Where carve-outs begin, in bytes.
 _ALIGN = 512
 
 
@@ -123,7 +124,7 @@ class Planning:
         return plan, stretches
 
     def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
-        """Who ran meanwhile and can live in windows; the same on all ranks.
+        """Who ran meanwhile and can live in carve-outs; the same on all ranks.
 
         Collective: in shared memory yes, over all groups of the model.
         """
@@ -134,10 +135,7 @@ class Planning:
             return {}
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
         found = {
-            i: tuple(
-                GuestBytes(f"guest{i}.{n}", s.nbytes, s.spec.groups[0], max(guest.align, _ALIGN))
-                for n, s in guest.arena.segments.items()
-            )
+            i: _needs(i, guest)
             for i in ran
             if (guest := memory.guests[i]).hostable and guest.arena.memory == name
         }
@@ -157,7 +155,7 @@ class Planning:
         groups = {**self._memory.groups, **groups}
         mine: Any = plan.fingerprint if not plan.barriers else ""
         for _ in range(3):
-            said = tell("windows", dict.fromkeys(groups, mine), groups, self._options.timeout)
+            said = tell("carve-outs", dict.fromkeys(groups, mine), groups, self._options.timeout)
             mine = bool(mine) and all(x == mine for of in said.values() for x in of)
         return bool(mine)
 
@@ -225,3 +223,12 @@ def _bench(planned: Planned, there: Mapping[str, torch.Tensor]) -> Bench:
     assert planned.buffer is not None
     received = None if planned.received is None else there[planned.received].view(dtype)
     return Bench(planned.call, there[planned.buffer].view(dtype), received)
+
+
+def _needs(number: int, guest: Guest) -> tuple[GuestBytes, ...]:
+    """What a guest has of each of its segments."""
+    align, user = max(guest.align, _ALIGN), guest.arena.user
+    return tuple(
+        GuestBytes(f"guest{number}.{name}", s.nbytes, s.spec.groups[0], align, user)
+        for name, s in guest.arena.segments.items()
+    )
