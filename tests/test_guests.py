@@ -125,7 +125,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False):
     torch._dynamo.reset()
     whole = dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     mesh, group = whole["dp"], whole["tp"].get_group()
-    wanted, _ = made(mesh, group, "eager", planned=False, gathers=gathers)
+    wanted, _ = made(mesh, group, "aot_eager", planned=False, gathers=gathers)
     optimizer = torch.optim.SGD(wanted.parameters(), lr=0.01)
     backend = symmplan.backend(inner="eager", timeout=60.0, choose="placed")
     model, handle = made(mesh, group, backend, planned=True, gathers=gathers)

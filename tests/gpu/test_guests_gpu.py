@@ -31,7 +31,7 @@ def _trained(rank, size, compiled, sharded):
     mesh, other = dist.init_device_mesh("cuda", (size,)), dist.new_group(list(range(size)))
     backend = symmplan.backend(inner="eager", memory="nccl", timeout=60.0, choose="placed")
     pair = []
-    for inner, planned in (("eager", False), (backend if compiled else "eager", sharded)):
+    for inner, planned in (("aot_eager", False), (backend if compiled else "aot_eager", sharded)):
         model, handle = made(mesh, other, inner, planned=planned)
         pair.append((model, torch.optim.SGD(model.parameters(), lr=0.01)))
     losses = []
@@ -54,7 +54,7 @@ def _trained(rank, size, compiled, sharded):
     return losses, users
 
 
-@pytest.mark.parametrize(("compiled", "sharded"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("compiled", "sharded"), [(False, False), (True, False), (False, True), (True, True)])
 def test_trains_as_without(pool, compiled, sharded):
     for losses, users in pool.run(_trained, compiled, sharded):
         print(losses, users)
