@@ -10,9 +10,6 @@
     Nothing outlives a run in a carve-out. So graphs that leave something for a backward in their
     placements keep segments of their own, and so do those whose segments several groups meet.
 
-    Carve-outs are made in memory that runs collectives by itself, which is shared memory. Over
-    NCCL a model and its graphs keep segments of their own.
-
     A graph meets its peers before they touch its bytes and has met them again when it is over, by
     what its ops do or by barriers at both ends of the run. So who had the bytes before and who has
     them next need only be ordered on each rank, by the events of the stream that used them last.

@@ -193,3 +193,38 @@ def test_a_rank_that_departs_says_so(fault):
         assert "rank 1" in error.text
         assert error.fields["op"]
         assert error.fields["buffer"] or fault == "extra"
+
+
+def _again(rank, world_size, holds):
+    """Three sessions, one after the other; what is held of the first stays what it was."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    made, held, wrong = [], [], 0
+    for session_number in range(3):
+        with symmplan.eager(memory="nccl", choose="placed", timeout=30.0) as session:
+            for turn in range(3):
+                x = torch.full((1 << 16,), session_number + turn + 1.0, device="cuda")
+                y = symmplan.out(torch.mul, x, 2)
+                dist.all_reduce(y)
+                wrong += not bool((y == 4 * (session_number + turn + 1)).all())
+                if holds and session_number == 0 and turn == 2:
+                    held.append(y)
+                del y
+                session.step() if turn < 2 or not held or session_number else None
+        made.append(session.stats.rendezvous)
+    wrong += sum(not bool((y == 12).all()) for y in held)
+    return made, wrong, len(symmplan.segments())
+
+
+@needs_two
+@pytest.mark.parametrize("holds", [False, True])
+def test_sessions_share_a_pool(holds):
+    """A session gets the segments of one that is over, unless somebody holds a tensor of those."""
+    with RankPool(2, init="nccl", timeout=100.0) as pool:
+        for made, wrong, segments in pool.run(_again, holds):
+            assert made == ([1, 1, 0] if holds else [1, 0, 0])
+            assert not wrong
+            assert segments == 1

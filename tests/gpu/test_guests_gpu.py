@@ -54,9 +54,13 @@ def _trained(rank, size, compiled, sharded):
     return losses, users
 
 
-@pytest.mark.parametrize(("compiled", "sharded"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("compiled", "sharded"), [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_trains_as_without(pool, compiled, sharded):
     for losses, users in pool.run(_trained, compiled, sharded):
         print(losses, users)
         torch.testing.assert_close(losses[::2], losses[1::2], rtol=1e-4, atol=1e-6)
-        assert users == [("FSDP2",)] * sharded + [("compiled graphs",)] * compiled
+        assert users == [("FSDP2",) * sharded + ("compiled graphs",) * compiled] * (
+            sharded or compiled
+        )

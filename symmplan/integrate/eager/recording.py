@@ -18,9 +18,9 @@ from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.lanes import Lanes
 from symmplan.integrate.eager.rescue import missing_of
 from symmplan.integrate.eager.scratch import RecordingScratch
-from symmplan.memory import Arena, realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN
+from symmplan.memory.spares import obtain
 from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.engines import known, register
 from symmplan.place.program import place
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.integrate.eager.lanes import Streams
     from symmplan.integrate.eager.schedule import Event
+    from symmplan.memory import Arena
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
     from symmplan.place.choice import Choice
@@ -81,6 +82,7 @@ class Frozen:
         plan: The plan.
         captured: What the recorded program does.
         arena: The plan's memory.
+        rendezvous: How many were made for it.
         lanes: Its streams.
         events: The declared calls that are expected, in order.
         tail: What to do at the end of each iteration.
@@ -93,6 +95,7 @@ class Frozen:
     plan: Plan
     captured: Captured
     arena: Arena
+    rendezvous: int
     lanes: Lanes
     events: list[Event]
     tail: list[Callable[[], None]]
@@ -210,15 +213,16 @@ class Recording:
         plan = plan_problem(captured.problem, effort=settings.options.effort)
         plan.verify()
         group = settings.group
-        arena = realize(
+        arena, made = obtain(
             plan,
+            {group.name: group.process_group},
             memory=settings.lowerings.memory,
             device=settings.device,
-            groups={group.name: group.process_group},
             timeout=settings.options.timeout,
             debug=settings.options.debug is True,
             user="eager session",
         )
+        met_before = 0 if made else arena.rendezvous
         if chosen.engines:
             met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
             found = ((n, known(m.group.process_group)) for n, m in met.items())
@@ -230,4 +234,7 @@ class Recording:
             missing = missing_of(events, settings.device)
         copies = copies_of(captured, recorder)
         choices = tuple(chosen.choices)
-        return Frozen(plan, captured, arena, lanes, events, tail, copies, missing, choices)
+        rendezvous = arena.rendezvous - met_before
+        return Frozen(
+            plan, captured, arena, rendezvous, lanes, events, tail, copies, missing, choices
+        )

@@ -23,6 +23,7 @@ from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
 from symmplan.memory.sessions import SessionKeys, enter_session
+from symmplan.memory.spares import give_back
 from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
@@ -177,7 +178,7 @@ class Session:
     def _freeze(self, recording: Recording) -> None:
         self._recording = None
         frozen = recording.freeze()
-        self._counts["rendezvous"] += frozen.arena.rendezvous
+        self._counts["rendezvous"] += frozen.rendezvous
         self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
         self._frozen, self._live = frozen, frozen.events
         self.line = Line(frozen.lanes, ready_calls(frozen.events, self._run))
@@ -368,8 +369,14 @@ class Session:
     def _let_go(self) -> None:
         self.faults.close()
         self._forget()
-        if self._frozen is not None and self.faults.at_rest(self._settings.device):
-            self._frozen.arena.release()
+        frozen = self._frozen
+        if frozen is None or not self.faults.at_rest(self._settings.device):
+            return
+        lent = [x for e in frozen.events for x in (*e.lent.values(), *e.leaving.values())]
+        if self.faults.failed or any(x.held for x in lent):
+            frozen.arena.release()
+        else:
+            give_back([frozen.arena])
 
     def _forget(self) -> None:
         """Serve no more. Tells nobody."""

@@ -14,7 +14,7 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
 from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.memory import BACKENDS, resolve_backend
+from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import tell, telling
@@ -126,13 +126,11 @@ class Planning:
     def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
         """Who ran meanwhile and can live in carve-outs; the same on all ranks.
 
-        Collective: in shared memory yes, over all groups of the model.
+        Collective: yes, over all groups of the model.
         """
         memory, groups = self._memory, self._memory.groups
         members = resolve_groups(groups, groups)
         name = resolve_backend(self._options.memory, memory.device, members).name
-        if not BACKENDS[name].collectives:
-            return {}
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
         found = {
             i: _needs(i, guest)
