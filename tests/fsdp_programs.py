@@ -620,21 +620,30 @@ def by_all_to_all(rank, world, prefetch):
 @contextlib.contextmanager
 def forced_kind(kind, rank):
     """A measurement in which torch's own way wins for one kind of collective, and no other."""
-    from symmplan.integrate.fsdp.choice import Choices
+    from symmplan.integrate.fsdp import choice as fsdp_choice
+    from symmplan.place import trials
 
-    original = Choices._time
+    measure, seconds_of = fsdp_choice.measure, trials.seconds_of
 
-    def timed(self, case, *args):
-        ways = original(self, case, *args)
-        # Ranks measure different times, as they do; the slowest counts.
-        fast, slow = 1e-6 * (rank + 1), 5e-6
-        return {w: fast if (w == "ordinary") == (case[0] == kind) else slow for w in ways}
+    def forced(wanted, *args, **kwargs):
+        ops = iter([trial.choice.op for trial in wanted])
 
-    Choices._time = timed
+        def timed(*args, **kwargs):
+            ways, chosen = seconds_of(*args, **kwargs), next(ops) == kind
+            # Ranks measure different times, as they do; the slowest counts.
+            fast, slow = 1e-6 * (rank + 1), 5e-6
+            return {w: fast if (w == "ordinary") == chosen else slow for w in ways}
+
+        trials.seconds_of = timed
+        return measure(wanted, *args, **kwargs)
+
+    trials.forget()
+    fsdp_choice.measure = forced
     try:
         yield
     finally:
-        Choices._time = original
+        fsdp_choice.measure, trials.seconds_of = measure, seconds_of
+        trials.forget()
 
 
 def forced_choice(rank, world, kind):

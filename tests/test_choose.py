@@ -74,7 +74,7 @@ def _setup(rank, size):
     """Groups that stand for copy engines: gloo has none, but their way through symmplan is one."""
     import torch.distributed as dist
 
-    from symmplan.place import chooser, engines
+    from symmplan.place import engines, trials
 
     made = engines.Engines(dist.new_group([0, 1]), dist.new_group([0, 1]))
 
@@ -83,7 +83,7 @@ def _setup(rank, size):
         engines._OF.update(dict.fromkeys(groups.values(), made))
         return dict.fromkeys(groups, made)
 
-    chooser.engines_of = engines_of
+    trials.engines_of = engines_of
 
 
 def _on_engines():
@@ -132,10 +132,10 @@ def _ways(rank, size, how, choose, program):
     """Run a program five times; what was chosen, and how often over copy engines."""
     import torch.distributed as dist
 
-    from symmplan.place import chooser, engines
+    from symmplan.place import engines, trials
 
     torch._dynamo.reset()
-    chooser.forget()
+    trials.forget()
     engines._OF.clear()
     run, group = _PROGRAMS[program], dist.group.WORLD.group_name
     inputs = [torch.randn(4, 8) + rank + turn for turn in range(5)]
@@ -217,18 +217,18 @@ def test_every_way_is_measured_and_what_was_chosen_runs(pair, how, program, way)
 
 def _measured(rank, size, how, way, program):
     """The same, whatever is measured; the measurement's own collectives are not counted."""
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     def chosen(seconds, **_):
         return way if way in seconds else "symmetric"
 
-    chooser.fastest, fastest = chosen, chooser.fastest
+    trials.fastest, fastest = chosen, trials.fastest
     try:
         _ways(rank, size, how, "measure", program)
-        forget, chooser.forget = chooser.forget, lambda: None
+        forget, trials.forget = trials.forget, lambda: None
         try:
             return _ways(rank, size, how, "measure", program)
         finally:
-            chooser.forget = forget
+            trials.forget = forget
     finally:
-        chooser.fastest = fastest
+        trials.fastest = fastest

@@ -29,10 +29,10 @@ def three():
 
 def _setup(rank, size):
     """Imports take longer than all the rest. Whatever is measured, symmetric memory is chosen."""
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
-    chooser.fastest = lambda *_, **__: "symmetric"
+    trials.fastest = lambda *_, **__: "symmetric"
 
 
 class _Gathered(torch.autograd.Function):
@@ -60,10 +60,10 @@ def _uneven(rank, size, inner, dynamic, choose):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     torch._dynamo.reset()
-    chooser.forget()
+    trials.forget()
     backend = symmplan.backend(inner=inner, timeout=60.0, choose=choose)
     compiled = torch.compile(_loss, backend=backend, dynamic=dynamic)
     torch.manual_seed(rank)
@@ -265,10 +265,10 @@ def _renamed(rank, size, choose, bind):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     torch._dynamo.reset()
-    chooser.forget()
+    trials.forget()
     backend = symmplan.backend(inner="eager", timeout=20.0, choose=choose, bind=bind)
     found, model = [], None
     try:

@@ -26,11 +26,11 @@ def _compare(rank, size, way, inner):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     torch._dynamo.reset()
-    chooser.forget()
-    chooser.fastest, saved = lambda *_, **__: way, chooser.fastest
+    trials.forget()
+    trials.fastest, saved = lambda *_, **__: way, trials.fastest
     torch.manual_seed(rank)
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     group = dist.group.WORLD.group_name
@@ -45,7 +45,7 @@ def _compare(rank, size, way, inner):
         reasons = sorted({u.reason for p in backend.plans for u in p.unplanned})
         return backend.stats, backend.choices, reasons
     finally:
-        chooser.fastest = saved
+        trials.fastest = saved
         backend.release()
 
 
@@ -86,10 +86,10 @@ def _other(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     torch._dynamo.reset()
-    chooser.forget()
+    trials.forget()
     backend = symmplan.backend(inner="eager", timeout=30.0, choose="measure")
     group = dist.group.WORLD.group_name
     rows = 4 + 4 * rank
@@ -111,7 +111,7 @@ def test_ranks_that_compile_other_collectives_all_get_an_error(pair):
     for outcome in pair.outcomes(_other):
         assert outcome.error is not None
         assert _raised(outcome.error) == "AgreementError"
-        assert "compile different collectives" in outcome.error.text
+        assert "measure different collectives" in outcome.error.text
 
 
 def _other_later(rank, size):
@@ -119,11 +119,11 @@ def _other_later(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
-    chooser.forget()
+    trials.forget()
     # Whatever is measured: a collective that stays torch's own meets its peers in torch.
-    chooser.fastest, saved = lambda *_, **__: "symmetric", chooser.fastest
+    trials.fastest, saved = lambda *_, **__: "symmetric", trials.fastest
     group = dist.group.WORLD.group_name
 
     def program(x):
@@ -136,7 +136,7 @@ def _other_later(rank, size):
             torch.compile(program, backend=backend, dynamic=False)(torch.ones(rows, 8))
             backend.release()
     finally:
-        chooser.fastest = saved
+        trials.fastest = saved
 
 
 def test_a_rank_that_measures_alone_fails_on_all(pair):

@@ -221,7 +221,7 @@ def _cached(rank, size, directory):
 
     import symmplan
     from symmplan.integrate.compile import unit
-    from symmplan.place import chooser
+    from symmplan.place import trials
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
     autograd_cache_wanted()
@@ -230,13 +230,13 @@ def _cached(rank, size, directory):
     w = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
     expected = _program(x, w, group, size)
     found = {}
-    planner, fastest = unit.plan_problem, chooser.fastest
+    planner, fastest = unit.plan_problem, trials.fastest
     for way in _WAYS:
         torch._dynamo.reset()
         counters.clear()
-        chooser.forget()
+        trials.forget()
         choose = "measure" if way == "left out" else "placed"
-        chooser.fastest = lambda *_, **__: "ordinary"  # whatever is measured
+        trials.fastest = lambda *_, **__: "ordinary"  # whatever is measured
         unit.plan_problem = _padded(planner) if way == "moved" else planner
         backend = symmplan.backend(
             timeout=60.0, choose=choose, debug=way == "poisoned" and "poison"
@@ -252,7 +252,7 @@ def _cached(rank, size, directory):
             assert counters["aot_autograd"]["autograd_cache_hit"] == 0, way
             assert (backend.stats.placed == 0) == (way == "left out")
         finally:
-            unit.plan_problem, chooser.fastest = planner, fastest
+            unit.plan_problem, trials.fastest = planner, fastest
             dist.barrier()
             backend.release()
     return found

@@ -5,8 +5,6 @@ Decided without a device. What the devices do is in `gpu/test_memory_gpu.py`.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,19 +64,26 @@ def _call(kind, numel, dtype="torch.bfloat16"):
     return Call(Key("model", kind, numel, dtype, kind == "reduce_scatter"), numel * 2, "g")
 
 
-_GROUPS = {"g": SimpleNamespace(size=lambda: 2)}
+class _Pair:
+    """A process group of two ranks."""
+
+    def size(self):
+        return 2
+
+
+_GROUPS = {"g": _Pair()}
 _MANY = 1 << 20
 
 
 @pytest.mark.parametrize("choose", ["placed", "measure"])
 def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
     monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: False)
-    choices = Choices(torch.device("cuda"), Options(choose=choose), _GROUPS)
+    choices = Choices(torch.device("cuda"), "nccl", Options(choose=choose), _GROUPS)
     odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
     way = choices.way(odd)
     assert (way.name, way.reason) == ("ordinary", SPLIT_WORDS)
     assert choices.unmeasured([odd, even, even]) == [even]
     # What was not measured is not worth it.
     assert choices.way(even).name == ("symmetric" if choose == "placed" else "ordinary")
-    on_cpu = Choices(torch.device("cpu"), Options(choose=choose), _GROUPS)
+    on_cpu = Choices(torch.device("cpu"), "shm", Options(choose=choose), _GROUPS)
     assert on_cpu.unmeasured([_call("all_gather", 6)]) == [_call("all_gather", 6)]

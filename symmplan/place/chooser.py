@@ -4,17 +4,7 @@ Before a program is planned each of its collectives is timed in every way there 
 with its copies, and beside as many matrix products as the program has between its start and its
 wait. What does not gain clearly stays out of the plan, with the times as the reason.
 
-A case is measured once in a process. See [Note: what is timed] in `symmplan.place.clock`.
-
-[Note: who measures]
-    All ranks of a group must measure the same, or nobody. So what decides it, and under what the
-    result is found again, is the same on all of them: the collective, its sizes, its process group
-    and whether any products run beside it. How many do depends on the rest of the graph, and so on
-    a batch that may be smaller on one rank: the first graph with a case decides for later ones, and
-    of several such collectives in it that with most products.
-
-    A process group is known by itself and not by its name: another one may have had that before,
-    and other ranks.
+A case is measured once in a process, see [Note: who measures] in `symmplan.place.trials`.
 """
 
 from __future__ import annotations
@@ -22,25 +12,20 @@ from __future__ import annotations
 import math
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from attrs import field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
-from symmplan.errors import AgreementError
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
-from symmplan.memory.spares import borrowed
-from symmplan.memory.tell import leaders, tell
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.place.choice import Choice, fastest
-from symmplan.place.clock import clock_of, seconds_of, slowest
-from symmplan.place.engines import Engines, asked, engines_of, known, register, require
+from symmplan.place.choice import Choice
+from symmplan.place.engines import Engines, asked, known, require
+from symmplan.place.trials import Trial, choices_of, measure
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
-from symmplan.planner import plan as plan_problem
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
@@ -49,10 +34,10 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
-    from symmplan.place.clock import Act, Clock
+    from symmplan.place.clock import Act
     from symmplan.place.options import Options
 
-__all__ = ["Chosen", "choose_ways", "forget"]
+__all__ = ["Chosen", "choose_ways"]
 
 #: Larger collectives are measured at this size, in bytes: there the ratio no longer depends on it.
 _LARGEST = 256 << 20
@@ -105,14 +90,6 @@ _SPLITS = ("output_split_sizes", "input_split_sizes")
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
-#: By process group. See [Note: who measures].
-_FOUND: WeakKeyDictionary[Any, dict[_Case, Choice]] = WeakKeyDictionary()
-
-
-def forget() -> None:
-    """Measure everything anew from now on. Must be called on all ranks, or on none."""
-    _FOUND.clear()
-
 
 def choose_ways(
     captured: Captured,
@@ -159,7 +136,7 @@ def choose_ways(
             have = most.setdefault(case, case)
             if case.beside > have.beside:
                 most[case] = case
-        new = [c for case, c in most.items() if case not in _found(groups[case.group])]
+        new = [c for case, c in most.items() if case not in choices_of(groups[case.group])]
         gone = [c for c in most if _runs_on_engines(c, groups) and not asked(groups[c.group])]
         ask = {c.group: groups[c.group] for c in (*new, *gone)}
     # Where nothing is new nobody is waited for: ranks that compile other collectives than their
@@ -168,13 +145,13 @@ def choose_ways(
         # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
-            work = thread.submit(_meet_and_measure, new, ask, lowerings, device, options, gather)
+            work = thread.submit(_measure, new, ask, lowerings, device, options, gather)
             work.result()
     engines = {name: found for name, g in groups.items() if (found := known(g)) is not None}
     if choose == "copy engine":
         require(groups, engines, lowerings.memory)
         return Chosen(engines=_over(cases, rows, engines))
-    choices = {node: _found(groups[case.group])[case] for node, case in cases.items()}
+    choices = {node: choices_of(groups[case.group])[case] for node, case in cases.items()}
     by_engines = {n: cases[n] for n, c in choices.items() if c.way == "copy engine"}
     return Chosen(
         {node: c.reason for node, c in choices.items() if not c.placed},
@@ -197,13 +174,8 @@ def _over(
 
 
 def _runs_on_engines(case: _Case, groups: Mapping[str, Any]) -> bool:
-    choice = _found(groups[case.group]).get(case)
+    choice = choices_of(groups[case.group]).get(case)
     return choice is not None and choice.way == "copy engine"
-
-
-def _found(group: Any) -> dict[_Case, Choice]:
-    """What was measured over a process group."""
-    return _FOUND.setdefault(group, {})
 
 
 def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: float) -> _Case:
@@ -235,7 +207,7 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
 
 
 @own_work
-def _meet_and_measure(
+def _measure(
     cases: Sequence[_Case],
     groups: Mapping[str, Any],
     lowerings: Lowerings,
@@ -243,95 +215,56 @@ def _meet_and_measure(
     options: Options,
     gather: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Time the cases in every way there is, and let the slowest rank count."""
-    timeout = options.timeout
+    """Time the cases in every way there is."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     gather(groups)
-    leader = leaders(groups)
-    mine: dict[str, list[_Case]] = {name: [] for name in dict.fromkeys(leader.values())}
-    for case in cases:
-        mine[leader[case.group]].append(case)
-    # Before anybody starts a collective that others do not join.
-    keys = {name: [c.key for c in of] for name, of in mine.items()}
-    for name, said in tell("cases", keys, groups, timeout).items():
-        _same(keys[name], said, name, groups[name])
-    engines = engines_of(groups, lowerings.memory, timeout)
-    if not cases:
-        return
-    kernels = device.type == "cuda"
-    times = _times(cases, groups, lowerings, device, timeout, engines)
-    for case, seconds in slowest(times, lambda case: case.group, groups, timeout).items():
-        _found(groups[case.group])[case] = Choice(
-            op=case.op,
-            nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
-            dtype=case.dtype,
-            group=case.group,
-            ranks=groups[case.group].size(),
-            seconds=seconds,
-            way=fastest(seconds, kernels=kernels, beside=not case.alone),
-            copied_in=case.copied_in,
-            copied_out=case.copied_out,
-            beside=case.beside,
-        )
-
-
-def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:
-    for rank, theirs in enumerate(said):
-        if theirs != keys:
-            here, there = (
-                next((k for k, o in zip(a, b, strict=False) if k != o), f"{len(a)} collectives")
-                for a, b in ((keys, theirs or []), (theirs or [], keys))
-            )
-            raise AgreementError(
-                f"ranks {group.rank()} and {rank} compile different collectives",
-                expected=f"{here} (rank {group.rank()})",
-                got=f"{there} (rank {rank})",
-                fix="run the same program with the same shapes on every rank of the group",
-                group=name,
-                rank=group.rank(),
-                ranks=(group.rank(), rank),
-            )
-
-
-def _times(
-    cases: Sequence[_Case],
-    groups: Mapping[str, Any],
-    lowerings: Lowerings,
-    device: torch.device,
-    timeout: float,
-    engines: Mapping[str, Engines],
-) -> dict[_Case, dict[str, float]]:
-    """Seconds of each way, on this rank."""
-    used = list(dict.fromkeys(c.group for c in cases))
     needed = [_scratch(c, groups[c.group].size()) for c in cases]
-    most = {"in": max(given for given, _ in needed), "out": max(made for _, made in needed)}
-    buffers = [Buffer(f"{s} {i}", n, g) for i, g in enumerate(used) for s, n in most.items()]
+    most = {w: max((n[i] for n in needed), default=0) for i, w in enumerate(("in", "out"))}
+    used = list(dict.fromkeys(c.group for c in cases))
+    buffers = [Buffer(f"{w} {i}", n, g) for i, g in enumerate(used) for w, n in most.items()]
     problem = Problem(
         buffers=tuple(buffers),
         operations=(Operation("all"),),
         accesses=tuple(Access("all", b.name, write=True) for b in buffers),
     )
-    plan = plan_problem(problem)
-    memory = lowerings.memory
-    clock = clock_of(device, timeout)
-    found = {}
-    with borrowed(plan, groups, memory=memory, device=device, timeout=timeout) as (arena, there):
-        register(arena, engines)
-        for case in cases:
-            i, group = used.index(case.group), groups[case.group]
-            places = there[f"in {i}"], there[f"out {i}"]
-            acts = _Acts(case, group.size(), places).acts(lowerings, engines.get(case.group))
-            found[case] = _time(case, group, clock, acts)
-    return found
+    plain = [torch.ones(n, dtype=torch.uint8, device=device) for n in most.values()]
+    trials = [
+        _trial(case, groups[case.group].size(), used.index(case.group), plain, lowerings)
+        for case in cases
+    ]
+    measure(
+        trials,
+        problem,
+        groups,
+        memory=lowerings.memory,
+        device=device,
+        timeout=options.timeout,
+        enough=_ENOUGH,
+    )
 
 
-def _time(case: _Case, group: Any, clock: Clock, acts: Mapping[str, Act]) -> dict[str, float]:
-    """The same of one case."""
-    size = group.size()
+def _trial(
+    case: _Case, size: int, number: int, plain: Sequence[torch.Tensor], lowerings: Lowerings
+) -> Trial:
+    def acts(there: Mapping[str, torch.Tensor], engines: Engines | None) -> dict[str, Act]:
+        places = there[f"in {number}"], there[f"out {number}"]
+        return _Acts(case, size, plain, places).acts(lowerings, engines)
+
+    choice = Choice(
+        op=case.op,
+        nbytes=sum(case.numels) * getattr(torch, case.dtype).itemsize,
+        dtype=case.dtype,
+        group=case.group,
+        ranks=size,
+        seconds={},
+        way="ordinary",
+        copied_in=case.copied_in,
+        copied_out=case.copied_out,
+        beside=case.beside,
+    )
     beside = case.beside * _factor(case, size)
-    nbytes = max(_scratch(case, size))
-    return seconds_of(clock, acts, group, nbytes, beside=beside, enough=_ENOUGH)
+    return Trial(case, case.key, choice, max(_scratch(case, size)), beside, acts)
 
 
 def _factor(case: _Case, size: int) -> float:
@@ -372,18 +305,21 @@ def _aligned(numels: Sequence[int], itemsize: int) -> int:
 class _Acts:
     """Runs one case in each way."""
 
-    def __init__(self, case: _Case, size: int, places: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        case: _Case,
+        size: int,
+        plain: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+    ) -> None:
         self._case = case
         self._size = size
-        device = places[0].device
         dtype = getattr(torch, case.dtype)
         numels = _scaled(case, size)
         made = [_made(case, n, size) for n in numels]
-        self._inputs = [torch.ones(n, dtype=dtype, device=device) for n in numels]
-        self._plain_outs = [torch.empty(n, dtype=dtype, device=device) for n in made]
-        self._placed = _cut(places[0], numels, dtype)
-        self._outs = _cut(places[1], made, dtype)
-        for tensor in self._placed:
+        self._inputs, self._placed = (_cut(flat[0], numels, dtype) for flat in (plain, places))
+        self._plain_outs, self._outs = (_cut(flat[1], made, dtype) for flat in (plain, places))
+        for tensor in (*self._inputs, *self._placed):
             tensor.fill_(1)
 
     def acts(self, lowerings: Lowerings, engines: Engines | None) -> dict[str, Act]:

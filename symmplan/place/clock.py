@@ -16,30 +16,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from symmplan.errors import AgreementError, PeerTimeoutError
+from symmplan.errors import PeerTimeoutError
 from symmplan.memory.own import own_work
-from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     #: Runs a collective: starts it, calls what it is given, waits for it.
     Act = Callable[[Callable[[], None]], Any]
 
-__all__ = ["Clock", "clock_of", "seconds_of", "slowest"]
+__all__ = ["Clock", "clock_of", "seconds_of"]
 
 _WARM_UP = 2
 _REPETITIONS = 7
 _MOST_PRODUCTS = 256
 #: Products that take longer than this many times the collective hide it, and more change nothing.
 _HIDDEN = 3.0
-
-_Case = TypeVar("_Case")
 
 
 class Clock:
@@ -186,60 +183,6 @@ def seconds_of(
             if repetition >= _WARM_UP:
                 runs[way].append(seconds)
     return {way: statistics.median(seconds) / times for way, seconds in runs.items()}
-
-
-def slowest(
-    times: Mapping[_Case, Mapping[str, float]],
-    group_of: Callable[[_Case], str],
-    groups: Mapping[str, Any],
-    timeout: float,
-) -> dict[_Case, dict[str, float]]:
-    """The times of the slowest rank, over all ranks that make one plan together.
-
-    Args:
-        times: ``{what was timed: {way: seconds}}`` on this rank.
-        group_of: Name of the group of what was timed.
-        groups: ``{name: process group}``.
-        timeout: Seconds that ranks wait for each other.
-
-    Raises:
-        AgreementError: Ranks timed other collectives or ways; raised on all of them.
-
-    Collective: yes, over those groups.
-    """
-    leader = leaders(groups)
-    cases: dict[str, list[_Case]] = {}
-    for case in times:
-        cases.setdefault(leader[group_of(case)], []).append(case)
-    mine = {name: [dict(times[c]) for c in of] for name, of in cases.items()}
-    told = tell("times", mine, groups, timeout)
-    found = {
-        case: row
-        for name, of in cases.items()
-        for case, row in zip(of, _slowest(told[name], mine[name], name, groups[name]), strict=True)
-    }
-    return {case: found[case] for case in times}
-
-
-def _slowest(
-    said: Sequence[Any], mine: Sequence[Mapping[str, float]], name: str, group: Any
-) -> list[dict[str, float]]:
-    rows: list[list[dict[str, float]]] = []
-    for rank, answer in enumerate(said):
-        try:
-            row = [{way: float(a[way]) for way in m} for a, m in zip(answer, mine, strict=True)]
-        except (ValueError, TypeError, KeyError):
-            raise AgreementError(
-                f"rank {rank} measured other collectives",
-                expected=f"{len(mine)} kinds and sizes",
-                got=repr(answer)[:200],
-                fix="run the same program with the same shapes on every rank of the group",
-                group=name,
-                rank=group.rank(),
-                ranks=(group.rank(), rank),
-            ) from None
-        rows.append(row)
-    return [{way: max(r[i][way] for r in rows) for way in m} for i, m in enumerate(mine)]
 
 
 def _nothing() -> None:

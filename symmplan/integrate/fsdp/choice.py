@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 
 from symmplan import _compat as compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
-from symmplan.memory.tell import leaders, tell
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.place.choice import Choice, fastest
-from symmplan.place.clock import clock_of, seconds_of, slowest
+from symmplan.place.choice import Choice
+from symmplan.place.trials import Trial, choices_of, measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Call
-    from symmplan.place.clock import Act, Clock
+    from symmplan.capture.fsdp import Call, Planned
+    from symmplan.model import Problem
+    from symmplan.place.clock import Act
     from symmplan.place.engines import Engines
     from symmplan.place.options import Options
 
-__all__ = ["Bench", "Choices"]
+__all__ = ["Choices"]
 
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
@@ -33,49 +33,39 @@ _SMALL = 1 << 20
 _ENOUGH = 64 << 20
 
 
-_Case = tuple[str, int, str, str]
-
-
-@frozen(eq=False)
-class Bench:
-    """What a kind and size of collective can be timed in.
-
-    Attributes:
-        call: The collective.
-        placed: Symmetric bytes for its buffer.
-        received: Those of its all-to-all's output; None if there is none.
-    """
-
-    call: Call
-    placed: torch.Tensor
-    received: torch.Tensor | None = None
-
-
 class Choices:
-    """What was measured so far.
+    """How the collectives of a model run.
 
     Args:
         device: Where buffers lie.
+        memory: Name of the memory backend.
         options: How `symmplan.fsdp.apply` was asked to work.
         groups: ``{name: process group}`` of the calls.
+
+    Attributes:
+        all: What was measured of the calls seen so far, in the order of the program.
     """
 
-    def __init__(self, device: torch.device, options: Options, groups: Mapping[str, Any]) -> None:
+    def __init__(
+        self, device: torch.device, memory: str, options: Options, groups: Mapping[str, Any]
+    ) -> None:
         self._device = device
+        self._memory = memory
         self._groups = groups
         self._timeout = options.timeout
         self._choose = options.chosen(device)
-        self._found: dict[_Case, Choice] = {}
+        self.all: tuple[Choice, ...] = ()
 
-    @property
-    def all(self) -> tuple[Choice, ...]:
-        """Every choice, in the order of the program."""
-        return tuple(self._found.values())
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        """What takes about the same time has the same."""
+        return call.key.kind, self._memory, call.nbytes, call.key.dtype, call.group
 
     def way(self, call: Call) -> Way:
         """How ``call`` runs."""
-        choice = self._found.get(_case(call))
+        measured = self._choose == "measure"
+        choice = choices_of(self._groups[call.group]).get(self._key(call)) if measured else None
         if choice is not None:
+            self.all = tuple(dict.fromkeys((*self.all, choice)))
             return Way(choice.way, choice.reason)
         if self._choose == "copy engine":
             return Way("copy engine")
@@ -97,100 +87,92 @@ class Choices:
 
     def unmeasured(self, calls: Iterable[Call]) -> list[Call]:
         """One call of each kind and size that may gain and was not measured yet."""
-        found: dict[_Case, Call] = {}
+        found: dict[Any, Call] = {}
         for call in calls:
             small = self._device.type == "cuda" and call.nbytes < _SMALL
             ways = compat.has_copy_engine_policy() or not self._splits_words(call)
             if ways and not small:
-                found.setdefault(_case(call), call)
-        return [call for case, call in found.items() if case not in self._found]
+                found.setdefault(self._key(call), call)
+        return [c for key, c in found.items() if key not in choices_of(self._groups[c.group])]
 
-    def measure(
-        self,
-        memory: str,
-        benches: Sequence[Bench],
-        groups: Mapping[str, Any],
-        engines: Mapping[str, Engines],
-    ) -> None:
+    def measure(self, problem: Problem, planned: Sequence[Planned]) -> None:
         """Time collectives that were not measured yet.
 
         Args:
-            memory: Name of the memory backend.
-            benches: One of each kind and size, in the order of the program.
-            groups: ``{name: process group}``.
-            engines: ``{name: communicators}`` of the groups that have them.
+            problem: The symmetric bytes that this takes.
+            planned: One collective of each kind and size, in the order of the program, and its
+                buffers there.
 
         Raises:
             AgreementError: Ranks measured different collectives.
             PeerTimeoutError: A rank did not come, or its part of a collective did not.
 
-        Collective: yes, over those groups.
+        Collective: yes, over all groups.
         """
-        cases = {_case(bench.call): bench for bench in benches}
-        # What may fail on one rank alone comes before anything that waits on devices.
-        plain = torch.zeros(
-            max(b.call.nbytes for b in cases.values()), dtype=torch.uint8, device=self._device
+        scratch = torch.zeros(
+            max(p.call.nbytes for p in planned), dtype=torch.uint8, device=self._device
         )
-        acts = {
-            case: self._acts(bench, plain, groups[case[3]], memory, engines.get(case[3]))
-            for case, bench in cases.items()
-        }
-        # All have come so far.
-        everyone = dict.fromkeys(leaders(groups).values(), 0)
-        tell("measuring", everyone, groups, self._timeout)
-        clock = clock_of(self._device, self._timeout)
-        times = {}
-        for case, bench in cases.items():
-            bench.placed.zero_()
-            times[case] = self._time(case, acts[case], groups[case[3]], clock)
-        kernels = self._device.type == "cuda"
-        for case, seconds in slowest(times, lambda case: case[3], groups, self._timeout).items():
-            kind, nbytes, dtype, group = case
-            self._found[case] = Choice(
-                op=kind,
-                nbytes=nbytes,
-                dtype=dtype,
-                group=group,
-                ranks=groups[group].size(),
-                seconds=seconds,
-                way=fastest(seconds, kernels=kernels, beside=kernels),
-            )
+        measure(
+            [self._trial(p, scratch) for p in planned],
+            problem,
+            self._groups,
+            memory=self._memory,
+            device=self._device,
+            timeout=self._timeout,
+            enough=_ENOUGH,
+        )
 
-    def _time(
-        self, case: _Case, acts: Mapping[str, Act], group: Any, clock: Clock
-    ) -> dict[str, float]:
-        """Seconds of each way."""
+    def _trial(self, planned: Planned, scratch: torch.Tensor) -> Trial:
+        call = planned.call
+        choice = Choice(
+            op=call.key.kind,
+            nbytes=call.nbytes,
+            dtype=call.key.dtype,
+            group=call.group,
+            ranks=self._groups[call.group].size(),
+            seconds={},
+            way="ordinary",
+        )
         # FSDP2 does not say how much a step computes meanwhile.
         beside = None if self._device.type == "cuda" else 0.0
-        return seconds_of(clock, acts, group, case[1], beside=beside, enough=_ENOUGH)
+        key = self._key(call)
+        acts = functools.partial(self._acts, planned, scratch)
+        return Trial(key, list(key[:-1]), choice, call.nbytes, beside, acts)
 
     def _acts(
-        self, bench: Bench, scratch: torch.Tensor, group: Any, memory: str, engines: Engines | None
+        self,
+        planned: Planned,
+        scratch: torch.Tensor,
+        there: Mapping[str, torch.Tensor],
+        engines: Engines | None,
     ) -> dict[str, Act]:
         """What runs the collective in each way; nothing is written before it is called."""
-        placed = bench.placed
-        plain = scratch[: bench.call.nbytes].view(placed.dtype)
+        call = planned.call
+        dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
+        assert planned.buffer is not None
+        placed = there[planned.buffer].zero_().view(dtype)
+        group = self._groups[call.group]
+        plain = scratch[: call.nbytes].view(dtype)
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = fsdp2.comms(None)
         ways: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "local", plain, group)]
-        if not self._splits_words(bench.call):
-            ways.append(("symmetric", memory, placed, group))
+        if not self._splits_words(call):
+            ways.append(("symmetric", self._memory, placed, group))
         acts: dict[str, Callable[[], Any] | None] = {}
-        if bench.call.key.kind == "all_gather":
+        if call.key.kind == "all_gather":
             if engines is not None:
-                ways.append(("copy engine", memory, placed, engines.gather))
-            for way, backend, tensor, over in ways:
-                acts[way] = gathers(backend, gather, tensor, tensor[mine], over, async_op=False)
+                ways.append(("copy engine", self._memory, placed, engines.gather))
+            for way, memory, tensor, over in ways:
+                acts[way] = gathers(memory, gather, tensor, tensor[mine], over, async_op=False)
         else:
             output = plain.new_zeros(count)
             op = _op(placed)
-            for way, backend, tensor, over in ways:
-                acts[way] = scatters(backend, scatter, output, tensor, over, op, async_op=False)
-            if engines is not None and bench.received is not None:
-                acts["copy engine"] = exchanges(
-                    output, placed, bench.received, engines.exchange, op
-                )
+            for way, memory, tensor, over in ways:
+                acts[way] = scatters(memory, scatter, output, tensor, over, op, async_op=False)
+            if engines is not None and planned.received is not None:
+                received = there[planned.received].view(dtype)
+                acts["copy engine"] = exchanges(output, placed, received, engines.exchange, op)
         return {way: _then(act) for way, act in acts.items() if act is not None}
 
 
@@ -208,7 +190,3 @@ def _op(source: torch.Tensor) -> Any:
     """What FSDP2 uses for that type where it may choose; NCCL's kernels depend on it."""
     average = source.is_cuda and source.dtype in (torch.float32, torch.bfloat16)
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-
-
-def _case(call: Call) -> _Case:
-    return call.key.kind, call.nbytes, call.key.dtype, call.group

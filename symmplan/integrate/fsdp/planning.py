@@ -9,16 +9,14 @@ import torch.distributed as dist
 
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import GuestBytes, Recording, Way, problem_of
-from symmplan.integrate.fsdp.choice import Bench, Choices
+from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
 from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import tell, telling
-from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,7 +78,7 @@ class Planning:
     def _make(self, recordings: Sequence[Recording]) -> Schedule:
         options, memory = self._options, self._memory
         if self.choices is None:
-            self.choices = Choices(memory.device, options, memory.groups)
+            self.choices = Choices(memory.device, self._backend(), options, memory.groups)
         recordings = merged(recordings, memory.groups, options.timeout)
         if options.chosen(memory.device) == "measure":
             self._measure(recordings, self.choices)
@@ -128,9 +126,7 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        memory, groups = self._memory, self._memory.groups
-        members = resolve_groups(groups, groups)
-        name = resolve_backend(self._options.memory, memory.device, members).name
+        memory, groups, name = self._memory, self._memory.groups, self._backend()
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
         found = {
             i: _needs(i, guest)
@@ -180,7 +176,7 @@ class Planning:
                 direct.settle(homes.get(direct.site))
 
     def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
-        """Measure what was not measured yet, in memory that is borrowed for it."""
+        """Measure what was not measured yet, one after the other."""
         calls = (r.collectives[i].call for r in recordings for i in r.ran)
         recording = Recording()
         for call in choices.unmeasured(calls):
@@ -189,38 +185,22 @@ class Planning:
             recording.drop(index)
         if not recording.events:
             return
-        # One after the other, in the way that needs most bytes.
+        # In the way that needs most bytes.
         most: Literal["copy engine", "symmetric"] = "symmetric"
         if self._memory.device.type == "cuda" and compat.has_copy_engine_policy():
             most = "copy engine"
         problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Way(most))
-        memory, options = self._memory, self._options
-        with borrowed(
-            plan_problem(problem),
-            memory.groups,
-            memory=options.memory,
-            device=memory.device,
-            timeout=options.timeout,
-        ) as (arena, there):
-            choices.measure(
-                arena.memory,
-                [_bench(p, there) for p in planned],
-                memory.groups,
-                memory.meet_engines(arena),
-            )
+        choices.measure(problem, planned)
+
+    def _backend(self) -> str:
+        """Name of the memory backend."""
+        groups = resolve_groups(self._memory.groups, self._memory.groups)
+        return resolve_backend(self._options.memory, self._memory.device, groups).name
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
         """The global ranks of each group."""
         groups = self._memory.groups
         return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
-
-
-def _bench(planned: Planned, there: Mapping[str, torch.Tensor]) -> Bench:
-    """Bytes to measure a collective in."""
-    dtype = getattr(torch, planned.call.key.dtype.removeprefix("torch."))
-    assert planned.buffer is not None
-    received = None if planned.received is None else there[planned.received].view(dtype)
-    return Bench(planned.call, there[planned.buffer].view(dtype), received)
 
 
 def _needs(number: int, guest: Guest) -> tuple[GuestBytes, ...]:
