@@ -158,3 +158,31 @@ def addresses(rank, world):
     )
     handle.remove()
     return inside, {name: (len(uses), len(set(uses))) for name, uses in seen.items()}
+
+
+def llama(rank, world, dim):
+    """Two layers of a Llama, of any width."""
+    from symmplan_bench.fsdp_models import Llama
+    from torch.distributed.fsdp import fully_shard
+
+    def build():
+        model = Llama(2, dim)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(1, 5, dim, generator=generator)
+            loss = model(x).square().mean()
+            loss.backward()
+            trace.add(f"{step}.loss", loss)
+            trace.grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.parameters(model)
+
+    return both(build, program, rank, close=1e-5)

@@ -67,11 +67,7 @@ def test_parameters_that_are_needed_at_once_make_room(two):
             "offload",
             dict.fromkeys(["model", *BLOCKS], "its shards lie on the CPU"),
         ),
-        (
-            fsdp_setter_programs,
-            "uneven",
-            dict.fromkeys(["model", *BLOCKS], "a parameter does not divide evenly"),
-        ),
+        (fsdp_setter_programs, "uneven", {}),
         (
             fsdp_setter_programs,
             "placements",
@@ -100,3 +96,13 @@ def test_views_that_the_program_keeps_do_no_harm(two):
 
 def test_graphs_that_live_across_passes(two):
     same(two.run(programs.graphs))
+
+
+@pytest.mark.parametrize("world", [3, 2, 5, 7])
+def test_what_the_ranks_do_not_divide_is_gathered_in_place(world):
+    """Also where some ranks have no part: 12 rows are two each for 5 or 7 ranks, so the last has none."""
+    with RankPool(world) as ranks:
+        for result in ranks.run(programs.llama, 48):
+            assert result["differences"] == []
+            assert result["stats"]["flat"] == ()
+            assert result["stats"]["plain"] == 0

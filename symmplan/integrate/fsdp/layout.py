@@ -38,9 +38,13 @@ class Gathered:
 class Layout:
     """The parameters of one group, one behind the other.
 
+    A parameter whose first dimension the ranks do not divide has shards of equal size all the same:
+    FSDP2 pads the last ones. Gathered one behind the other, the padding comes to lie behind the
+    parameter, which is all that a padded placement needs.
+
     Attributes:
         dtype: Of all of them.
-        counts: Elements of this rank's shard of each, equal on all ranks.
+        counts: Elements of this rank's shard of each, padded, equal on all ranks.
         offsets: Where each begins in the placement, in bytes.
         nbytes: Size of the placement.
         ranks: Ranks that hold a shard.
@@ -104,7 +108,6 @@ def _reason(parameter: Any, ranks: int) -> str:
         return "a parameter has types of its own"
     if getattr(parameter, "keep_unsharded_storage", False):
         return "it keeps its unsharded storage"
-    count = parameter._sharded_param_data.numel()
-    if not count or count * ranks != math.prod(parameter._orig_size):
-        return "a parameter does not divide evenly"
+    if parameter._sharded_param_data.numel() * ranks < max(1, math.prod(parameter._orig_size)):
+        return "a parameter has no elements"
     return ""
