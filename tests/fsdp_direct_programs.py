@@ -162,8 +162,9 @@ def addresses(rank, world):
 
 def llama(rank, world, dim):
     """Two layers of a Llama, of any width."""
-    from symmplan_bench.fsdp_models import Llama
     from torch.distributed.fsdp import fully_shard
+
+    from symmplan_bench.fsdp_models import Llama
 
     def build():
         model = Llama(2, dim)

@@ -100,7 +100,7 @@ def test_graphs_that_live_across_passes(two):
 
 @pytest.mark.parametrize("world", [3, 2, 5, 7])
 def test_what_the_ranks_do_not_divide_is_gathered_in_place(world):
-    """Also where some ranks have no part: 12 rows are two each for 5 or 7 ranks, so the last has none."""
+    """Of 12 rows in parts of two or three the last of 5 or 7 ranks have none."""
     with RankPool(world) as ranks:
         for result in ranks.run(programs.llama, 48):
             assert result["differences"] == []

@@ -15,19 +15,21 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import frozen
 
 from symmplan.memory import agree, realize
+from symmplan.memory.streams import synchronize
 from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import torch
+
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["borrowed", "fits", "give_back", "obtain", "synchronize"]
+__all__ = ["borrowed", "fits", "give_back", "obtain"]
 
 
 @frozen(eq=False)
@@ -182,12 +184,6 @@ def give_back(arenas: list[Arena]) -> None:
             arena.user = ""
             _SPARE.append(_Spare(_COUNT[0], device, arena))
     arenas.clear()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all work that is queued on ``device``."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _serves(spare: _Spare, plan: Plan, memory: str, groups: Mapping[str, Any]) -> bool:

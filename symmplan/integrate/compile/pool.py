@@ -44,7 +44,8 @@ from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.structure import group_names, is_unmet, structure_of
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.spares import obtain, synchronize
+from symmplan.memory.spares import obtain
+from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known, register
 from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.visible import visible

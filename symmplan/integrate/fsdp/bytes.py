@@ -11,6 +11,9 @@
       relies on the same, and waiting on the compute stream's end instead would cost overlap.
 
     A reduce-scatter's input is not touched after its collective.
+
+    In a CUDA graph only the events of the same capture count, see [Note: captured steps] in
+    `symmplan.memory.streams`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any
 
 import torch
 from attrs import define, field
+
+from symmplan.memory.streams import capture_of
 
 __all__ = ["Bytes", "Tenant"]
 
@@ -37,7 +42,7 @@ class Tenant:
     live: bool = True
     owner: Any = None
     _at_drop: bool = True
-    _marks: list[Any] = field(factory=list)
+    _marks: list[tuple[int, Any]] = field(factory=list)
 
     def ran(self, work: Any, *, done: bool) -> None:
         """The collective was issued on the current stream.
@@ -48,30 +53,30 @@ class Tenant:
         """
         if self.stream is None:
             return
-        if work is not None:
-            self._marks.append(work.wait)
-        else:
-            event = torch.cuda.Event()
-            event.record()
-            self._marks.append(event.wait)
+        if work is None:
+            work = torch.cuda.Event()
+            work.record()
+        self.after(work)
         self._at_drop = not done
 
     def after(self, event: Any) -> None:
-        """The bytes are used until ``event``, too."""
-        self._marks.append(event.wait)
+        """The bytes are used until ``event``, of the current stream or one that follows it."""
+        self._marks.append((capture_of(), event.wait))
 
     def drop(self) -> None:
         """The buffer was dropped."""
         if self.stream is not None and self._at_drop:
             event = torch.cuda.Event()
             event.record(self.stream)
-            self._marks.append(event.wait)
+            self._marks.append((capture_of(self.stream), event.wait))
         self.live = False
 
     def wait(self) -> None:
         """Let the current stream wait for all that happened to the bytes."""
-        for wait in self._marks:
-            wait()
+        capture = capture_of() if self._marks else 0
+        for number, wait in self._marks:
+            if number == capture:
+                wait()
 
 
 class Bytes:

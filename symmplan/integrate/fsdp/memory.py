@@ -22,7 +22,8 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 from symmplan.memory import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.spares import fits, give_back, obtain, synchronize
+from symmplan.memory.spares import fits, give_back, obtain
+from symmplan.memory.streams import synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
 from symmplan.place.guests import CarveOut, overlapping, parts_of
 
@@ -50,6 +51,7 @@ class Memory:
         rendezvous: How many rendezvous were made.
         guests: Who was seen to run, in that order; see `symmplan.place.guests`.
         displaced: How often something else was in a guest's bytes when it ran.
+        captured: Whether a CUDA graph may have the addresses.
     """
 
     def __init__(self, options: Options) -> None:
@@ -58,6 +60,7 @@ class Memory:
         self.rendezvous = 0
         self.guests: list[Guest] = []
         self.displaced = 0
+        self.captured = False
         self._options = options
         self._device: torch.device | None = None
         # The newest first; older ones may hold parameters, or buffers that somebody has kept.
@@ -256,7 +259,8 @@ class Memory:
             timeout=self._options.timeout,
             user="FSDP2",
         )
-        if not settled and not any(users.live() for users in self._users.values()):
+        used = settled or self.captured or any(users.live() for users in self._users.values())
+        if not used:
             give_back(self._arenas)
         self._arenas.insert(0, arena)
         met = 0 if made else arena.rendezvous

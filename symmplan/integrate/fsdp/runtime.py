@@ -134,7 +134,17 @@ class Runtime:
         Collective: at the end of the first step yes, else no.
         """
         self.memory.expect(device)
-        if self._turns(key):
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured and self.schedule is None:
+            raise RunError(
+                "a CUDA graph is being captured before FSDP2's collectives are planned",
+                expected="a plan",
+                got="a step that would have to be recorded or planned",
+                fix="run a step before the capture, and then handle.freeze()",
+                module=key.site,
+            )
+        self.memory.captured = self.memory.captured or captured
+        if self._turns(key) and not captured:
             self._turn()
         self._arrived = key
 
