@@ -81,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how collectives run: as measured (default), all in symmetric memory, or all there "
         "by copy engines",
     )
+    add(
+        "--cuda-graph",
+        action="store_true",
+        help="replay steps that were captured (cuda; not of torch's pool)",
+    )
     add("--no-profile", dest="profile", action="store_false", help="count no kernels (cuda)")
     add("--no-memory", dest="memory", action="store_false", help="count no bytes (cuda)")
     add("--timeout", type=float, default=300.0, help="seconds for everything (default 300)")
@@ -113,7 +118,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "ok": all(_right(run, options) for run in runs),
-        "command": "symmplan bench fsdp " + " ".join(words),
+        "command": " ".join(
+            ["symmplan bench fsdp", *words, *["--cuda-graph"] * options["cuda_graph"]]
+        ),
         **{name: options[name] for name in (*_ALL, "sides")},
         "skipped": options["skipped"],
         "runs": runs,
@@ -149,9 +156,15 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
             expected="--dim that 16 divides",
             got=args.dim,
         )
+    if args.cuda_graph and args.device != "cuda":
+        raise RunError(
+            "the CPU has no CUDA graphs", expected="--device cuda", got=f"--device {args.device}"
+        )
+    graph = args.cuda_graph
     wanted = [side for side in _SIDES if side in (args.sides or _SIDES)]
-    skipped = {side: why for side in wanted if (why := missing(side, args.device)) is not None}
-    options = {name: getattr(args, name) for name in (*_ALL, "profile", "memory")}
+    found = {side: missing(side, args.device, graph=graph) for side in wanted}
+    skipped = {side: why for side, why in found.items() if why is not None}
+    options = {name: getattr(args, name) for name in (*_ALL, "profile", "memory", "cuda_graph")}
     return {
         **options,
         "sides": [side for side in wanted if side not in skipped],

@@ -102,6 +102,8 @@ def _run(
     rank: int, sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Step all sides in turn, and compare what they computed."""
+    for side in sides.values() if options["cuda_graph"] else ():
+        side.capture(tokens)
     plain = sides.get("plain")
     largest = {name: 0.0 for name in sides if name not in ("plain", "unsharded")}
     # Numbers that no step had before, and the same on all sides.

@@ -28,8 +28,10 @@ __all__ = ["SIDES", "HostClock", "Side", "batch_of", "missing"]
 SIDES = ("plain", "pooled", "symmplan", "unsharded")
 
 
-def missing(side: str, device: str) -> str | None:
-    """Why there is no such side on ``device``; None if there is."""
+def missing(side: str, device: str, *, graph: bool = False) -> str | None:
+    """Why there is no such side on ``device``, or in CUDA graphs; None if there is."""
+    if side == "pooled" and graph:
+        return "it meets its peers in every step"
     if side == "pooled" and device == "cpu":
         return "torch has no symmetric memory on the CPU"
     if side == "pooled" and not compat.has_copy_engine_policy():
@@ -112,6 +114,29 @@ class HostClock:
         return timed
 
 
+class _Captured:
+    """A step, forward and backward, in a CUDA graph."""
+
+    def __init__(
+        self, model: Any, batch: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._batch = batch
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._loss = loss_of(batch)
+            self._loss.backward()
+        self._gradients = [(p, p.grad) for p in model.parameters()]
+
+    def replay(self, batch: torch.Tensor) -> torch.Tensor:
+        """The step of another batch; returns its loss."""
+        with torch.no_grad():
+            self._batch.copy_(batch)
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._loss
+
+
 class Side:
     """One way to train the model, and what was measured of it.
 
@@ -146,6 +171,7 @@ class Side:
             self._shard(dtype)
         self._clock = HostClock(self._groups())
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self._captured: _Captured | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -215,8 +241,11 @@ class Side:
             begin = time.perf_counter()
             for mark in marks[:1]:
                 mark.record()
-            loss = self._loss(batch)
-            loss.backward()
+            if self._captured is None:
+                loss = self._loss(batch)
+                loss.backward()
+            else:
+                loss = self._captured.replay(batch)
             for mark in marks[1:]:
                 mark.record()
             issued = time.perf_counter() - begin
@@ -227,6 +256,19 @@ class Side:
         for name, value in seconds.items():
             self.times[name].append(value)
         self.losses.append(float(loss.detach()))
+
+    def capture(self, tokens: int) -> None:
+        """From now on replay a step of so many tokens.
+
+        Collective: yes.
+        """
+        self._captured = None
+        batch = batch_of(self._options, self._rank, 0, tokens)
+        for _ in range(2):
+            self._loss(batch).backward()
+            self._optimizer.zero_grad()
+        self._synchronize()
+        self._captured = _Captured(self.model, batch, self._loss)
 
     def advance(self) -> None:
         """Let the parameters follow the gradients, and drop these. Not in any time."""
