@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "REPLACED",
     "can_be_replaced",
     "comm_bases",
     "comms",
     "group_methods",
     "has_direct_seam",
+    "has_torchs_methods",
     "in_step",
     "one_mesh",
     "param_groups",
@@ -109,9 +111,20 @@ def has_direct_seam(group: Any) -> bool:
     )
 
 
+#: The methods that the direct form of a parameter group replaces.
+REPLACED = ("unshard", "wait_for_unshard", "_to_sharded")
+
+
 def can_be_replaced(group: Any) -> bool:
     """Whether an FSDP2 parameter group has the methods that its direct form replaces."""
-    return all(hasattr(group, name) for name in ("unshard", "wait_for_unshard", "_to_sharded"))
+    return all(hasattr(group, name) for name in REPLACED)
+
+
+def has_torchs_methods(group: Any) -> bool:
+    """Whether the class of a parameter group has them from torch, not from somebody else."""
+    methods = [getattr(type(group), name) for name in REPLACED]
+    names = [getattr(method, "__globals__", {}).get("__name__", "") for method in methods]
+    return all(name.startswith("torch.distributed.fsdp.") for name in names)
 
 
 def group_methods(group: Any) -> list[str]:

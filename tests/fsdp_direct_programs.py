@@ -187,3 +187,62 @@ def llama(rank, world, dim):
         trace.parameters(model)
 
     return both(build, program, rank, close=1e-5)
+
+
+def deepened(rank, world, keeps):
+    """Prefetch lists get longer after the plan was made. Put-off gathers and replans by step."""
+    models, handle, seen, kept = [], None, [], []
+    for planned in (False, True):
+        torch.manual_seed(7)
+        model = shard(Net(blocks=6))
+        models.append((model, torch.optim.SGD(model.parameters(), lr=1e-2)))
+        if planned:
+            handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
+    wrong = []
+    for step in range(8):
+        losses = []
+        for model, optimizer in models:
+            blocks = list(model.blocks)
+            for i, block in enumerate(blocks if step == 3 else ()):
+                block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 4])
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - 3) : i][::-1])
+            loss = model(batch(step, rank)).pow(2).mean()
+            loss.backward()
+            if keeps and step == 2:
+                lives = model(batch(step, rank))
+                kept += [lives] if rank == 0 else []
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        wrong += [] if torch.equal(*losses) else [step]
+        late = sum(n for why, n in handle.stats.reasons if "ahead of its time" in why)
+        seen.append((late, handle.stats.replans))
+    for a, b in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        wrong += [] if torch.equal(a.to_local(), b.to_local()) else ["parameters"]
+    handle.remove()
+    return wrong, seen
+
+
+def replaced(rank, world, when):
+    """Somebody counts the gathers by a method on FSDP2's class."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    original, calls = FSDPParamGroup.unshard, []
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    found = []
+
+    def program(model, trace, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(5):
+            if step == when:
+                FSDPParamGroup.unshard = counted
+            calls.clear()
+            train_step(model, optimizer, trace, step, rank)
+            found.append(len(calls))
+        FSDPParamGroup.unshard = original
+
+    return both(lambda: shard(Net()), program, rank), found

@@ -106,3 +106,28 @@ def test_what_the_ranks_do_not_divide_is_gathered_in_place(world):
             assert result["differences"] == []
             assert result["stats"]["flat"] == ()
             assert result["stats"]["plain"] == 0
+
+
+def test_a_plan_follows_prefetch_lists_that_get_longer(two):
+    for wrong, seen in two.run(programs.deepened, False):
+        assert wrong == []
+        late, replans = zip(*seen, strict=True)
+        assert late[2] == 0 < late[3]  # what is new has no room yet
+        assert late[4] == late[-1]  # but from the next step on
+        assert replans[2] == 0 < replans[-1] == replans[4]
+
+
+def test_parameters_stay_while_a_rank_has_views_of_them(two):
+    for wrong, seen in two.run(programs.deepened, True):
+        assert wrong == []
+        assert seen[-1][0] > seen[3][0]
+
+
+@pytest.mark.parametrize("when", [3, 0])
+def test_methods_that_somebody_replaces_on_the_class_run(two, when):
+    for result, calls in two.run(programs.replaced, when):
+        same([result])
+        plain, planned = calls[:5], calls[5:]
+        assert plain == planned
+        assert bool(plain[when])
+        assert set(dict(result["stats"]["flat"]).values()) == {"methods of its class were replaced"}

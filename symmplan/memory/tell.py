@@ -15,7 +15,7 @@ from symmplan.memory.groups import resolve_groups
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["everywhere", "leaders", "tell", "telling"]
+__all__ = ["everywhere", "leaders", "tell", "telling", "throughout"]
 
 
 def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
@@ -69,6 +69,25 @@ def everywhere(what: str, mine: Sequence[bool], group: Any, timeout: float) -> l
     name = group_name(group)
     said = tell(what, {name: list(mine)}, {name: group}, timeout)[name]
     return [all(isinstance(s, list) and s[i] is True for s in said) for i in range(len(mine))]
+
+
+def throughout(what: str, mine: Any, groups: Mapping[str, Any], timeout: float) -> bool:
+    """Whether all ranks of some groups, and of what these meet, say the same, and nothing empty.
+
+    Each rank asks its peers, and then twice whether theirs agree: in a mesh that is everybody.
+
+    Args:
+        what: Name of the exchange, for messages.
+        mine: Plain data.
+        groups: ``{name: process group}``.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those groups.
+    """
+    for _ in range(3):
+        said = tell(what, dict.fromkeys(groups, mine), groups, timeout)
+        mine = bool(mine) and all(x == mine for of in said.values() for x in of)
+    return bool(mine)
 
 
 @contextlib.contextmanager

@@ -226,11 +226,8 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
             of_kind = [name for name in names if kind in name]
             symmetric = any("ncclSymk" in name for name in of_kind)
             ring = any("ncclDevKernel" in name for name in of_kind)
-            if kind == "AllGather":
-                assert symmetric == ("symmetric" in ways), (ways, names)
-                assert ring == ("ordinary" in ways), (ways, names)
-            else:  # until 2.30 NCCL has no symmetric kernel for averages
-                assert (symmetric or ring) == (ways != {"copy engine"}), (ways, names)
+            assert symmetric == ("symmetric" in ways), (ways, names)
+            assert ring == ("ordinary" in ways), (ways, names)
             engines = engines or "copy engine" in ways
         assert (copied > 0) == engines
     if choose != "measure":

@@ -7,8 +7,9 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
 [Note: the seam]
     FSDP2's public hooks hand out flat buffers, so methods of its parameter groups are replaced,
     as attributes of the objects: ``unshard``, ``wait_for_unshard`` and ``_to_sharded`` of a group,
-    ``free_unsharded_param`` of its parameters. Where any of what they use is missing, or a group
-    does what they do not (see `layout_of`), FSDP2's own methods stay and gathers are flat.
+    ``free_unsharded_param`` of its parameters. Where any of what they use is missing, a group
+    does what they do not (see `layout_of`), or somebody has replaced them on the class, the class's
+    methods run and gathers are flat.
 
 [Note: one address]
     Autograd saves views of an unsharded parameter in forward and reads them in backward, after it
@@ -22,7 +23,8 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
 
 [Note: a gather ahead of its time]
     A gather that a program did not do ahead of time while it was recorded may find its bytes in
-    use. If it is a prefetch, it is left out: FSDP2 asks again when it needs the parameters. If it
+    use. If it is a prefetch, it is put off: FSDP2 asks again when it needs the parameters, and the
+    next plan, for which parameters may move if no graph has views of them, has room for it. If it
     is needed now, prefetches give way that nobody has used. Else the module leaves, or, where a
     graph has views of its parameters, those leave that are in its bytes: their gathers are flat
     from now on, which the next plan knows. Of these, one whose parameters a graph has views of,
@@ -42,7 +44,7 @@ from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
 from symmplan.integrate.fsdp.bytes import Tenant
-from symmplan.integrate.fsdp.layout import Gathered, Layout, layout_of
+from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
 from symmplan.memory.tell import everywhere
 
 if TYPE_CHECKING:
@@ -74,9 +76,8 @@ class Direct:
         self._looked = False
         self._put_off = False
         self._to_leave = False
-        self._unshard: Callable[..., None] = group.unshard
-        self._wait: Callable[[], None] = group.wait_for_unshard
-        self._reshard: Callable[[], None] = group._to_sharded
+        self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
+        self._of_class = [getattr(type(group), name) for name in fsdp2.REPLACED]
         group.unshard = self.unshard
         group.wait_for_unshard = self.wait_for_unshard
         group._to_sharded = self.to_sharded
@@ -103,34 +104,41 @@ class Direct:
         Collective: yes.
         """
         group = self._group
-        if (
+        if not self._looked:
+            self._look()
+        there = (
             group._all_gather_result is not None
             or group.is_unsharded
             or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
-        ):
-            return
-        if not self._looked:
-            self._look()
-        if self._to_leave and not _compat.in_backward() and all(self._everywhere(self.can_leave)):
-            self.leave()
+        )
+        if self._home is not None and not there:
+            self._to_leave = self._to_leave or not self._is_torchs()
+            free = self._to_leave and not _compat.in_backward()
+            if free and all(self._everywhere(self.can_leave)):
+                self.leave()
         if self._layout is None:
-            self._unshard(async_op)
+            self._own("unshard", async_op)
+            return
+        if there:
             return
         key = self._key()
         self._runtime.arrive(key, group.device)
         if self._home is None:
-            self._unshard(async_op)
+            self._own("unshard", async_op)
             return
-        self._put_off = not self._room(self._home, needed=False)
-        if not self._put_off:
+        if self._room(self._home, needed=False):
+            self._put_off = False
             self._start(key, self._home, async_op=async_op)
+        elif not self._put_off:
+            self._put_off = True
+            self._runtime.put_off(key)
 
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are there, and let the module have them."""
         group, home = self._group, self._home
         result = group._all_gather_result
         if home is None or (result is not None and not isinstance(result, Gathered)):
-            self._wait()
+            self._own("wait_for_unshard")
             return
         if result is None:
             if group.is_unsharded or not self._put_off:
@@ -138,7 +146,7 @@ class Direct:
             self._late(home)
             result = group._all_gather_result
             if not isinstance(result, Gathered):
-                self._wait()
+                self._own("wait_for_unshard")
                 return
         fsdp2.release_gather(group)
         if result.all_gather_event is not None:
@@ -151,7 +159,7 @@ class Direct:
         """The module is done with the parameters."""
         group = self._group
         was = group.is_sharded
-        self._reshard()
+        self._own("_to_sharded")
         if was:
             return
         self._let_go()
@@ -169,14 +177,31 @@ class Direct:
         group = self._group
         self._forget()
         self._move_out()
-        for name in ("unshard", "wait_for_unshard", "_to_sharded"):
+        for name, before in self._replaced.items():
             group.__dict__.pop(name, None)
+            if before is not None:
+                setattr(group, name, before)
 
     # How it is done.
 
+    def _own(self, name: str, *args: Any) -> None:
+        """What the group would do without us; also what somebody gave its class meanwhile."""
+        before = self._replaced[name]
+        if before is None:
+            getattr(type(self._group), name)(self._group, *args)
+        else:
+            before(*args)
+
+    def _is_torchs(self) -> bool:
+        """Whether the class's methods are those of the beginning."""
+        kind = type(self._group)
+        return [getattr(kind, name) for name in fsdp2.REPLACED] == self._of_class
+
     def _look(self) -> None:
         self._looked = True
-        found = layout_of(self._group)
+        found: Layout | str = OTHERS
+        if self._is_torchs() and fsdp2.has_torchs_methods(self._group):
+            found = layout_of(self._group)
         if isinstance(found, Layout):
             self._layout = found
             self._runtime.planning.layouts[self.site] = found
@@ -193,7 +218,7 @@ class Direct:
         if not self._room(home, needed=True):
             self._clear(home)
         if self._home is None:
-            self._unshard(False)
+            self._own("unshard", False)
         else:
             self._start(self._key(), home, async_op=False)
 
@@ -273,7 +298,15 @@ class Direct:
         self._move_out()
         self._let_go()
         self._layout = None
-        self._runtime.left(self.site)
+        if self._is_torchs():
+            self._runtime.left(self.site)
+        else:
+            self._runtime.left(self.site, OTHERS)
+
+    def vacate(self) -> None:
+        """The parameters have memory of their own until the next plan."""
+        self._move_out()
+        self._let_go()
 
     def _move_out(self) -> None:
         if self._home is not None:

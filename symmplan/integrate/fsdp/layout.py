@@ -14,10 +14,12 @@ from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NO_SEAM", "Gathered", "Layout", "layout_of"]
+__all__ = ["NO_SEAM", "OTHERS", "Gathered", "Layout", "layout_of"]
 
 #: Why a group has no layout where torch has other methods.
 NO_SEAM = "this torch's FSDP2 lacks what is replaced"
+#: Why it has none where somebody else was first.
+OTHERS = "methods of its class were replaced"
 
 #: Alignment in bytes of a parameter in its placement, which is what kernels expect of torch's.
 _ALIGN = 512

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat as compat
+from symmplan.memory import BACKENDS
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream
@@ -87,7 +88,8 @@ def scatters(
     """
     run = _one_sided(memory, "reduce_scatter_tensor_out")
     if run is None:
-        return own_work(
+        summed = _summed(plain, output, source, group, op) if BACKENDS[memory].devices else None
+        return summed or own_work(
             lambda: plain(
                 output_tensor=output, input_tensor=source, group=group, op=op, async_op=async_op
             )
@@ -97,6 +99,38 @@ def scatters(
         return None
     name = compat.group_name(group)
     return lambda: run(source, reduction, group.size(), name, out=output, what=site)
+
+
+def _summed(
+    plain: Any, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any
+) -> Callable[[], Any] | None:
+    """A sum in place, scaled as it is copied out; None if the reduction is no scaled sum.
+
+    NCCL has symmetric kernels for plain sums alone (until 2.30), and in 2.28 for results that are
+    symmetric, too: this rank's part of ``source`` is.
+    """
+    factor = compat.premul_factor(op)
+    if factor is None:
+        factor = {"sum": 1.0, "avg": 1.0 / group.size()}.get(_reduction(op) or "")
+    if factor is None or not source.dtype.is_floating_point:
+        return None
+    count = output.numel()
+    part = source.view(-1)[group.rank() * count : (group.rank() + 1) * count]
+    total = output.view(-1)
+
+    @own_work
+    def act() -> None:
+        with off_default_stream(source.device):
+            plain(
+                output_tensor=part,
+                input_tensor=source.view(-1),
+                group=group,
+                op=dist.ReduceOp.SUM,
+                async_op=False,
+            )
+        torch.mul(part, factor, out=total)
+
+    return act
 
 
 def _one_sided(memory: str, collective: str) -> Callable[..., None] | None:

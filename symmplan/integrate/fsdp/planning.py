@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.tell import tell, telling
+from symmplan.memory.tell import tell, telling, throughout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,18 +140,24 @@ class Planning:
     def _alike(self, plan: Plan, guests: Mapping[int, Sequence[GuestBytes]]) -> bool:
         """Whether all ranks that meet, in the model or in a guest, have the same plan.
 
-        Each rank asks its peers, and then twice whether theirs agree: in a mesh that is everybody.
-
         Collective: yes, over all groups of the model and of the guests.
         """
         names = dict.fromkeys(g.group for needs in guests.values() for g in needs)
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
+        mine = plan.fingerprint if not plan.barriers else ""
         groups = {**self._memory.groups, **groups}
-        mine: Any = plan.fingerprint if not plan.barriers else ""
-        for _ in range(3):
-            said = tell("carve-outs", dict.fromkeys(groups, mine), groups, self._options.timeout)
-            mine = bool(mine) and all(x == mine for of in said.values() for x in of)
-        return bool(mine)
+        return throughout("carve-outs", mine, groups, self._options.timeout)
+
+    def loosen(self) -> None:
+        """Let the next plan move parameters, if on no rank anybody has views of them.
+
+        Collective: yes, over all groups of the model.
+        """
+        settled = [direct for direct in self.directs if direct.settled]
+        free = not self._memory.captured and all(direct.can_leave() for direct in settled)
+        if throughout("loosen", free, self._memory.groups, self._options.timeout):
+            for direct in settled:
+                direct.vacate()
 
     def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
         """Let parameters live where the plan puts them."""

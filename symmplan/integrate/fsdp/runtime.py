@@ -50,6 +50,7 @@ _NOT_OURS = "its buffer came from elsewhere"
 _OTHER_GROUP = "it ran over another group than planned"
 _OTHER_OP = "the memory backend has no such reduction"
 _IN_USE = "its bytes were still in use"
+_PUT_OFF = "it was to be gathered ahead of its time, for which the plan has no room"
 
 
 class Runtime:
@@ -77,6 +78,9 @@ class Runtime:
         self.schedule: Schedule | None = None
         # The recording of each module's last all-gather, and its index there.
         self._last: dict[str, tuple[Recording, int]] = {}
+        # Where those are recorded that were put off.
+        self._early: dict[Key, tuple[Recording, int]] = {}
+        self._early_wanted = False
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
         self._seen: set[Key] = set()
@@ -155,9 +159,18 @@ class Runtime:
         self._was_backward = _is_backward(key)
         self.counts.bound += 1
         if self._log is not None:
-            index = self._log.begin(key, key.numel * _itemsize(key.dtype))
+            log, index = self._early.pop(key, (None, 0))
+            if log is not self._log:
+                index = self._log.begin(key, key.numel * _itemsize(key.dtype))
             self._log.run(index, group)
             self._last[key.site] = (self._log, index)
+
+    def put_off(self, key: Key) -> None:
+        """A module's parameters were wanted before there was room for them."""
+        self.counts.because(_PUT_OFF)
+        self._strange = self._early_wanted = True
+        if self._log is not None:
+            self._early[key] = (self._log, self._log.begin(key, key.numel * _itemsize(key.dtype)))
 
     def released(self, site: str) -> None:
         """A module is done with its parameters."""
@@ -165,10 +178,10 @@ class Runtime:
         if log is not None:
             log.release(index)
 
-    def left(self, site: str) -> None:
+    def left(self, site: str, why: str = _LEFT) -> None:
         """A module's gathers are flat from now on."""
         self.planning.layouts.pop(site, None)
-        self.planning.flat[site] = _LEFT
+        self.planning.flat[site] = why
 
     def _follow(self, key: Key) -> Spot | None:
         if self.schedule is None:
@@ -292,10 +305,13 @@ class Runtime:
                 self.freeze()
         elif self._strange and self.counts.replans < REPLANS and self._log is not None:
             self.counts.replans += 1
+            if self._early_wanted:
+                self.planning.loosen()
             self.schedule = self.planning.make(self._log)
         if self.schedule is not None:
             self._log = Recording()
-        self._strange = False
+        self._strange = self._early_wanted = False
+        self._early.clear()
         self._was_backward = False
 
     def freeze(self) -> None:
