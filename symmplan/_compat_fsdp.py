@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
+    "COPY_INS",
     "REPLACED",
     "can_be_replaced",
     "comm_bases",
     "comms",
     "group_methods",
+    "has_copy_in",
     "has_direct_seam",
     "has_torchs_methods",
     "in_step",
@@ -18,6 +25,7 @@ __all__ = [
     "release_gather",
     "set_comms",
     "shards",
+    "watch_copy_in",
 ]
 
 
@@ -167,3 +175,42 @@ def release_gather(group: Any) -> None:
     if state is not None:
         group._wait_all_gather_streams_on_event(state.event)
         context.all_gather_state = None
+
+
+#: ``{address of a reduce-scatter's input: what takes the gradients instead of it}``, until the
+#: next copy there.
+COPY_INS: dict[int, Callable[[list[Any]], None]] = {}
+
+
+def has_copy_in() -> bool:
+    """Whether FSDP2 copies gradients into a reduce-scatter's input by a function of its own."""
+    return _copy_in() is not None
+
+
+def watch_copy_in() -> None:
+    """From now on gradients go where `COPY_INS` says, and nowhere else."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    original = _copy_in()
+    if original is None or hasattr(original, "symmplan"):
+        return
+
+    @functools.wraps(original)
+    def copy_in(gradients: list[Any], target: Any, *args: Any, **kwargs: Any) -> None:
+        send = COPY_INS.pop(target.data_ptr(), None)
+        if send is None:
+            original(gradients, target, *args, **kwargs)
+        else:
+            send(gradients)
+
+    copy_in.symmplan = True  # type: ignore[attr-defined]
+    module: Any = collectives
+    module.foreach_reduce_scatter_copy_in = copy_in
+
+
+def _copy_in() -> Any:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    found = getattr(collectives, "foreach_reduce_scatter_copy_in", None)
+    called = inspect.unwrap(collectives.foreach_reduce).__code__.co_names
+    return found if "foreach_reduce_scatter_copy_in" in called else None

@@ -9,19 +9,28 @@ import contextlib
 
 import fsdp_models
 import fsdp_programs as programs
+import fsdp_setter_programs
 import torch
 import torch.distributed as dist
 from fsdp_models import Net, Trace, shard, train
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def forced(rank, world, way, name, *args):
-    """A program of `fsdp_programs` with every collective in one way."""
+@contextlib.contextmanager
+def forced_way(way):
     before = fsdp_models.CHOOSE[0]
     fsdp_models.CHOOSE[0] = way
     try:
-        return getattr(programs, name)(rank, world, *args)
+        yield
     finally:
         fsdp_models.CHOOSE[0] = before
+
+
+def forced(rank, world, way, name, *args):
+    """A program of `fsdp_programs` or `fsdp_setter_programs` with every collective in one way."""
+    module = programs if hasattr(programs, name) else fsdp_setter_programs
+    with forced_way(way):
+        return getattr(module, name)(rank, world, *args)
 
 
 def summed(rank, world, dtype, reduction):
@@ -108,3 +117,43 @@ def measured_again(rank, world):
 
     with programs.flat():
         return fsdp_models.both(lambda: shard(Net()), program, rank, look=look, choose="measure")
+
+
+def slots(rank, world, dtype):
+    """What the plan has for reductions in one dtype that are pushes where they can be."""
+
+    def look(handle):
+        problem = handle.plan.problem
+        reduced = [b for b in problem.buffers if "_reduce_scatter_" in b.op]
+        return sorted((b.where, b.persistent) for b in reduced)
+
+    policy = MixedPrecisionPolicy(dtype, dtype)
+    with forced_way("push"):
+        return fsdp_models.both(lambda: shard(Net(), mp_policy=policy), train, rank, look=look)
+
+
+def late_sums(rank, world, blocks):
+    """A rank sums what was pushed to it long after it met its peers, who go on to push."""
+    import time
+
+    from symmplan.integrate.fsdp import push
+
+    original, count = push.summed_over_ranks, [0]
+
+    def late(output, op):
+        total = original(output, op)
+
+        def reduce(rows):
+            count[0] += 1
+            if rank == count[0] // 2 % world:
+                time.sleep(0.02)
+            total(rows)
+
+        return reduce
+
+    push.summed_over_ranks = late
+    try:
+        with forced_way("push"):
+            return fsdp_models.both(lambda: shard(Net(blocks=blocks)), train, rank)
+    finally:
+        push.summed_over_ranks = original

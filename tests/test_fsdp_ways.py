@@ -45,6 +45,61 @@ def test_all_to_all_and_sum_in_all_kinds_of_programs(two, name, args):
             assert result["intact"]
 
 
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("accumulation", (True, False)),
+        ("mixed", (torch.bfloat16, torch.bfloat16, None)),
+        ("mixed", (torch.bfloat16, torch.float32, None)),
+        ("mixed", (torch.float16, torch.float16, None)),
+        ("accumulation", (False, True)),
+        ("several_forwards", ()),
+        ("failing_step", ()),
+        ("uneven_use", ([(0, 1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1), (0, 1, 2)],)),
+        ("uneven_use", (SKIPS,)),
+        ("uneven", ()),
+        ("placements", ()),
+        ("offload", ()),
+        ("clipping", ()),
+        ("divide_factor", ()),
+        ("tied", ()),
+        ("checkpointed", (False,)),
+        ("in_backward_optimizer", ()),
+    ],
+)
+def test_pushes_in_all_kinds_of_programs(two, name, args):
+    for result in two.run(ways.forced, "push", name, *args):
+        assert result["differences"] == []
+        assert result["stats"]["served"] > 0
+        assert result["stats"]["copies"] == 0
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid_accumulation"])
+def test_pushes_over_two_meshes(name):
+    with RankPool(4) as four:
+        for result in four.run(ways.forced, "push", name):
+            assert result["differences"] == []
+            assert result["stats"]["plain"] == 0
+
+
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_nobody_pushes_over_what_a_peer_has_yet_to_sum(two, blocks):
+    """With an even and an odd number of reductions in a step."""
+    for result in two.run(ways.late_sums, blocks):
+        assert result["differences"] == []
+
+
+def test_what_is_pushed_has_two_slots(two):
+    """Half floats are divided before they are reduced, so they go another way."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for result in two.run(ways.slots, dtype):
+            assert result["differences"] == []
+            if dtype == torch.bfloat16:
+                assert result["looked"] == [("slot, push", True)] * 2
+            else:
+                assert not any("push" in where for where, _ in result["looked"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_16_bit_sums_are_rounded_once(dtype):
     roundings = 2.0 if dtype == torch.float32 else 0.51  # 32 bits: once for each of four ranks

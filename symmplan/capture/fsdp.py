@@ -47,6 +47,9 @@ def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
     return next(((spec, r) for r in spec.requirements if r.where == f"{_WHERE[kind]}_tensor"), None)
 
 
+#: Alignment of slots in bytes: a copy's, on any device.
+_SLOT_ALIGN = 512
+
 _UNDECLARED = "it is not declared that its buffer must be symmetric"
 
 
@@ -92,6 +95,8 @@ class Way:
         name: ``"ordinary"``: in ordinary memory. ``"symmetric"``: in its placement, through the
             program's own communicator. ``"copy engine"``: in its placement, without kernels; a
             reduce-scatter as an all-to-all into a second placement, which is summed locally.
+            ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
+            each group has two.
         reason: Why it stays in ordinary memory.
     """
 
@@ -264,6 +269,8 @@ def problem_of(
     together: list[tuple[str, str]] = []
     first: dict[str, str] = {}
     hosted: dict[str, GuestBytes] = {}
+    slots: dict[str, list[Buffer]] = {}
+    pushed: dict[str, int] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
     for number, recording in enumerate(recordings):
         calls: list[Planned] = []
@@ -278,6 +285,7 @@ def problem_of(
         names = {i: _name(number, i, recording.collectives[i].key) for i in recording.ran}
         planned: dict[int, str] = {}
         received: dict[int, str] = {}
+        pushes: dict[int, tuple[str, str]] = {}
         for index, name in names.items():
             call = recording.collectives[index].call
             facts = declared[call.key.kind]
@@ -286,6 +294,13 @@ def problem_of(
                 calls.append(Planned(call, None, way=way))
                 words = (_OP[call.key.kind], _WHERE[call.key.kind], way.reason)
                 unplanned.append(Unplanned(name, *words, call.nbytes))
+                continue
+            if way.name == "push":
+                turn = pushed[call.group] = pushed.get(call.group, -1) + 1
+                mine = slots.setdefault(call.group, [])
+                slot = _slot(mine, turn, list(slots).index(call.group), call)
+                pushes[index] = name, slot
+                calls.append(Planned(call, slot, way=way))
                 continue
             planned[index] = name
             made = _buffer(name, call, way, facts[1], persistent=index not in dropped)
@@ -313,6 +328,13 @@ def problem_of(
                         Access(run, guest.name, write=True, remote=True, enters=True, releases=True)
                     )
                 continue
+            if index in pushes and what == "run":
+                name, slot = pushes[index]
+                call = recording.collectives[index].call
+                facts = declared[call.key.kind]
+                assert facts is not None
+                operations.append(_launch(f"{name}.run", call, facts[0]))
+                accesses.append(Access(f"{name}.run", slot, write=True, remote=True, releases=True))
             buffer = planned.get(index)
             if buffer is None:
                 continue
@@ -338,6 +360,7 @@ def problem_of(
         Buffer(g.name, g.nbytes, g.group, align=g.align, op=g.user, where="carve-out")
         for g in hosted.values()
     )
+    buffers += (slot for of in slots.values() for slot in of)
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(
         buffers=buffers,
@@ -431,6 +454,25 @@ def _received(name: str, call: Call, way: Way) -> Buffer:
         dtype=call.key.dtype,
         shape=(call.key.numel,),
     )
+
+
+def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:
+    """The slot of a group's next push, made as large as it has to be."""
+    if len(slots) <= turn % 2:
+        slots.append(
+            Buffer(
+                f"slot{number}.{turn}",
+                call.nbytes,
+                call.group,
+                align=_SLOT_ALIGN,
+                persistent=True,
+                op=_OP[call.key.kind],
+                where="slot, push",
+            )
+        )
+    slot = slots[turn % 2]
+    slots[turn % 2] = evolve(slot, nbytes=max(slot.nbytes, call.nbytes))
+    return slot.name
 
 
 def _shared(

@@ -10,7 +10,7 @@ __all__ = ["DEFAULT_ALIGN", "OpSpec", "Requirement", "WayName"]
 
 #: How a collective runs: in ordinary memory; in a placement, over the program's own communicator;
 #: in a placement, by copy engines, over a communicator of their own.
-WayName: TypeAlias = Literal["ordinary", "symmetric", "copy engine"]
+WayName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push"]
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.

@@ -46,7 +46,8 @@ class Choice:
         group: Name of the process group.
         ranks: How many ranks it has.
         seconds: ``{way: time of the slowest rank}``, copies included.
-        way: The way that was chosen: ``"ordinary"``, ``"symmetric"`` or ``"copy engine"``.
+        way: The way that was chosen: ``"ordinary"``, ``"symmetric"``, ``"copy engine"`` or
+            ``"push"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that a graph runs beside it, the
@@ -93,10 +94,10 @@ def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> Way
         kernels: Whether ordinary collectives are kernels on the device that computes.
         beside: Whether anything computes meanwhile.
     """
-    ways: tuple[WayName, ...] = ("symmetric", "ordinary", "copy engine")
+    ways: tuple[WayName, ...] = ("symmetric", "ordinary", "push", "copy engine")
     if kernels:
-        ways = ("ordinary", "copy engine", "symmetric")
+        ways = ("ordinary", "push", "copy engine", "symmetric")
     if kernels and beside:
-        ways = ("copy engine", "ordinary", "symmetric")
+        ways = ("push", "copy engine", "ordinary", "symmetric")
     enough = min(seconds.values()) / ALIKE
     return next(w for w in ways if seconds.get(w, float("inf")) <= enough)

@@ -117,7 +117,7 @@ def choose_ways(
     choose = options.chosen(device)
     nodes = list(dict.fromkeys(site.node for site in captured.sites if site.buffer is not None))
     rows = {n: row for n in nodes if (row := lowerings.row(captured.specs[n])) is not None}
-    if choose == "symmetric" or not rows:
+    if choose in ("symmetric", "push") or not rows:
         return Chosen()
     if choose == "ordinary":
         return Chosen(dict.fromkeys(rows, "choose='ordinary'"))

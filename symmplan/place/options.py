@@ -33,7 +33,9 @@ class Options:
             memory is left out of the plan. ``"placed"``, the same as ``"symmetric"``: all that can
             be is in symmetric memory. ``"ordinary"``: no collective is, only ops that need it.
             ``"copy engine"``: collectives that have it run without kernels where the memory backend
-            has copy engines, the others in symmetric memory. ``"auto"``: measured on devices,
+            has copy engines, the others in symmetric memory. ``"push"``: FSDP2's reduce-scatters
+            are pushes of gradients into peers' memory, its gathers run by copy engines where there
+            are any; all else is in symmetric memory. ``"auto"``: measured on devices,
             placed elsewhere, as shared memory between processes is always faster.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.

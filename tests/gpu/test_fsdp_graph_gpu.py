@@ -110,7 +110,7 @@ def _compared(rank, world, choose):
     return bits, far, counts, [float(x) for x in mine[:24:6]]
 
 
-@pytest.mark.parametrize("choose", ["placed", "copy engine", "measure"])
+@pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "measure"])
 def test_replays_are_steps(pool, choose):
     """Bit for bit those that are not captured, while ranks are late in turn."""
     for bits, far, counts, losses in pool.run(_compared, choose):

@@ -158,12 +158,11 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         assert len(gathers) == len(reductions) == 1
         assert count(found, "ncclDevKernel_AllGather") == 1 + 2 * LAYERS * (gathers == {"ordinary"})
         assert bool(count(found, "ncclSym", "AllGather")) is (gathers == {"symmetric"})
-        kernels = 1 + LAYERS * (reductions != {"copy engine"})
+        kernels = 1 + LAYERS * (reductions <= {"ordinary", "symmetric"})
         assert count(found, "nccl", "ReduceScatter") == kernels
-        # In symmetric memory, too, NCCL takes a ring where it expects that to be faster.
-        assert reductions == {"symmetric"} or count(found, "ncclSym", "ReduceScatter") == 0
+        assert bool(count(found, "ncclSym", "ReduceScatter")) is (reductions == {"symmetric"})
         engines = 2 * LAYERS * (gathers == {"copy engine"})
-        engines += LAYERS * (reductions == {"copy engine"})
+        engines += LAYERS * (reductions <= {"copy engine", "push"})
         assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
         assert bool(count(found, "Memcpy PtoP")) is bool(engines)
 
@@ -176,7 +175,8 @@ def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
         for found in own.run(seen_forced, kind):
             print(found)
             assert {w for (k, _), w in found["ways"].items() if k == kind} == {"ordinary"}
-            assert {w for (k, _), w in found["ways"].items() if k != kind} == {"copy engine"}
+            others = {w for (k, _), w in found["ways"].items() if k != kind}
+            assert others in ({"copy engine"}, {"push"})
             assert found["stats"]["segment_bytes"] == found["stats"]["lower_bound_bytes"] > 0
         own.outcomes(finish)
 

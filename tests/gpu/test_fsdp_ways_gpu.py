@@ -194,7 +194,7 @@ def tenants(rank, world, waits):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("choose", ["placed", "copy engine", "measure"])
+@pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "measure"])
 def test_twenty_steps_are_those_of_plain_fsdp2(pool, choose, bf16):
     for result in pool.run(parity, choose, bf16, False):
         assert result["differences"] == []
@@ -208,7 +208,7 @@ def test_gathers_have_the_same_bits_on_any_number_of_ranks(pool, choose):
         assert result["stats"]["plain"] == result["stats"]["copies"] == 0
 
 
-@pytest.mark.parametrize("choose", ["placed", "copy engine", "measure"])
+@pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "measure"])
 def test_what_the_plan_says_is_what_runs(pool, choose):
     results = pool.run(profiled, choose)
     assert len({r["summary"] for r in results}) == 1
@@ -228,11 +228,12 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
             ring = any("ncclDevKernel" in name for name in of_kind)
             assert symmetric == ("symmetric" in ways), (ways, names)
             assert ring == ("ordinary" in ways), (ways, names)
-            engines = engines or "copy engine" in ways
+            engines = engines or bool({"copy engine", "push"} & ways)
         assert (copied > 0) == engines
     if choose != "measure":
         wanted = {"placed": "symmetric"}.get(choose, choose)
-        assert {where.split(", ")[1] for _, where in told["placed"]} == {wanted}
+        ways = {where.split(", ")[1] for _, where in told["placed"]}
+        assert ways == ({"copy engine", "push"} if wanted == "push" else {wanted})
         assert told["ordinary"] == []
     assert told["rendezvous"] <= told["segments"] * (1 if choose == "placed" else 3)
 

@@ -67,7 +67,9 @@ class Choices:
         if choice is not None:
             self.all = tuple(dict.fromkeys((*self.all, choice)))
             return Way(choice.way, choice.reason)
-        if self._choose == "copy engine":
+        if self._choose == "push" and self._pushes(call):
+            return Way("push")
+        if self._choose in ("copy engine", "push"):
             return Way("copy engine")
         if self._choose == "ordinary":
             return Way("ordinary", "choose='ordinary'")
@@ -76,6 +78,15 @@ class Choices:
         if self._choose == "measure":
             return Way("ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory")
         return Way("symmetric")
+
+    def _pushes(self, call: Call) -> bool:
+        """Whether a reduction can be made of pushes: FSDP2 divides others before it reduces."""
+        return (
+            call.key.kind == "reduce_scatter"
+            and call.key.dtype in ("torch.float32", "torch.bfloat16")
+            and self._memory != "local"
+            and fsdp2.has_copy_in()
+        )
 
     def _splits_words(self, call: Call) -> bool:
         part = call.nbytes // self._groups[call.group].size()
@@ -169,11 +180,29 @@ class Choices:
             output = plain.new_zeros(count)
             op = _op(placed)
             for way, memory, tensor, over in ways:
-                acts[way] = scatters(memory, scatter, output, tensor, over, op, async_op=False)
+                act = scatters(memory, scatter, output, tensor, over, op, async_op=False)
+                acts[way] = _copied_in(tensor, placed if tensor is plain else plain, act)
             if engines is not None and planned.received is not None:
                 received = there[planned.received].view(dtype)
-                acts["copy engine"] = exchanges(output, placed, received, engines.exchange, op)
+                act = exchanges(output, placed, received, engines.exchange, op)
+                acts["copy engine"] = _copied_in(placed, plain, act)
+                if self._pushes(call):  # they are such an all-to-all of what need not be copied
+                    acts["push"] = act
         return {way: _then(act) for way, act in acts.items() if act is not None}
+
+
+def _copied_in(
+    target: torch.Tensor, source: torch.Tensor, act: Callable[[], Any] | None
+) -> Callable[[], Any] | None:
+    """FSDP2 arranges gradients in one tensor before it reduces that."""
+    if act is None:
+        return None
+
+    def run() -> Any:
+        target.copy_(source)
+        return act()
+
+    return run
 
 
 def _then(act: Callable[[], Any]) -> Act:

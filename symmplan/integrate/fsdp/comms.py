@@ -140,7 +140,9 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             input_tensor,
             group,
             lambda where: (
-                scatters(
+                where.pushes.reduce(output_tensor, op)
+                if where.pushes is not None
+                else scatters(
                     self._runtime.memory.name,
                     self._plain,
                     output_tensor,

@@ -20,6 +20,8 @@ import torch
 
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.bytes import Bytes, Tenant
+from symmplan.integrate.fsdp.push import Pushes
+from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import fits, give_back, obtain
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call, Way
+    from symmplan.integrate.fsdp.schedule import Spot
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
     from symmplan.place.guests import Guest
@@ -67,6 +70,7 @@ class Memory:
         self._arenas: list[Arena] = []
         self._users: dict[str, Bytes] = {}
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
+        self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
         weakref.finalize(self, give_back, self._arenas).atexit = False
 
@@ -228,6 +232,18 @@ class Memory:
             return self.groups[call.group]
         return engines.gather if call.key.kind == "all_gather" else engines.exchange
 
+    def pushes(self, spot: Spot) -> Pushes:
+        """What reduces over a collective's group by pushes."""
+        assert spot.place is not None
+        group = spot.call.group
+        if group not in self._pushes:
+            segment = self._arenas[0].segments[spot.place.segment]
+            engines = self.engines.get(group)
+            meets = segment.meeting(self.groups[group] if engines is None else engines.exchange)
+            peers, rank = segment.peers(self.groups[group]), self.groups[group].rank()
+            self._pushes[group] = Pushes(peers, meets, rank, self.device)
+        return self._pushes[group]
+
     # Segments.
 
     def hold(self, plan: Plan, *, settled: bool) -> None:
@@ -269,8 +285,10 @@ class Memory:
         if choose == "copy engine":
             require(self.groups, self.engines, arena.memory)
         self.rendezvous += arena.rendezvous - met
+        warm_up(self.device)
         self._users = {name: Bytes() for name in arena.segments}
         self._views.clear()
+        self._pushes.clear()
 
     def meet_engines(self, arena: Arena) -> dict[str, Engines]:
         """Register ``arena`` with the copy engines' communicators, if there are any.
@@ -287,6 +305,7 @@ class Memory:
         Collective: no.
         """
         self._views.clear()
+        self._pushes.clear()
         if self._device is not None:
             synchronize(self._device)
         give_back(self._arenas)

@@ -6,12 +6,14 @@ which makes them as it likes; copy engines run them over communicators of their 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from symmplan import _compat as compat
+from symmplan.integrate.fsdp.sums import sum_rows
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import own_work
@@ -21,7 +23,7 @@ from symmplan.place.ways import Lowerings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["exchanges", "gathers", "scatters"]
+__all__ = ["exchanges", "gathers", "scatters", "summed_over_ranks"]
 
 
 def gathers(
@@ -109,9 +111,7 @@ def _summed(
     NCCL has symmetric kernels for plain sums alone (until 2.30), and in 2.28 for results that are
     symmetric, too: this rank's part of ``source`` is.
     """
-    factor = compat.premul_factor(op)
-    if factor is None:
-        factor = {"sum": 1.0, "avg": 1.0 / group.size()}.get(_reduction(op) or "")
+    factor = _factor(op, group.size())
     if factor is None or not source.dtype.is_floating_point:
         return None
     count = output.numel()
@@ -150,9 +150,8 @@ def exchanges(
 ) -> Callable[[], Any] | None:
     """What reduces and scatters ``source`` as an all-to-all and a local sum.
 
-    The sum runs over the ranks in their order: 16-bit floats are accumulated in 32 bits and rounded
-    once, and once more if the reduction has a factor of its own. NCCL's own kernels round
-    otherwise, so the last bits differ.
+    The sum runs over the ranks in their order, see `symmplan.integrate.fsdp.sums`. NCCL's own
+    kernels round otherwise, so the last bits differ.
 
     Args:
         output: This rank's part of the result, in any memory.
@@ -164,22 +163,33 @@ def exchanges(
     Returns:
         None if the reduction is no sum, average, or sum with a factor.
     """
-    factor = compat.premul_factor(op)
-    reduction = "sum" if factor is not None else _reduction(op)
-    reduce = {"sum": torch.sum, "avg": torch.mean}.get(reduction or "")
-    if reduce is None:
+    total = summed_over_ranks(output, group.size(), op)
+    if total is None:
         return None
-    total = output.view(-1)
 
     @own_work
     def act() -> None:
         with off_default_stream(source.device):
             compat.all_to_all(received, source, group)
-        reduce(received.view(group.size(), -1), 0, out=total)
-        if factor is not None:
-            total.mul_(factor)
+        total(received.view(group.size(), -1))
 
     return act
+
+
+def summed_over_ranks(
+    output: torch.Tensor, ranks: int, op: Any
+) -> Callable[[torch.Tensor], None] | None:
+    """What sums the rows of a ``(ranks, numel)`` tensor; None if the reduction is no scaled sum."""
+    factor = _factor(op, ranks)
+    if factor is None:
+        return None
+    return functools.partial(sum_rows, total=output.view(-1), scale=factor)
+
+
+def _factor(op: Any, ranks: int) -> float | None:
+    """What a reduction multiplies a sum with; None if it is no such sum."""
+    factor = compat.premul_factor(op)
+    return {"sum": 1.0, "avg": 1 / ranks}.get(_reduction(op) or "") if factor is None else factor
 
 
 def _reduction(op: Any) -> str | None:

@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmplan import _compat
+from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Key, Recording
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp.memory import Memory
@@ -88,6 +90,7 @@ class Runtime:
         self._was_backward = False
         self._strange = False
         WATCHERS.add(self)
+        fsdp2.watch_copy_in()
 
     def guest_ran(self, guest: Guest) -> None:
         """Somebody's graph begins to run. See [Note: guests] in `symmplan.place.guests`."""
@@ -119,11 +122,14 @@ class Runtime:
         self._arrived = None
         spot = self._follow(key)
         tenant: Tenant | None = None
-        if spot is not None and spot.place is not None and not spot.direct:
+        if spot is not None and spot.place is not None and spot.way.name == "push":
+            base = self.memory.at(spot.place)[: key.numel * dtype.itemsize].view(dtype)
+            send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
+            fsdp2.COPY_INS[base.data_ptr()] = send
+        elif spot is not None and spot.place is not None and not spot.direct:
             tenant = self.memory.take(spot.place)
-            if tenant is not None:
-                base = self.memory.at(spot.place, dtype)
-        if tenant is None:
+            base = plain() if tenant is None else self.memory.at(spot.place, dtype)
+        else:
             base = plain()
         slot = Slot(key, base, spot=spot, tenant=tenant)
         if self._log is not None:
@@ -230,6 +236,15 @@ class Runtime:
         self._was_backward = _is_backward(slot.key)
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._way(slot, name, in_place)
+        if act is None and _pushed(slot):
+            raise RunError(
+                f"the gradients of FSDP module {slot.key.site!r} were pushed to its peers",
+                expected="a sum or an average over the group of the plan",
+                got=f"{reason}, over group {name!r}",
+                fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
+                "changes",
+                module=slot.key.site,
+            )
         done = slot.key.kind == "reduce_scatter"
         if act is None:
             work = plain(slot.base)
@@ -238,7 +253,7 @@ class Runtime:
             else:
                 self.counts.plain += 1
                 self.counts.because(reason)
-        elif slot.tenant is not None:
+        elif slot.tenant is not None or _pushed(slot):
             work = act()
             self.counts.bound += 1
         else:
@@ -272,6 +287,9 @@ class Runtime:
         if slot.spot.call.group != group:
             self._strange = True
             return _OTHER_GROUP, None
+        if _pushed(slot):
+            pushes = self.memory.pushes(slot.spot)
+            return _OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
         where = self._where(slot.spot, slot.spot.place, slot.base)
         act = in_place(where)
         received = slot.spot.received
@@ -370,6 +388,11 @@ class Runtime:
             direct.remove()
         self.planning.directs.clear()
         self.memory.release()
+
+
+def _pushed(slot: Slot) -> bool:
+    """Whether what is reduced has left for the peers, see `symmplan.integrate.fsdp.push`."""
+    return slot.spot is not None and slot.spot.place is not None and slot.spot.way.name == "push"
 
 
 def _itemsize(dtype: str) -> int:

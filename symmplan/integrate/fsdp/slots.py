@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Key, Recording
     from symmplan.integrate.fsdp.bytes import Tenant
+    from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import Spot
 
 __all__ = ["Counts", "Slot", "Where"]
@@ -24,11 +25,13 @@ class Where:
         target: The bytes of its placement, as a tensor like the buffer that FSDP2 has.
         group: The process group over which it runs.
         received: Where the output of its all-to-all lies; None if it has none.
+        pushes: What has pushed its input; None if that lies in ``target``.
     """
 
     target: torch.Tensor
     group: Any
     received: torch.Tensor | None = None
+    pushes: Pushes | None = None
 
 
 @define(eq=False)

@@ -1,0 +1,29 @@
+"""The kernel of `symmplan.integrate.fsdp.sums`; only where Triton is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_rows"]
+
+
+@triton.jit
+def add_rows(
+    rows: Any,
+    out: Any,
+    numel: Any,
+    scale: Any,
+    ranks: Any,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """``out = (the sum of all rows) * scale``, accumulated in 32 bits."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(ranks):
+        total += tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
+        rows += numel
+    tl.store(out + at, (total * scale).to(out.dtype.element_ty), mask=inside)
