@@ -140,8 +140,8 @@ def late_sums(rank, world, blocks):
 
     original, count = push.summed_over_ranks, [0]
 
-    def late(output, op):
-        total = original(output, op)
+    def late(output, ranks, op):
+        total = original(output, ranks, op)
 
         def reduce(rows):
             count[0] += 1
