@@ -10,12 +10,11 @@ from attrs import evolve, frozen
 from symmplan.errors import CapacityError, PlanningError
 from symmplan.model import Bound, Placement, Plan, SegmentSpec
 from symmplan.planner.barriers import barriers_of
-from symmplan.planner.interference import conflicts_of
-from symmplan.planner.items import items_of
+from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing.bound import heaviest
 from symmplan.planner.packing.solve import pack
 from symmplan.planner.packing.task import task_of
-from symmplan.planner.segments import linked, mergeable, rules_of
+from symmplan.planner.segments import Rules, linked, mergeable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from symmplan.model import Problem
     from symmplan.planner.items import Items
     from symmplan.planner.packing.task import Packing, Task
-    from symmplan.planner.segments import Rules
 
     Ints = NDArray[np.int64]
 
@@ -72,8 +70,7 @@ def plan(
             fix="pass bytes as int",
         )
     items = items_of(problem)
-    rules = rules_of(problem, items)
-    families = _families(problem, items, rules, effort, capacity)
+    families = _families(problem, items, effort, capacity)
     result = _assemble(problem, items, families, effort)
     if capacity is not None and result.peak_bytes > capacity:
         _raise_capacity(result, capacity)
@@ -81,11 +78,7 @@ def plan(
 
 
 def check_effort(effort: str) -> None:
-    """Whether there is such an effort.
-
-    Raises:
-        PlanningError: There is not.
-    """
+    """Raise `PlanningError` if there is no such effort."""
     if effort not in ("fast", "optimal"):
         raise PlanningError(
             f"effort is {effort!r}",
@@ -95,10 +88,9 @@ def check_effort(effort: str) -> None:
         )
 
 
-def _families(
-    problem: Problem, items: Items, rules: Rules, effort: str, capacity: int | None
-) -> list[_Family]:
+def _families(problem: Problem, items: Items, effort: str, capacity: int | None) -> list[_Family]:
     """One family per group, merged where sharing a segment lowers the total."""
+    rules = Rules(problem, items)
     goal = capacity if len(items.groups) == 1 else None
     singles = {g: _solve(items, rules, (g,), effort, goal) for g in range(len(items.groups))}
     done: list[_Family] = []
@@ -132,9 +124,7 @@ def _solve(
 def _check_pins(items: Items, task: Task) -> None:
     """Pinned items that conflict must not overlap; nothing could mend that."""
     pinned = task.take(np.flatnonzero(task.pin >= 0))
-    if len(pinned) < 2:
-        return
-    a, b = conflicts_of(pinned.start, pinned.stop, pinned.entry, pinned.last).pairs()
+    a, b = conflicts_of(pinned).pairs()
     low = np.maximum(pinned.pin[a], pinned.pin[b])
     high = np.minimum(pinned.pin[a] + pinned.size[a], pinned.pin[b] + pinned.size[b])
     for k in np.flatnonzero(low < high)[:1].tolist():

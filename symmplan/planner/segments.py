@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from typing import TYPE_CHECKING
 
+import networkx as nx
 import numpy as np
 
 from symmplan.errors import PlanningError
@@ -19,17 +20,13 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-__all__ = ["Rules", "linked", "mergeable", "rules_of"]
+__all__ = ["Rules", "linked", "mergeable"]
 
 
 def mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
     """Sets of group numbers that may be served by one segment, largest first, without repeats.
 
     Group names take no part in the choice: they differ between ranks that run the same plan.
-
-    Args:
-        problem: Its ``shared_groups`` are used.
-        items: The items, which number the groups.
     """
     number = {name: i for i, name in enumerate(items.groups)}
     sets = {
@@ -39,17 +36,11 @@ def mergeable(problem: Problem, items: Items) -> list[tuple[int, ...]]:
 
 
 def linked(problem: Problem, items: Items) -> list[tuple[int, ...]]:
-    """Groups that could share segments, directly or through others; every group is in one set.
-
-    Args:
-        problem: Its ``shared_groups`` are used.
-        items: The items, which number the groups.
-    """
-    sets = [{g} for g in range(len(items.groups))]
+    """Groups that could share segments, directly or through others; every group is in one set."""
+    graph = nx.empty_graph(len(items.groups))
     for groups in mergeable(problem, items):
-        joined = set().union(*(s for s in sets if s & set(groups)))
-        sets = [*(s for s in sets if not s & joined), joined]
-    return sorted(tuple(sorted(s)) for s in sets)
+        nx.add_path(graph, groups)
+    return sorted(tuple(sorted(joined)) for joined in nx.connected_components(graph))
 
 
 class Rules:
@@ -57,10 +48,12 @@ class Rules:
 
     Items without such rules all go to the first segment; the others, in canonical order, to the
     first segment that takes them.
+
+    Raises:
+        PlanningError: Two buffers must share bytes and must not share a segment.
     """
 
     def __init__(self, problem: Problem, items: Items) -> None:
-        self._items = items
         self._order: Order = order_of(problem)
         owner = {name: i for i, names in enumerate(items.members) for name in names}
         self._apart: dict[int, set[int]] = {}
@@ -76,26 +69,16 @@ class Rules:
                 )
             self._apart.setdefault(x, set()).add(y)
             self._apart.setdefault(y, set()).add(x)
-        self._pad_ops: dict[int, list[int]] = {}
-        if items.pad.any():
-            pads = {b.name for b in problem.buffers if b.signal_pad}
-            ops: dict[int, set[int]] = {}
-            for access in problem.accesses:
-                if access.buffer in pads:
-                    ops.setdefault(owner[access.buffer], set()).add(
-                        self._order.index[access.operation]
-                    )
-            self._pad_ops = {i: sorted(o) for i, o in ops.items()}
+        pads = {b.name for b in problem.buffers if b.signal_pad}
+        ops: dict[int, set[int]] = {}
+        for access in problem.accesses if pads else ():
+            if access.buffer in pads:
+                op = self._order.index[access.operation]
+                ops.setdefault(owner[access.buffer], set()).add(op)
+        self._pad_ops = {i: sorted(o) for i, o in ops.items()}
 
     def assign(self, which: Ints) -> list[Ints]:
-        """Split items into segments.
-
-        Args:
-            which: Item numbers, ascending; all their groups may share a segment.
-
-        Returns:
-            The items of each segment, ascending; the first segment may be the only one.
-        """
+        """The items of each segment, ascending, of items whose groups may all share one."""
         ruled = [i for i in which.tolist() if i in self._apart or i in self._pad_ops]
         colour: dict[int, int] = {}
         pads: list[_Pads] = []
@@ -109,10 +92,8 @@ class Rules:
             while len(pads) <= c:
                 pads.append(_Pads(self._order))
             pads[c].add(ops)
-        numbers = np.zeros(len(which), dtype=np.int64)
-        for k, i in enumerate(which.tolist()):
-            numbers[k] = colour.get(i, 0)
-        return [which[numbers == c] for c in range(int(numbers.max()) + 1 if len(which) else 0)]
+        numbers = np.asarray([colour.get(i, 0) for i in which.tolist()], dtype=np.int64)
+        return [which[numbers == c] for c in range(int(numbers.max(initial=-1)) + 1)]
 
 
 class _Pads:
@@ -140,16 +121,3 @@ class _Pads:
                 if at < len(places) and places[at] < after[k, c]:
                     return True
         return False
-
-
-def rules_of(problem: Problem, items: Items) -> Rules:
-    """The rules that keep items apart.
-
-    Args:
-        problem: The problem.
-        items: Its items.
-
-    Raises:
-        PlanningError: Two buffers must share bytes and must not share a segment.
-    """
-    return Rules(problem, items)

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import define
 
-from symmplan.planner.interference import conflicts_of, count_candidates
+from symmplan.planner.items import conflicts_of, count_candidates
 from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
 from symmplan.planner.packing.greedy import first_fit, greedy_orders, sweep_fit
 from symmplan.planner.packing.improve import Improver
-from symmplan.planner.packing.space import Space
-from symmplan.planner.packing.task import Packing
+from symmplan.planner.packing.task import Packing, Space
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from symmplan.planner.interference import Conflicts
+    from symmplan.planner.items import Conflicts
     from symmplan.planner.packing.task import Task
 
     Ints = NDArray[np.int64]
@@ -61,13 +60,7 @@ class _Component:
 
 
 def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packing:
-    """Offsets for all items of a task.
-
-    Args:
-        task: What is packed.
-        effort: ``"fast"`` or ``"optimal"``.
-        goal: A peak in units that would do, or None.
-    """
+    """Offsets for all items of a task; ``goal`` is a peak in units that would do, or None."""
     if not len(task):
         none = np.zeros(0, dtype=np.int64)
         return Packing(offset=none, peak=0, bound=0, witness=none)
@@ -174,12 +167,11 @@ def _best_bound(components: list[_Component]) -> int:
 def _greedy(c: _Component, bound: int) -> None:
     """Greedy orders until one meets the bound."""
     task = c.task
-    pairs = count_candidates(task.start, task.stop)
-    if pairs > MAX_CONFLICTS:
+    if count_candidates(task) > MAX_CONFLICTS:
         c.offset = sweep_fit(task)
         c.peak = int((c.offset + task.size).max())
         return
-    c.conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+    c.conflicts = conflicts_of(task)
     spent = 0
     for order in greedy_orders(task, c.conflicts):
         offset = first_fit(task, c.conflicts, order)
