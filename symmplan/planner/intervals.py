@@ -20,19 +20,12 @@ MAX_CSV_BYTES = 1 << 30
 
 
 def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:
-    """A totally ordered problem with alignment 1 from ``(name, begin, end, nbytes)``, half-open.
+    """See `Problem.from_intervals`; alignments are 1.
 
     Time is cut where an interval begins or ends; each piece becomes one operation ``t<begin>``,
     and a buffer is accessed in the first and the last piece of its interval.
-
-    Args:
-        intervals: Name, first instant, first instant after the last, size in bytes.
-
-    Raises:
-        ProblemError: An interval is empty, a size is not positive, or a name appears twice.
     """
     rows: list[tuple[Any, ...]] = [tuple(r) for r in intervals]
-    instants: set[int] = set()
     for row in rows:
         if len(row) != 4 or not all(
             isinstance(v, int) and not isinstance(v, bool) for v in row[1:]
@@ -51,18 +44,15 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
                 fix="drop the buffer or correct its interval",
                 buffer=row[0],
             )
-        instants.add(row[1])
-        instants.add(row[2])
-    times = sorted(instants)
-    last = {t: i - 1 for i, t in enumerate(times)}
+    times = sorted({t for _, begin, end, _ in rows for t in (begin, end)})
+    place = {t: i for i, t in enumerate(times)}
     names = [f"t{t}" for t in times]
-    begins = {t: name for t, name in zip(times, names, strict=True)}  # noqa: C416 - typed
     accesses: list[Access] = []
     for name, begin, end, _ in rows:
-        first_op, last_op = begins[begin], names[last[end]]
-        accesses.append(Access(first_op, name, write=True))
-        if last_op != first_op:
-            accesses.append(Access(last_op, name))
+        first, last = names[place[begin]], names[place[end] - 1]
+        accesses.append(Access(first, name, write=True))
+        if last != first:
+            accesses.append(Access(last, name))
     return Problem(
         buffers=tuple(Buffer(name=n, nbytes=size, align=1) for n, _, _, size in rows),
         operations=tuple(Operation(name) for name in names[:-1]),
@@ -71,15 +61,7 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
 
 
 def problem_from_csv(path: str | os.PathLike[str]) -> Problem:
-    """The same from a CSV file with the columns ``id,lower,upper,size`` (others are ignored).
-
-    Args:
-        path: The file; names may repeat neither here nor anywhere.
-
-    Raises:
-        ProblemError: The file cannot be read, a column is missing, or a value is not a whole
-            number (the line is named).
-    """
+    """See `Problem.from_csv`; columns besides ``id,lower,upper,size`` are ignored."""
     try:
         if Path(path).stat().st_size > MAX_CSV_BYTES:
             raise ProblemError(

@@ -110,17 +110,12 @@ def graph_of(problem: Problem) -> nx.DiGraph[str]:
 def order_of(problem: Problem) -> Order:
     """The order of a problem's operations, computed once per problem.
 
-    Args:
-        problem: Its operations and edges are used.
-
     Raises:
         ProblemError: The order has a cycle (it is named), or is too wide to be kept.
     """
-    order: Any = problem._order
-    if order is None:
-        order = _build(problem)
-        object.__setattr__(problem, "_order", order)
-    assert isinstance(order, Order)
+    if problem._order is None:
+        object.__setattr__(problem, "_order", _build(problem))
+    order: Order = problem._order
     return order
 
 
@@ -128,18 +123,14 @@ def _build(problem: Problem) -> Order:
     streams: dict[str, list[str]] = {}
     for op in problem.operations:
         streams.setdefault(op.stream, []).append(op.name)
-    names: list[str] = []
-    stream_of: list[int] = []
-    for s, stream in enumerate(sorted(streams)):
-        names.extend(streams[stream])
-        stream_of.extend([s] * len(streams[stream]))
+    names = [name for stream in sorted(streams) for name in streams[stream]]
     count = len(names)
     number = {name: i for i, name in enumerate(names)}
-    stream_no = np.asarray(stream_of, dtype=np.int64)
+    counts = np.asarray([len(streams[stream]) for stream in sorted(streams)], dtype=np.int64)
+    stream_no = np.repeat(np.arange(len(streams)), counts)
     edges = _cross_edges(problem, number, stream_no)
     starts = np.zeros(count + 1, dtype=bool)
-    if count:
-        starts[0] = True
+    starts[0] = True
     starts[1:count] = stream_no[1:] != stream_no[:-1]
     starts[edges[:, 1]] = True
     starts[edges[:, 0] + 1] = True
@@ -166,10 +157,9 @@ def _build(problem: Problem) -> Order:
     before = _forward(links, chain_of_run, tail, chains)
     after = _backward(links, chain_of_run, place, sizes)
     # Operations follow their runs.
-    old = np.repeat(firsts[ranking] - np.append(0, np.cumsum(lengths)[:-1]), lengths)
-    old = old + np.arange(count)
     run = np.repeat(np.arange(len(firsts)), lengths)
     within = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    old = firsts[ranking][run] + within
     chain = chain_of_run[run]
     ordered = tuple(names[i] for i in old.tolist())
     return Order(
