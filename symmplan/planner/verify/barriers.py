@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
 from symmplan.model import Operation
 from symmplan.planner.verify.clocks import Clocks
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan
     from symmplan.planner.verify.sharing import Reuse
-    from symmplan.planner.verify.users import User
+    from symmplan.planner.verify.structure import User
 
 __all__ = ["check_barriers"]
 
@@ -50,22 +50,8 @@ class _Need(NamedTuple):
     heard: tuple[str, ...]  # groups, in this order
 
 
-@frozen
-class _Written:
-    """A program with its barriers, twice in a row."""
-
-    operations: tuple[Operation, ...]
-    edges: tuple[tuple[str, str], ...]
-
-
 def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) -> None:
     """Check that the listed barriers are known and suffice.
-
-    Args:
-        plan: What is checked.
-        users: Its users.
-        reuse: Consecutive users of its bytes.
-        clocks: The order of its operations.
 
     Raises:
         VerificationError: A barrier is missing (``barrier``) or makes no sense
@@ -89,7 +75,7 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
         np.asarray([clocks.number[n.later.begin] for n in needs], dtype=np.int64),
     )
     needs = [n for n, holds in zip(needs, ordered.tolist(), strict=True) if holds or n.runs]
-    _check(needs, users, Clocks(_twice(plan)))
+    _check(needs, users, _twice(plan))
 
 
 def _check_known(plan: Plan, clocks: Clocks) -> None:
@@ -167,7 +153,7 @@ def _needs(
                 yield _Need(a, b, (first, second), runs, tuple(heard))
 
 
-def _twice(plan: Plan) -> _Written:
+def _twice(plan: Plan) -> Clocks:
     """The program with its barriers before their operations, and all of it once more behind."""
     barred: dict[str, list[Operation]] = {}
     for k, barrier in enumerate(plan.barriers):
@@ -194,7 +180,7 @@ def _twice(plan: Plan) -> _Written:
         for a, b in plan.problem.edges:
             first = barred[b][0].name if b in barred else b
             edges.append((_named(a, run), _named(first, run)))
-    return _Written(tuple(operations), tuple(edges))
+    return Clocks(operations, edges)
 
 
 def _named(name: str, run: int) -> str:
@@ -231,11 +217,8 @@ def _heard(
         rows = list(table)
         for i, op in enumerate(clocks.operations):
             over = rows[i]
-            meets = op.group == group and (op.meets or op.handshake or op.release)
-            if meets and op.name not in later:
-                over = np.maximum(over, told[i])
-            for begun in op.ends:
-                j = clocks.number[begun]
+            ended = [clocks.number[begun] for begun in op.ends]
+            for j in ended if op.name in later else (i, *ended):
                 call = clocks.operations[j]
                 if call.group == group and (call.meets or call.handshake or call.release):
                     over = np.maximum(over, told[j])
