@@ -10,43 +10,39 @@ from attrs import frozen
 from symmplan.errors import DeclarationError
 from symmplan.model import Requirement
 from symmplan.registry.check import make_spec
-from symmplan.registry.rows import COLLECTIVES, Row
-from symmplan.registry.rows_left_out import NAMESPACES, NOT_SYMMETRIC
-from symmplan.registry.rows_symm_mem import SYMM_MEM
+from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
 from symmplan.registry.schema import is_defined
 
 if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.registry.schema import Schema
 
-__all__ = ["Entry", "entry_of", "names", "spec_of"]
+__all__ = ["Entry", "entry_of", "spec_of"]
 
 NOT_CATALOGUED = "not catalogued: new in this torch"
 
 
 @frozen
 class Entry:
-    """What the catalogue says of one op.
+    """What is said of one op.
 
     Attributes:
+        op: Qualified name with overload.
         spec: What is declared of it, or None.
-        note: What to know, or why nothing is declared.
-        known: Whether the catalogue has decided about the op as this torch defines it.
+        note: For people: what to know, or why nothing is declared.
+        known: Whether somebody decided about it: False for an op that a new torch brought, and for
+            a declaration that does not fit its op.
     """
 
+    op: str
     spec: OpSpec | None
-    note: str
+    note: str = ""
     known: bool = True
 
 
 @functools.cache
 def _rows() -> dict[str, Row]:
     return {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
-
-
-def names() -> list[str]:
-    """Qualified names without overload of all rows, sorted."""
-    return sorted(_rows())
 
 
 def spec_of(schema: Schema) -> OpSpec | None:
@@ -70,13 +66,13 @@ def entry_of(schema: Schema) -> Entry | None:
     row = _row_of(schema)
     if row is not None:
         try:
-            return Entry(_spec(row, schema), row.note)
+            return Entry(schema.op, _spec(row, schema), row.note)
         except DeclarationError as error:
-            return Entry(None, f"changed in this torch: {error.what}", known=False)
+            return Entry(schema.op, None, f"changed in this torch: {error.what}", known=False)
     if name in NOT_SYMMETRIC:
-        return Entry(None, NOT_SYMMETRIC[name])
+        return Entry(schema.op, None, NOT_SYMMETRIC[name])
     if name.partition("::")[0] in NAMESPACES:
-        return Entry(None, NOT_CATALOGUED, known=False)
+        return Entry(schema.op, None, NOT_CATALOGUED, known=False)
     return None
 
 

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve
 
 from symmplan.errors import DeclarationError
-from symmplan.registry import _upstream, catalogue
-from symmplan.registry.rows_left_out import NAMESPACES
+from symmplan.registry import _upstream
+from symmplan.registry.catalogue import Entry, entry_of
+from symmplan.registry.declare import overruled, overruled_note, store
+from symmplan.registry.rows import NAMESPACES
 from symmplan.registry.schema import resolve, schema_of
-from symmplan.registry.store import overruled, overruled_note, store
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-    from symmplan.model import OpSpec
-
 __all__ = ["Entry", "describe_op", "inventory"]
-
-
-@frozen
-class Entry:
-    """One op.
-
-    Attributes:
-        op: Qualified name with overload.
-        spec: What is declared of it, or None.
-        note: For people: what to know, or why nothing is declared.
-        known: Whether somebody decided about it: False for an op that a new torch brought, and for
-            a declaration that does not fit its op.
-    """
-
-    op: str
-    spec: OpSpec | None
-    note: str = ""
-    known: bool = True
 
 
 def inventory() -> list[Entry]:
@@ -66,7 +47,7 @@ def describe_op(op: OpOverload) -> Entry:
     Collective: no.
     """
     schema = schema_of(op)
-    listed = catalogue.entry_of(schema)
+    listed = entry_of(schema)
     try:
         spec = store.spec_for(op)
     except DeclarationError as error:
@@ -74,7 +55,7 @@ def describe_op(op: OpOverload) -> Entry:
     if spec is None:
         if listed is None:
             return Entry(schema.op, None, "nobody declared it", known=False)
-        return Entry(schema.op, None, listed.note, known=listed.known)
+        return evolve(listed, spec=None)
     notes = [listed.note] if listed is not None and spec.origin == "catalogue" else []
     upstream = _upstream.declared_arguments(op)
     if spec.origin == "user":
