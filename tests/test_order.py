@@ -11,13 +11,13 @@ from strategies import problems
 
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.planner.instances import stream_program
 from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.order import order_of
 from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
 from symmplan.planner.packing.task import task_of
 from symmplan.planner.verify.clocks import Clocks
 from symmplan.testing import conflicts, happens_before, heaviest_set, linear_extensions
+from symmplan_bench.instances import stream_program
 
 PLAIN = {"remote": False, "pins": False, "groups": ("g",)}
 

@@ -22,9 +22,10 @@ from attrs import evolve
 from symmplan.cli.machine import hardware
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
-from symmplan.planner import instances, plan
+from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing.task import task_of
+from symmplan_bench import instances
 
 if TYPE_CHECKING:
     import argparse
