@@ -94,40 +94,30 @@ def _whole(value: object) -> bool:
 
 
 def _check_buffer(b: Buffer) -> None:
+    got: object
     if not _whole(b.nbytes) or not 0 < b.nbytes <= MAX_BYTES:
-        raise ProblemError(
-            f"buffer {b.name!r} has a size of {b.nbytes!r} bytes",
-            expected=f"a whole number from 1 to {MAX_BYTES}",
-            got=repr(b.nbytes),
-            fix="leave empty tensors out of the problem; give sizes in bytes as int",
-            buffer=b.name,
-        )
-    if not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_ALIGN:
-        raise ProblemError(
-            f"buffer {b.name!r} asks for an alignment of {b.align!r} bytes",
-            expected=f"a power of two, at most {MAX_ALIGN}",
-            got=repr(b.align),
-            fix="use 1, 2, 4, ..., 256, ...",
-            buffer=b.name,
-        )
-    if not isinstance(b.group, str) or not b.group:
-        raise ProblemError(
-            f"buffer {b.name!r} names the group {b.group!r}",
-            expected="a non-empty string",
-            got=repr(b.group),
-            fix="name the process group over which the buffer is symmetric",
-            buffer=b.name,
-        )
-    if b.offset is None:
+        got, what = b.nbytes, f"has a size of {b.nbytes!r} bytes"
+        expected = f"a whole number from 1 to {MAX_BYTES}"
+        fix = "leave empty tensors out of the problem; give sizes in bytes as int"
+    elif not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_ALIGN:
+        got, what = b.align, f"asks for an alignment of {b.align!r} bytes"
+        expected = f"a power of two, at most {MAX_ALIGN}"
+        fix = "use 1, 2, 4, ..., 256, ..."
+    elif not isinstance(b.group, str) or not b.group:
+        got, what = b.group, f"names the group {b.group!r}"
+        expected = "a non-empty string"
+        fix = "name the process group over which the buffer is symmetric"
+    elif b.offset is not None and not (
+        _whole(b.offset) and 0 <= b.offset <= MAX_BYTES and b.offset % b.align == 0
+    ):
+        got, what = b.offset, f"is pinned at byte {b.offset!r}, its alignment is {b.align}"
+        expected = f"a multiple of {b.align}, zero or more"
+        fix = "move the pin to an aligned offset or lower the alignment"
+    else:
         return
-    if not _whole(b.offset) or not 0 <= b.offset <= MAX_BYTES or b.offset % b.align:
-        raise ProblemError(
-            f"buffer {b.name!r} is pinned at byte {b.offset!r}, its alignment is {b.align}",
-            expected=f"a multiple of {b.align}, zero or more",
-            got=repr(b.offset),
-            fix="move the pin to an aligned offset or lower the alignment",
-            buffer=b.name,
-        )
+    raise ProblemError(
+        f"buffer {b.name!r} {what}", expected=expected, got=repr(got), fix=fix, buffer=b.name
+    )
 
 
 def _check_accesses(problem: Problem, buffers: dict[str, Any], operations: dict[str, Any]) -> None:

@@ -154,8 +154,11 @@ def _build(problem: Problem) -> Order:
             fix="put operations that follow each other on one stream",
         )
     place, tail, sizes = _places(chain_of_run, lengths, chains)
-    before = _forward(links, chain_of_run, tail, chains)
-    after = _backward(links, chain_of_run, place, sizes)
+    before = _clock(links, chain_of_run, tail, chains)
+    # Seen from the end, places are counted down and what comes after comes before.
+    back = links[np.lexsort((links[:, 1], links[:, 0]))][::-1, ::-1]
+    left = _clock(back, chain_of_run, sizes[chain_of_run] + 1 - place, chains)
+    after = (sizes + 1 - left).astype(np.int32)
     # Operations follow their runs.
     run = np.repeat(np.arange(len(firsts)), lengths)
     within = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -265,26 +268,14 @@ def _places(chain: Ints, lengths: Ints, chains: int) -> tuple[Ints, Ints, Ints]:
     return place, place + lengths - 1, sizes
 
 
-def _forward(links: Ints, chain: Ints, tail: Ints, chains: int) -> NDArray[np.int32]:
+def _clock(links: Ints, chain: Ints, place: Ints, chains: int) -> NDArray[np.int32]:
+    """Per run and chain, the highest place among runs before it; links are sorted by target."""
     clock = np.zeros((len(chain), chains), dtype=np.int32)
     rows = list(clock)
-    own, last = chain.tolist(), tail.tolist()
-    for p, r in links.tolist():  # sorted by target, so sources are complete
+    own, last = chain.tolist(), place.tolist()
+    for p, r in links.tolist():  # so sources are complete
         row = rows[r]
         np.maximum(row, rows[p], out=row)
         c = own[p]
         row[c] = max(row[c], last[p])
-    return clock
-
-
-def _backward(links: Ints, chain: Ints, place: Ints, sizes: Ints) -> NDArray[np.int32]:
-    clock = np.empty((len(chain), len(sizes)), dtype=np.int32)
-    clock[:] = sizes + 1
-    rows = list(clock)
-    own, first = chain.tolist(), place.tolist()
-    for p, r in links[np.lexsort((links[:, 1], links[:, 0]))][::-1].tolist():
-        row = rows[p]
-        np.minimum(row, rows[r], out=row)
-        c = own[r]
-        row[c] = min(row[c], first[r])
     return clock

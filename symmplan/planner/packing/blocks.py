@@ -83,20 +83,19 @@ class Blocks:
 
 
 class _Glue:
-    def __init__(
-        self, low: Ints, high: Ints, size: Ints, slack: Ints, target: int, style: Style
-    ) -> None:
-        count = len(size)
-        self.low, self.high, self.size, self.slack = low.copy(), high.copy(), size.copy(), slack
+    def __init__(self, space: Space, target: int, style: Style) -> None:
+        count = len(space)
+        self.low, self.high, self.size = space.low.copy(), space.high.copy(), space.size.copy()
+        self.slack = target - space.load
         self.alive = np.ones(count, dtype=bool)
         self.blocks: list[Block] = [((i, 0),) for i in range(count)]
         self.shift = max(0, int(target).bit_length() - _BITS)
         goal = max(1, target >> self.shift)
-        weight = _WEIGHT * goal // (goal + 20 * np.maximum(slack >> self.shift, 0)) + 1
+        weight = _WEIGHT * goal // (goal + 20 * np.maximum(self.slack >> self.shift, 0)) + 1
         weight = weight**style.power if style.power < 2 else weight * weight // _WEIGHT + 1
         self.weights = np.append(0, np.cumsum(weight.astype(np.int64)))
         self.style = style
-        self.area = self._weigh(low, high, size)
+        self.area = self._weigh(self.low, self.high, self.size)
         self.noise = _noise(count, style) if style.noise else None
         self.cost = np.stack([self.row(i) for i in range(count)])
         self.best = self.cost.min(axis=1)
@@ -187,12 +186,9 @@ def glue(space: Space, target: int, style: Style, stages: tuple[int, ...]) -> It
     blocks must still allow, ``stages`` are the numbers of blocks at which to yield, besides the
     last.
     """
-    state = _Glue(space.low, space.high, space.size, target - space.load, target, style)
+    state = _Glue(space, target, style)
     left = len(space)
-    while True:
-        done = state.step()
-        if done is None:
-            break
+    while (done := state.step()) is not None:
         left -= done
         if done and left in stages:
             yield state.snapshot()

@@ -58,17 +58,15 @@ class Improver:
         self._blame = np.zeros(space.sections, dtype=np.int64)
         self._turns: dict[int, int] = {}
 
-    def run(self, goals: tuple[int, ...] = (), *, prove: bool = False) -> None:
-        """Search below ever lower targets.
+    def run(self, goal: int | None, *, prove: bool) -> None:
+        """Search below ever lower targets, first at the bound and the goal, if there is one.
 
-        Args:
-            goals: Peaks in units worth trying first, after the bound.
-            prove: Whether to go on until the bound is met or proven out of reach.
+        To ``prove`` is to go on until the bound is met or proven out of reach.
         """
         self._squeak()
-        for goal in (self.bound, *sorted(goals)):
-            if self.bound <= goal < self.peak:
-                self._try(goal)
+        for target in (self.bound, *([] if goal is None else [goal])):
+            if self.bound <= target < self.peak:
+                self._try(target)
         # Halve what lies between what was found and what was tried in vain.
         floor = self.bound
         while self.peak - floor > max(1, self.peak // 512) and self.work > 0:

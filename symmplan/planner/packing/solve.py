@@ -72,7 +72,7 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
     pinned = np.flatnonzero(task.pin >= 0)
     ends = task.pin[pinned] + task.size[pinned]
     top = int(ends.max(initial=0))
-    bound = max(top, _best_bound(components))
+    bound = max(top, *(c.bound for c in components))
     for c in components:
         _greedy(c, bound)
     bound = _improve(components, effort, goal, top)
@@ -160,10 +160,6 @@ def _shape(part: Task) -> tuple[bytes, ...]:
     )
 
 
-def _best_bound(components: list[_Component]) -> int:
-    return max(c.bound for c in components)
-
-
 def _greedy(c: _Component, bound: int) -> None:
     """Greedy orders until one meets the bound."""
     task = c.task
@@ -192,7 +188,7 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
     share = 1024  # of the work, in parts of 1024
     done: set[int] = set()
     while share > 0:
-        bound = max(top, _best_bound(components))
+        bound = max(top, *(c.bound for c in components))
         k = max(range(len(components)), key=lambda k: (components[k].peak, -k))
         if k in done or components[k].peak <= bound or components[k].conflicts is None:
             break
@@ -207,12 +203,12 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
         work = WORK[effort] * _USUAL // max(_USUAL, len(c.task))
         work = work * share // 1024
         improver = Improver(Space(c.task, c.conflicts), c.offset, c.peak, bound, work)
-        improver.run(() if goal is None else (goal,), prove=effort == "optimal")
+        improver.run(goal, prove=effort == "optimal")
         share = share * max(0, improver.work) // max(1, work)
         c.offset, c.peak = improver.offset, improver.peak
         if improver.bound > bound:
             c.bound, c.proof = improver.bound, "search"
-    return max(top, _best_bound(components))
+    return max(top, *(c.bound for c in components))
 
 
 def _raise_bound(c: _Component) -> None:
