@@ -22,11 +22,8 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Space
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["Blocks", "Style", "glue"]
 

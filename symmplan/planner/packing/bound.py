@@ -18,12 +18,9 @@ import numpy as np
 from symmplan.planner.items import conflicts_of, count_candidates
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from symmplan.planner.items import Conflicts
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["heaviest", "heaviest_clique", "heaviest_moment"]
 

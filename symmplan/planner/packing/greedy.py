@@ -15,12 +15,9 @@ import numpy as np
 from symmplan.planner.packing.task import FREE
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from symmplan.planner.items import Conflicts
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Space, Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["Random", "first_fit", "greedy_orders", "lowest_first", "rank_by", "squeak", "sweep_fit"]
 

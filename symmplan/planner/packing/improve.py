@@ -16,12 +16,9 @@ from symmplan.planner.packing.task import Space
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.blocks import Blocks
     from symmplan.planner.packing.task import Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["Improver"]
 

@@ -29,11 +29,8 @@ from attrs import frozen
 from symmplan.planner.packing.task import FREE
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Space
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["Outcome", "search"]
 

@@ -21,12 +21,9 @@ from symmplan.planner.packing.improve import Improver
 from symmplan.planner.packing.task import Packing, Space
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from symmplan.planner.items import Conflicts
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["pack"]
 
