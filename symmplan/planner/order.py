@@ -158,7 +158,7 @@ def _build(problem: Problem) -> Order:
     # Seen from the end, places are counted down and what comes after comes before.
     back = links[np.lexsort((links[:, 1], links[:, 0]))][::-1, ::-1]
     left = _clock(back, chain_of_run, sizes[chain_of_run] + 1 - place, chains)
-    after = (sizes + 1 - left).astype(np.int32)
+    after = (sizes + 1).astype(np.int32) - left
     # Operations follow their runs.
     run = np.repeat(np.arange(len(firsts)), lengths)
     within = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -197,8 +197,6 @@ def _run_edges(edges: Ints, run_of: Ints, stream: Ints) -> Ints:
 def _sort_runs(names: list[str], firsts: Ints, lengths: Ints, links: Ints) -> Ints:
     """Topological order of the runs; among those that may come next, the least name comes next."""
     heads = [names[i] for i in firsts.tolist()]
-    if not len(links):
-        return np.asarray(sorted(range(len(heads)), key=heads.__getitem__), dtype=np.int64)
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(heads)))
     graph.add_edges_from(links.tolist())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from symmplan.model import Plan
+    from symmplan.model import Access, Plan
     from symmplan.planner.verify.sharing import Reuse
     from symmplan.planner.verify.structure import User
 
@@ -100,39 +100,27 @@ def _spans(plan: Plan, users: list[User]) -> list[list[_Span]]:
     found: list[list[_Span]] = []
     for user in users:
         touching = {(a.operation, a.buffer) for a in user.accesses}
-        ending = {
-            (name, buffer)
-            for name, buffer in touching
-            if any((begun, buffer) in touching for begun in calls[name].ends)
-        }
-        mine: dict[tuple[str, str], _Span] = {}
-        for access in user.accesses:
-            if (access.operation, access.buffer) in ending:
-                continue  # it is the end of a call
-            call = calls[access.operation]
-            end = ended_at.get(call.name, call.name)
+        begun: dict[str, list[Access]] = {}
+        for a in user.accesses:
+            if not any((start, a.buffer) in touching for start in calls[a.operation].ends):
+                begun.setdefault(a.operation, []).append(a)  # the others are the end of a call
+        found.append([])
+        for name, own in begun.items():
+            call, end = calls[name], ended_at.get(name, name)
             ours = call.group == user.group
             gated, drained = ours and call.handshake, ours and call.release
+            buffers = {a.buffer for a in own}
+            both = [a for a in user.accesses if a.operation in (name, end) and a.buffer in buffers]
             span = _Span(
-                begin=call.name,
+                begin=name,
                 end=end,
-                changes=any(
-                    a.write
-                    and a.operation in (call.name, end)
-                    and (call.name, a.buffer) in touching - ending
-                    for a in user.accesses
-                ),
-                touches_unasked=access.remote and not access.enters and not gated,
-                lingers=access.remote and not access.releases and not drained,
+                changes=any(a.write for a in both),
+                touches_unasked=not gated and any(a.remote and not a.enters for a in own),
+                lingers=not drained and any(a.remote and not a.releases for a in own),
                 gated=gated,
                 drained=drained,
             )
-            other = mine.get((span.begin, span.end), span)
-            mine[span.begin, span.end] = span._replace(
-                touches_unasked=span.touches_unasked or other.touches_unasked,
-                lingers=span.lingers or other.lingers,
-            )
-        found.append(list(mine.values()))
+            found[-1].append(span)
     return found
 
 

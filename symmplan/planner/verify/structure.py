@@ -49,21 +49,13 @@ def check_structure(plan: Plan) -> None:
         segments[segment.name] = segment
         _check_groups(plan, segment)
     for name in sorted(buffers.keys() - plan.placements.keys()):
-        fail(
-            "missing_buffer",
-            f"buffer {name!r} has no placement",
-            expected="a placement for every buffer of the problem",
-            got="none",
-            buffer=name,
-        )
+        what = f"buffer {name!r} has no placement"
+        every = "a placement for every buffer of the problem"
+        fail("missing_buffer", what, expected=every, got="none", buffer=name)
     for name in sorted(plan.placements.keys() - buffers.keys()):
-        fail(
-            "unknown_buffer",
-            f"the plan places {name!r}, which the problem does not have",
-            expected="buffers of the problem only",
-            got=repr(name),
-            buffer=name,
-        )
+        what = f"the plan places {name!r}, which the problem does not have"
+        only = "buffers of the problem only"
+        fail("unknown_buffer", what, expected=only, got=repr(name), buffer=name)
     for name, place in plan.placements.items():
         _check_placement(buffers[name], place, segments)
     _check_pairs(plan)
