@@ -51,19 +51,14 @@ def spec_of(schema: Schema) -> OpSpec | None:
     A row that does not fit the schema of this torch counts as no row: an argument that a new torch
     renames must not break a program that never asked for symmetric memory. `entry_of` tells.
     """
-    row = _row_of(schema)
-    if row is None:
-        return None
-    try:
-        return _spec(row, schema)
-    except DeclarationError:
-        return None
+    entry = entry_of(schema)
+    return None if entry is None else entry.spec
 
 
 def entry_of(schema: Schema) -> Entry | None:
     """The op's entry, or None if it is no business of the catalogue."""
-    name = schema.op.partition(".")[0]
-    row = _row_of(schema)
+    name, _, overload = schema.op.partition(".")
+    row = _rows().get(name) if overload == "default" else None
     if row is not None:
         try:
             return Entry(schema.op, _spec(row, schema), row.note)
@@ -76,24 +71,12 @@ def entry_of(schema: Schema) -> Entry | None:
     return None
 
 
-def _row_of(schema: Schema) -> Row | None:
-    name, _, overload = schema.op.partition(".")
-    return _rows().get(name) if overload == "default" else None
-
-
 def _spec(row: Row, schema: Schema) -> OpSpec:
     out = row.out_name
+    facts = {"enters": row.enters, "releases": row.releases}
     return make_spec(
         schema,
-        [
-            Requirement(
-                place,
-                signal_pad=place in row.pads,
-                enters=row.enters,
-                releases=row.releases,
-            )
-            for place in row.where
-        ],
+        [Requirement(place, signal_pad=place in row.pads, **facts) for place in row.where],
         group=row.group,
         handshake=row.handshake,
         release=row.release,

@@ -11,7 +11,7 @@ from symmplan.registry import _upstream
 from symmplan.registry.catalogue import Entry, entry_of
 from symmplan.registry.declare import overruled, overruled_note, store
 from symmplan.registry.rows import NAMESPACES
-from symmplan.registry.schema import resolve, schema_of
+from symmplan.registry.schema import is_defined, resolve, schema_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -29,15 +29,9 @@ def inventory() -> list[Entry]:
     for schema in _upstream.all_schemas():
         if schema.name.partition("::")[0] in NAMESPACES:
             names.add(f"{schema.name}.{schema.overload_name or 'default'}")
-    entries: dict[str, Entry] = {}
-    for name in sorted(names):
-        try:
-            overloads = resolve(name)
-        except DeclarationError:  # declared once, and its library is gone
-            continue
-        for overload in overloads:
-            entry = describe_op(overload)
-            entries[entry.op] = entry
+    # A name may have been declared once, and its library be gone.
+    defined = (resolve(name) for name in sorted(names) if is_defined(name))
+    entries = {e.op: e for overloads in defined for e in map(describe_op, overloads)}
     return [entries[op] for op in sorted(entries)]
 
 

@@ -70,12 +70,7 @@ class Row:
         where: Arguments and results that should be symmetric, given as words in one string.
         group: The argument that carries the group.
         pads: The words of ``where`` whose segment's signal pad the op uses.
-        handshake: As in `OpSpec`.
-        release: As in `OpSpec`.
-        meets: As in `OpSpec`.
-        enters: As in `Requirement`, for all of ``where``.
-        releases: As in `Requirement`, for all of ``where``.
-        asynchronous: As in `OpSpec`.
+        enters: As in `Requirement`, and so is ``releases``; for all of ``where``.
         out: Name of the out-variant, in the same namespace.
         note: For people.
     """
