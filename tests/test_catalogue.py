@@ -15,9 +15,7 @@ from symmplan.cli import ops as command
 from symmplan.cli.shell import run_command
 from symmplan.errors import DeclarationError
 from symmplan.registry import _upstream, catalogue, inventory
-from symmplan.registry.rows import COLLECTIVES, Row
-from symmplan.registry.rows_left_out import NAMESPACES, NOT_SYMMETRIC
-from symmplan.registry.rows_symm_mem import SYMM_MEM
+from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
 from symmplan.registry.schema import is_defined, resolve, schema_of
 
 ROWS = {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
@@ -36,7 +34,7 @@ def test_no_op_is_listed_twice():
 def test_every_communication_op_is_decided_about(op):
     assert op in ROWS or op in NOT_SYMMETRIC, (
         f"{op} is new in torch {torch.__version__}: give it a row in symmplan/registry/rows*.py, "
-        f"or a reason in rows_left_out.py. Its schema: {schema_of(resolve(op)[0]).text}"
+        f"or a reason in rows.py. Its schema: {schema_of(resolve(op)[0]).text}"
     )
 
 

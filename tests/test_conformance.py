@@ -8,12 +8,14 @@ import pytest
 from symmplan.errors import VerificationError
 from symmplan.model import Problem
 from symmplan.planner import plan
-from symmplan.planner.interference import conflicts_of
-from symmplan.planner.items import items_of
-from symmplan.planner.packing.greedy import first_fit, greedy_orders, sweep_fit
-from symmplan.planner.packing.space import Space
-from symmplan.planner.packing.squeaky import lowest_first
-from symmplan.planner.packing.task import task_of
+from symmplan.planner.items import conflicts_of, items_of
+from symmplan.planner.packing.greedy import (
+    first_fit,
+    greedy_orders,
+    lowest_first,
+    sweep_fit,
+)
+from symmplan.planner.packing.task import Space, task_of
 from symmplan.testing import check_offsets, check_packer
 
 
@@ -21,7 +23,7 @@ def by_task(function):
     def pack(problem):
         items = items_of(problem)
         task = task_of(items, np.arange(len(items)))
-        conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+        conflicts = conflicts_of(task)
         offset = function(task, conflicts) * task.unit
         return {
             name: int(o)

@@ -11,14 +11,13 @@ from strategies import problems
 
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.planner.instances import stream_program
-from symmplan.planner.interference import conflicts_of
-from symmplan.planner.items import items_of
+from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.order import order_of
 from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
 from symmplan.planner.packing.task import task_of
 from symmplan.planner.verify.clocks import Clocks
 from symmplan.testing import conflicts, happens_before, heaviest_set, linear_extensions
+from symmplan_bench.instances import stream_program
 
 PLAIN = {"remote": False, "pins": False, "groups": ("g",)}
 
@@ -32,7 +31,7 @@ def with_ops(ops, edges=()):
 def test_clocks_agree_with_all_linear_extensions(problem):
     before = happens_before(problem)
     order = order_of(problem)
-    clocks = Clocks(problem)
+    clocks = Clocks(problem.operations, problem.edges)
     names = [o.name for o in problem.operations]
     for a in names:
         for b in names:
@@ -62,7 +61,7 @@ def test_the_graph_says_what_the_clocks_say(problem):
 def test_interference_is_exact(problem):
     items = items_of(problem)
     task = task_of(items, np.arange(len(items)))
-    found = conflicts_of(task.start, task.stop, task.entry, task.last)
+    found = conflicts_of(task)
     a, b = found.pairs()
     clashes = conflicts(problem)
     assert {
@@ -79,7 +78,7 @@ def test_interference_is_exact(problem):
 def test_the_heaviest_clique_is_exact(problem):
     items = items_of(problem)
     task = task_of(items, np.arange(len(items)))
-    found = conflicts_of(task.start, task.stop, task.entry, task.last)
+    found = conflicts_of(task)
     sizes = {b.name: b.nbytes for b in problem.buffers}
     clashes = conflicts(problem)
     best = heaviest_set(sizes, clashes)
@@ -120,7 +119,7 @@ def test_the_work_grows_with_the_dag_and_not_with_its_square():
     def conflicts(size):
         items = items_of(stream_program(size))
         task = task_of(items, np.arange(len(items)))
-        conflicts_of(task.start, task.stop, task.entry, task.last)
+        conflicts_of(task)
 
     small, large = (lines_of(lambda n=n: conflicts(n)) for n in (5000, 40_000))
     assert 0 < small < large < 16 * small  # its square would be 64

@@ -10,14 +10,14 @@ import pytest
 from symmplan.errors import ProblemError
 from symmplan.model import Problem
 from symmplan.planner import plan
-from symmplan.planner.instances import (
+from symmplan_bench import bench_planner
+from symmplan_bench.instances import (
     cut_rectangle,
     fsdp_program,
     loosened,
     moe_program,
     tensor_parallel_program,
 )
-from symmplan_bench import bench_planner
 
 
 def run(*words):

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from strategies import interval_problems, problems
 
 from symmplan.model import Problem
-from symmplan.planner.instances import cut_rectangle
-from symmplan.planner.interference import conflicts_of
-from symmplan.planner.items import items_of
+from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing.blocks import Style, glue
+from symmplan.planner.packing.greedy import squeak
 from symmplan.planner.packing.search import search
-from symmplan.planner.packing.space import Space
-from symmplan.planner.packing.squeaky import squeak
-from symmplan.planner.packing.task import task_of
+from symmplan.planner.packing.task import Space, task_of
 from symmplan.testing import lowest_peak
+from symmplan_bench.instances import cut_rectangle
 
 LIMIT = 200_000
 
@@ -25,7 +23,7 @@ LIMIT = 200_000
 def prepared(problem):
     items = items_of(problem)
     task = task_of(items, np.arange(len(items)))
-    conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+    conflicts = conflicts_of(task)
     return task, conflicts
 
 

@@ -333,13 +333,13 @@ def test_plans_do_not_depend_on_the_hash_seed():
     code = (
         "from symmplan.planner import plan;"
         "from symmplan.model import Problem;"
-        "from symmplan.planner.instances import stream_program, cut_rectangle;"
+        "from symmplan_bench.instances import stream_program, cut_rectangle;"
         "print(plan(stream_program(400)).fingerprint,"
         "plan(Problem.from_intervals(cut_rectangle(60, seed=3))).fingerprint)"
     )
     texts = set()
     for seed in ("0", "1", "77"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
         )

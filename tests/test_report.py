@@ -13,10 +13,9 @@ from steps import lines_of
 
 from symmplan.model import Access, Buffer, Operation, Plan, Problem, Unplanned
 from symmplan.planner import plan as make_plan
-from symmplan.report.drawing import live_ranges, topological
+from symmplan.report.data import live_ranges, plan_facts, topological
 from symmplan.report.format import count, size, table, visible
 from symmplan.report.html import plan_html
-from symmplan.report.json import plan_facts
 from symmplan.report.text import plan_summary
 
 HOSTILE = [

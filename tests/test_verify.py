@@ -17,8 +17,8 @@ import symmplan.planner.verify as verify_package
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
 from symmplan.planner import plan
-from symmplan.planner.instances import steady_stream, stream_program
 from symmplan.testing import conflicts, unsynchronised
+from symmplan_bench.instances import steady_stream, stream_program
 
 
 def rich():

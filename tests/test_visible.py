@@ -10,7 +10,7 @@ from strategies import problems
 import symmplan
 from symmplan.errors import PlanningError
 from symmplan.model import Access, Barrier, Buffer, Operation, Placement, Plan, Problem, SegmentSpec
-from symmplan.planner.visible import visible
+from symmplan.planner.fingerprint import visible
 
 
 def _plan(*, prefix="", own=(), offset=256, nbytes=128, barrier="reduce", group="g", **facts):

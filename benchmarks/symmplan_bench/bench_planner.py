@@ -22,10 +22,10 @@ from attrs import evolve
 from symmplan.cli.machine import hardware
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
-from symmplan.planner import instances, plan
-from symmplan.planner.interference import conflicts_of
-from symmplan.planner.items import items_of
+from symmplan.planner import plan
+from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing.task import task_of
+from symmplan_bench import instances
 
 if TYPE_CHECKING:
     import argparse
@@ -291,7 +291,7 @@ def _order(count: int) -> dict[str, Any]:
     items = items_of(problem)
     ordered = time.process_time()
     task = task_of(items, np.arange(len(items)))
-    conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+    conflicts = conflicts_of(task)
     end = time.process_time()
     return {
         "operations": count,

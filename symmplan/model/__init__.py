@@ -33,20 +33,9 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
 
 from __future__ import annotations
 
-from symmplan.model.declared import DEFAULT_ALIGN as DEFAULT_ALIGN
-from symmplan.model.declared import OpSpec as OpSpec
-from symmplan.model.declared import Requirement as Requirement
-from symmplan.model.declared import WayName as WayName
-from symmplan.model.plan import Barrier as Barrier
-from symmplan.model.plan import Bound as Bound
-from symmplan.model.plan import Placement as Placement
-from symmplan.model.plan import Plan as Plan
-from symmplan.model.plan import SegmentSpec as SegmentSpec
-from symmplan.model.problem import Access as Access
-from symmplan.model.problem import Buffer as Buffer
-from symmplan.model.problem import Operation as Operation
-from symmplan.model.problem import Problem as Problem
-from symmplan.model.problem import Unplanned as Unplanned
+from symmplan.model.declared import DEFAULT_ALIGN, OpSpec, Requirement, WayName
+from symmplan.model.plan import Barrier, Bound, Placement, Plan, SegmentSpec
+from symmplan.model.problem import Access, Buffer, Operation, Problem, Unplanned
 
 __all__ = [
     "DEFAULT_ALIGN",

@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import chain, combinations, islice
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
@@ -18,7 +19,7 @@ from symmplan.errors import SymmplanError
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from symmplan.model import Buffer, Plan, Problem
     from symmplan.planner.order import Order
@@ -57,18 +58,14 @@ class Advice:
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
-    """What would save bytes, largest saving first, then what is good to know.
-
-    Args:
-        plan: The plan to be improved; every saving is against its ``peak_bytes``.
-    """
+    """What would save bytes, largest saving first, then what is good to know."""
     from symmplan.planner.plan import plan as replan
 
     trials = max(4, min(_MAX_TRIALS, _WORK // max(1, len(plan.problem.buffers))))
     found: list[Advice] = []
-    for k, idea in enumerate(_ideas(plan)):
-        if k >= trials:
-            break
+    # Changes worth a trial, those of one action first.
+    ideas = chain(_alignment(plan), _flags(plan), _orderings(plan))
+    for idea in islice(ideas, trials):
         assert idea.problem is not None
         try:
             better = replan(idea.problem)
@@ -78,37 +75,19 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         if saves > 0:
             found.append(evolve(idea, saves=saves))
     found.sort(key=lambda a: (-a.saves, a.kind, a.buffers, a.edges))
-    return (*found, *_peaks(plan), *_barriers(plan))
-
-
-def _ideas(plan: Plan) -> Iterator[Advice]:
-    """Changes worth a trial, those of one action first."""
-    yield from _alignment(plan)
-    yield from _flags(plan)
-    yield from _orderings(plan)
+    return (*found, *_known(plan))
 
 
 def _alignment(plan: Plan) -> Iterator[Advice]:
     problem = plan.problem
     least = min((b.align for b in problem.buffers), default=1)
-    strict = [b.name for b in problem.buffers if b.align > least]
+    strict = [b for b in problem.buffers if b.align > least]
     if strict:
-        yield _changed(
-            problem,
-            "alignment",
-            f"{len(strict)} buffers ask for more than {least}-byte alignment",
-            strict,
-            align=least,
-        )
+        text = f"{len(strict)} buffers ask for more than {least}-byte alignment"
+        yield _changed(problem, "alignment", text, strict, align=least)
     if least > 1 and any(b.nbytes % least for b in problem.buffers):
-        names = [b.name for b in problem.buffers]
-        yield _changed(
-            problem,
-            "alignment",
-            f"sizes are no multiples of the alignment of {least} bytes",
-            names,
-            align=1,
-        )
+        text = f"sizes are no multiples of the alignment of {least} bytes"
+        yield _changed(problem, "alignment", text, problem.buffers, align=1)
 
 
 def _flags(plan: Plan) -> Iterator[Advice]:
@@ -116,47 +95,31 @@ def _flags(plan: Plan) -> Iterator[Advice]:
     rigid = [b for b in problem.buffers if b.persistent]
     for b in sorted(rigid, key=lambda b: (-b.nbytes, b.name))[:8]:
         text = f"{b.name!r} is bound for the whole program and shares with nothing"
-        yield _changed(problem, "persistent", text, [b.name], persistent=False)
+        yield _changed(problem, "persistent", text, [b], persistent=False)
     for b in sorted(problem.buffers, key=lambda b: b.name):
         if b.offset is not None:
-            yield _changed(
-                problem, "pin", f"{b.name!r} is pinned at byte {b.offset}", [b.name], offset=None
-            )
-    if problem.apart:
-        yield Advice(
-            "apart",
-            0,
-            f"{len(problem.apart)} pairs must not share a segment",
-            tuple(sorted({n for p in problem.apart for n in p})),
-            problem=evolve(problem, apart=()),
-        )
-    if problem.together:
-        yield Advice(
-            "together",
-            0,
-            f"{len(problem.together)} pairs must share their offset",
-            tuple(sorted({n for p in problem.together for n in p})),
-            problem=evolve(problem, together=()),
-        )
-    pads = [b.name for b in problem.buffers if b.signal_pad]
+            text = f"{b.name!r} is pinned at byte {b.offset}"
+            yield _changed(problem, "pin", text, [b], offset=None)
+    for kind, pairs, rule in (
+        ("apart", problem.apart, "must not share a segment"),
+        ("together", problem.together, "must share their offset"),
+    ):
+        if pairs:
+            names = tuple(sorted({n for p in pairs for n in p}))
+            free = evolve(problem, **{kind: ()})
+            yield Advice(kind, 0, f"{len(pairs)} pairs {rule}", names, problem=free)
+    pads = [b for b in problem.buffers if b.signal_pad]
     if pads and sum(s.signal_pad for s in plan.segments) > 1:
-        yield _changed(
-            problem,
-            "signal_pad",
-            f"{len(pads)} buffers use signal pads from unordered operations",
-            pads,
-            signal_pad=False,
-        )
+        text = f"{len(pads)} buffers use signal pads from unordered operations"
+        yield _changed(problem, "signal_pad", text, pads, signal_pad=False)
 
 
-def _changed(problem: Problem, kind: str, text: str, names: list[str], **change: object) -> Advice:
-    chosen = set(names)
-
-    def apply(b: Buffer) -> Buffer:
-        return evolve(b, **change) if b.name in chosen else b  # type: ignore[arg-type]
-
-    changed = evolve(problem, buffers=tuple(apply(b) for b in problem.buffers))
-    return Advice(kind, 0, text, tuple(sorted(names)), problem=changed)
+def _changed(
+    problem: Problem, kind: str, text: str, which: Iterable[Buffer], **change: Any
+) -> Advice:
+    changed = {b.name: evolve(b, **change) for b in which}
+    buffers = tuple(changed.get(b.name, b) for b in problem.buffers)
+    return Advice(kind, 0, text, tuple(sorted(changed)), problem=evolve(problem, buffers=buffers))
 
 
 def _orderings(plan: Plan) -> Iterator[Advice]:
@@ -165,15 +128,17 @@ def _orderings(plan: Plan) -> Iterator[Advice]:
     order = order_of(problem)
     if order.chains < 2:
         return
-    # All at once first: what is there to be gained at most by waiting more?
-    issued = evolve(problem, edges=problem.edges + _in_issue_order(order))
+    # All at once first: what is there to be gained at most by waiting more? The edges make the
+    # canonical linear extension the only one.
+    ahead = [i for i in range(len(order.names) - 1) if not order.precedes(i, i + 1)]
+    edges = tuple((order.names[i], order.names[i + 1]) for i in ahead)
     yield Advice(
         "order",
         0,
         f"the {order.chains} streams run ahead of each other; one after the other, as in "
         "`edges`, they would need less",
-        edges=tuple(e for e in issued.edges if e not in set(problem.edges))[:64],
-        problem=issued,
+        edges=edges[:64],
+        problem=evolve(problem, edges=problem.edges + edges),
     )
     ops: dict[str, list[int]] = {}
     for a in problem.accesses:
@@ -181,20 +146,16 @@ def _orderings(plan: Plan) -> Iterator[Advice]:
     size = {b.name: b.nbytes for b in problem.buffers if not b.persistent}
     peak = [n for s in plan.segments for n in s.witness if n in size]
     peak = sorted(peak, key=lambda n: (-size[n], n))[:_PEAK]
-    for i, x in enumerate(peak):
-        for y in peak[i + 1 :]:
-            for first, second in ((x, y), (y, x)):
-                edges = _missing(order, ops[first], ops[second])
-                if edges:
-                    yield Advice(
-                        "order",
-                        0,
-                        f"nothing orders {first!r} before {second!r}; an event after "
-                        f"{edges[0][0]!r} that {edges[0][1]!r} waits for would",
-                        (first, second),
-                        edges,
-                        evolve(problem, edges=problem.edges + edges),
-                    )
+    for pair in combinations(peak, 2):
+        for first, second in (pair, pair[::-1]):
+            edges = _missing(order, ops[first], ops[second])
+            if edges:
+                text = (
+                    f"nothing orders {first!r} before {second!r}; an event after "
+                    f"{edges[0][0]!r} that {edges[0][1]!r} waits for would"
+                )
+                changed = evolve(problem, edges=problem.edges + edges)
+                yield Advice("order", 0, text, (first, second), edges, changed)
 
 
 def _missing(order: Order, first: list[int], second: list[int]) -> tuple[tuple[str, str], ...]:
@@ -220,36 +181,21 @@ def _missing(order: Order, first: list[int], second: list[int]) -> tuple[tuple[s
     return tuple((order.names[a], order.names[b]) for a, b in sorted(needed))
 
 
-def _in_issue_order(order: Order) -> tuple[tuple[str, str], ...]:
-    """Edges that make the canonical linear extension the only one."""
-    return tuple(
-        (order.names[i], order.names[i + 1])
-        for i in range(len(order.names) - 1)
-        if not order.precedes(i, i + 1)
-    )
-
-
-def _peaks(plan: Plan) -> Iterator[Advice]:
+def _known(plan: Plan) -> Iterator[Advice]:
+    """What is good to know: who makes the peaks, and why barriers must run."""
     size = {b.name: b.nbytes for b in plan.problem.buffers}
     for segment in plan.segments:
         names = sorted(segment.witness, key=lambda n: (-size[n], n))
         if names:
-            yield Advice(
-                "peak",
-                0,
+            text = (
                 f"{len(names)} buffers that are live together make the peak of "
                 f"{segment.name!r}, {segment.nbytes} bytes; the largest is {names[0]!r} with "
-                f"{size[names[0]]} bytes",
-                tuple(names),
+                f"{size[names[0]]} bytes"
             )
-
-
-def _barriers(plan: Plan) -> Iterator[Advice]:
+            yield Advice("peak", 0, text, tuple(names))
     for barrier in plan.barriers:
-        yield Advice(
-            "barrier",
-            0,
+        text = (
             f"a barrier over {barrier.group!r} must run before {barrier.before!r}, because "
-            "peers touch bytes that are reused there; an operation that handshakes would save it",
-            barrier.buffers,
+            "peers touch bytes that are reused there; an operation that handshakes would save it"
         )
+        yield Advice("barrier", 0, text, barrier.buffers)

@@ -40,15 +40,7 @@ __all__ = ["barriers_of", "in_turn"]
 def barriers_of(
     problem: Problem, items: Items, placements: Mapping[str, Placement]
 ) -> tuple[Barrier, ...]:
-    """Barriers that make the use of bytes safe across ranks.
-
-    Args:
-        problem: What the program does.
-        items: Its items.
-        placements: Where its buffers lie.
-    """
-    if not _counts(problem):
-        return ()
+    """Barriers that make the use of bytes safe across ranks."""
     inside, around = needs_of(problem, items, placements)
     if not inside and not around:
         return ()
@@ -67,14 +59,10 @@ def barriers_of(
     )
 
 
-def in_turn(
-    *wanted: Iterable[tuple[str, str]],
-) -> tuple[tuple[str, str], ...]:
+def in_turn(*wanted: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Barriers of several plans of one program as one list that does for each what its own did.
 
-    Args:
-        wanted: ``(operation, group)`` of the barriers of each, those of one operation in the order
-            in which they run.
+    A barrier is ``(operation, group)``; those of one operation are in the order in which they run.
     """
     merged: dict[str, list[str]] = {}
     for points in wanted:
@@ -94,22 +82,6 @@ def _met(have: Sequence[object], path: Sequence[object]) -> int:
         if count < len(path) and group == path[count]:
             count += 1
     return count
-
-
-def _counts(problem: Problem) -> bool:
-    """Whether peers touch bytes at times that only meetings order."""
-    calls = {o.name: o for o in problem.operations}
-    group = {b.name: b.group for b in problem.buffers}
-    for a in problem.accesses:
-        if a.remote and not (a.enters and a.releases):
-            call = calls[a.operation]
-            strong = call.handshake and call.release and call.group == group[a.buffer]
-            if not strong:
-                return True
-    return False
-
-
-# -- where groups meet ---------------------------------------------------------------------------
 
 
 class _Meetings:
@@ -144,14 +116,13 @@ class _Meetings:
     def meet(self, needs: Iterable[Need], around: Iterable[Need]) -> None:
         """Add a barrier before each operation that needs one and has none in time.
 
-        Args:
-            needs: Within one run of the program.
-            around: From one run to the next; where they end is looked at.
+        ``needs`` are within one run of the program; of those ``around``, from one run to the next,
+        it is noted what the new run has led along before they end.
         """
         order = self.order
         asked: dict[int, list[Need]] = {need.later.start: [] for need in around}
         watched = {*asked}
-        for need in sorted(needs, key=lambda n: (n.later.start, n.earlier.end, n.items, n.path)):
+        for need in sorted(needs, key=_by_time):
             asked.setdefault(need.later.start, []).append(need)
         by_run: dict[int, list[int]] = {}
         for op in sorted({*asked, *self.calls, *self.ends}):
@@ -189,8 +160,9 @@ class _Meetings:
         """An operation is about to start: what it needs, and what it begins."""
         for need in needs:
             for group in need.path[self._level(need, rows) :]:
-                self._add(op, group, need)
+                self.added.setdefault(op, []).append((group, set()))
                 self._raise(group, rows, rows)
+                self._concern(op, need)
         if op in self.later:
             begun[op] = {p: row.copy() for p, row in rows.items()}
 
@@ -214,26 +186,19 @@ class _Meetings:
         levels = range(len(need.path), 0, -1)
         return next((k for k in levels if rows[need.path[:k]][chain] >= place), 0)
 
-    def _add(self, op: int, group: int, need: Need) -> None:
-        self.added.setdefault(op, []).append((group, set()))
-        self._concern(op, need)
-
     def _concern(self, op: int, need: Need) -> None:
         for group, items in self.added[op]:
             if group in need.path:
                 items.update(need.items)
 
     def meet_around(self, needs: Iterable[Need]) -> None:
-        """The same from one run of the program to the next.
+        """The same for needs from one run of the program to the next, which `meet` has looked at.
 
         Any meetings after the earlier use, in the old run, or before the later one, in the new run,
         will do.
-
-        Args:
-            needs: Those that `meet` has looked at.
         """
         order, fresh = self.order, list[int]()
-        for need in sorted(needs, key=lambda n: (n.later.start, n.earlier.end, n.items, n.path)):
+        for need in sorted(needs, key=_by_time):
             level = self._level(need, self.last)
             rest, op, end = need.path[level:], need.later.start, need.earlier.end
             if not rest or self.ahead[op].get(rest):
@@ -252,7 +217,10 @@ class _Meetings:
                 settled = op
                 if op not in fresh:
                     fresh.append(op)
-                groups = [g for g, _ in self.added.get(op, ())]
-                for group in rest[_met(groups, rest) :]:
-                    self._add(op, group, need)
+                mine = self.added.setdefault(op, [])
+                mine += ((g, set()) for g in rest[_met([g for g, _ in mine], rest) :])
             self._concern(settled, need)
+
+
+def _by_time(need: Need) -> tuple[int, int, tuple[int, int], Path]:
+    return need.later.start, need.earlier.end, need.items, need.path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan.errors import ProblemError
 
@@ -24,16 +24,7 @@ MAX_ENTRIES = 4_000_000
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise if the problem contradicts itself.
-
-    Args:
-        problem: The problem as constructed.
-
-    Raises:
-        ProblemError: A name is unknown or used twice, a size or an alignment makes no sense, a
-            buffer is never accessed, a call ends twice, before it began or without its buffers, or
-            the order has a cycle.
-    """
+    """Raise what `Problem` says if the problem contradicts itself."""
     for kind in ("buffers", "operations", "accesses", "edges", "together", "apart"):
         count = len(getattr(problem, kind))
         if count > MAX_ENTRIES:
@@ -67,32 +58,35 @@ def check_problem(problem: Problem) -> None:
 
 def _unique(kind: str, entries: Iterable[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    count = 0
-    for e in entries:
-        count += 1
+    for k, e in enumerate(entries):
         name = e.name
         if type(name) is not str or not name:
             raise ProblemError(
-                f"{kind} {count - 1} has the name {name!r}",
+                f"{kind} {k} has the name {name!r}",
                 expected="a non-empty string",
                 got=repr(name),
                 fix=f"give every {kind} a name of its own",
             )
-        found[name] = e
-    if len(found) == count:
-        return found
-    seen: set[str] = set()
-    for e in entries:
-        if e.name in seen:
+        if name in found:
             raise ProblemError(
-                f"{kind} {e.name!r} is listed twice",
+                f"{kind} {name!r} is listed twice",
                 expected="unique names",
-                got=f"{e.name!r} again",
+                got=f"{name!r} again",
                 fix=f"rename one of the {kind}s or merge them",
-                name=e.name,
+                name=name,
             )
-        seen.add(e.name)
-    return found  # pragma: no cover - the loop above always raises
+        found[name] = e
+    return found
+
+
+def _unknown(kind: str, name: str, what: str, drop: str, **fields: Any) -> NoReturn:
+    raise ProblemError(
+        what,
+        expected=f"{'an' if kind == 'operation' else 'a'} {kind} of the problem",
+        got=repr(name),
+        fix=f"list the {kind} or drop {drop}",
+        **fields,
+    )
 
 
 def _whole(value: object) -> bool:
@@ -100,58 +94,40 @@ def _whole(value: object) -> bool:
 
 
 def _check_buffer(b: Buffer) -> None:
+    got: object
     if not _whole(b.nbytes) or not 0 < b.nbytes <= MAX_BYTES:
-        raise ProblemError(
-            f"buffer {b.name!r} has a size of {b.nbytes!r} bytes",
-            expected=f"a whole number from 1 to {MAX_BYTES}",
-            got=repr(b.nbytes),
-            fix="leave empty tensors out of the problem; give sizes in bytes as int",
-            buffer=b.name,
-        )
-    if not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_ALIGN:
-        raise ProblemError(
-            f"buffer {b.name!r} asks for an alignment of {b.align!r} bytes",
-            expected=f"a power of two, at most {MAX_ALIGN}",
-            got=repr(b.align),
-            fix="use 1, 2, 4, ..., 256, ...",
-            buffer=b.name,
-        )
-    if not isinstance(b.group, str) or not b.group:
-        raise ProblemError(
-            f"buffer {b.name!r} names the group {b.group!r}",
-            expected="a non-empty string",
-            got=repr(b.group),
-            fix="name the process group over which the buffer is symmetric",
-            buffer=b.name,
-        )
-    if b.offset is None:
+        got, what = b.nbytes, f"has a size of {b.nbytes!r} bytes"
+        expected = f"a whole number from 1 to {MAX_BYTES}"
+        fix = "leave empty tensors out of the problem; give sizes in bytes as int"
+    elif not _whole(b.align) or b.align < 1 or b.align & (b.align - 1) or b.align > MAX_ALIGN:
+        got, what = b.align, f"asks for an alignment of {b.align!r} bytes"
+        expected = f"a power of two, at most {MAX_ALIGN}"
+        fix = "use 1, 2, 4, ..., 256, ..."
+    elif not isinstance(b.group, str) or not b.group:
+        got, what = b.group, f"names the group {b.group!r}"
+        expected = "a non-empty string"
+        fix = "name the process group over which the buffer is symmetric"
+    elif b.offset is not None and not (
+        _whole(b.offset) and 0 <= b.offset <= MAX_BYTES and b.offset % b.align == 0
+    ):
+        got, what = b.offset, f"is pinned at byte {b.offset!r}, its alignment is {b.align}"
+        expected = f"a multiple of {b.align}, zero or more"
+        fix = "move the pin to an aligned offset or lower the alignment"
+    else:
         return
-    if not _whole(b.offset) or not 0 <= b.offset <= MAX_BYTES or b.offset % b.align:
-        raise ProblemError(
-            f"buffer {b.name!r} is pinned at byte {b.offset!r}, its alignment is {b.align}",
-            expected=f"a multiple of {b.align}, zero or more",
-            got=repr(b.offset),
-            fix="move the pin to an aligned offset or lower the alignment",
-            buffer=b.name,
-        )
+    raise ProblemError(
+        f"buffer {b.name!r} {what}", expected=expected, got=repr(got), fix=fix, buffer=b.name
+    )
 
 
 def _check_accesses(problem: Problem, buffers: dict[str, Any], operations: dict[str, Any]) -> None:
     used: set[str] = set()
     for a in problem.accesses:
         if a.buffer not in buffers or a.operation not in operations:
-            kind, name = (
-                ("buffer", a.buffer) if a.buffer not in buffers else ("operation", a.operation)
-            )
-            raise ProblemError(
-                f"an access of buffer {a.buffer!r} by operation {a.operation!r} names an unknown "
-                f"{kind}",
-                expected=f"a {kind} of the problem",
-                got=repr(name),
-                fix=f"list the {kind} or drop the access",
-                buffer=a.buffer,
-                operation=a.operation,
-            )
+            kind = "operation" if a.buffer in buffers else "buffer"
+            what = f"an access of buffer {a.buffer!r} by operation {a.operation!r} names an unknown"
+            both = {"buffer": a.buffer, "operation": a.operation}
+            _unknown(kind, both[kind], f"{what} {kind}", "the access", **both)
         used.add(a.buffer)
     if len(used) < len(buffers):
         name = min(n for n in buffers if n not in used)
@@ -174,13 +150,8 @@ def _check_pair(kind: str, pair: tuple[str, str], buffers: dict[str, Any]) -> No
         )
     for name in pair:
         if name not in buffers:
-            raise ProblemError(
-                f"{kind} names the unknown buffer {name!r}",
-                expected="a buffer of the problem",
-                got=repr(name),
-                fix=f"list the buffer or drop the pair from {kind}",
-                buffer=name,
-            )
+            what = f"{kind} names the unknown buffer {name!r}"
+            _unknown("buffer", name, what, f"the pair from {kind}", buffer=name)
 
 
 def _check_together(problem: Problem, buffers: dict[str, Any]) -> None:
@@ -222,13 +193,8 @@ def _check_order(problem: Problem, operations: dict[str, Any]) -> None:
             )
         for name in edge:
             if name not in operations:
-                raise ProblemError(
-                    f"the edge {edge!r} names the unknown operation {name!r}",
-                    expected="an operation of the problem",
-                    got=repr(name),
-                    fix="list the operation or drop the edge",
-                    operation=name,
-                )
+                what = f"the edge {edge!r} names the unknown operation {name!r}"
+                _unknown("operation", name, what, "the edge", operation=name)
     from symmplan.planner.order import order_of
 
     _check_ends(problem, operations, order_of(problem))
@@ -249,13 +215,8 @@ def _check_ends(problem: Problem, operations: dict[str, Any], order: Order) -> N
         for name in operation.ends:
             where = f"operation {operation.name!r} ends the call of {name!r}"
             if name not in operations:
-                raise ProblemError(
-                    f"{where}, which is unknown",
-                    expected="an operation of the problem",
-                    got=repr(name),
-                    fix="list the operation or drop it from ends",
-                    operation=operation.name,
-                )
+                what = f"{where}, which is unknown"
+                _unknown("operation", name, what, "it from ends", operation=operation.name)
             if operations[name].ends:
                 raise ProblemError(
                     f"{where}, which is itself the end of {operations[name].ends[0]!r}",

@@ -1,4 +1,4 @@
-"""What is packed: buffers that must share bytes become one item, live ranges become clocks.
+"""What is packed: buffers that must share bytes become one item, and which items conflict.
 
 [Note: comparing live ranges]
     An item keeps, per chain, ``last``: the place of its last access there (0 if none), and
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import networkx as nx
 import numpy as np
-from attrs import frozen
+from attrs import asdict, frozen
 
 from symmplan.errors import PlanningError
 from symmplan.planner.order import order_of
@@ -27,12 +28,39 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
     Bools = NDArray[np.bool_]
+    Clocks = NDArray[np.int32]
+    Members = tuple[tuple[str, ...], ...]
 
-__all__ = ["Items", "items_of"]
+__all__ = ["Conflicts", "Items", "Ranges", "conflicts_of", "count_candidates", "items_of"]
+
+#: Pairs examined at a time, so that memory stays bounded however many there are.
+CHUNK = 1 << 21
 
 
 @frozen(eq=False)
-class Items:
+class Ranges:
+    """Live ranges, one per item. See [Note: comparing live ranges].
+
+    Attributes:
+        start: First instant of the hull.
+        stop: First instant after the hull.
+        end: First instant after the last access; items whose [start, end) overlap do conflict.
+        entry: [items, chains] clocks.
+        last: [items, chains] clocks.
+    """
+
+    start: Ints
+    stop: Ints
+    end: Ints
+    entry: Clocks
+    last: Clocks
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@frozen(eq=False)
+class Items(Ranges):
     """Buffers to be placed, those that must share their offset merged, in canonical order.
 
     Attributes:
@@ -41,44 +69,25 @@ class Items:
         align: Largest alignment of a member, in bytes.
         pin: Fixed offset in bytes, or -1.
         group: Number of the process group, by first use.
-        persistent: Bound for the whole program.
         pad: Uses the signal pad.
-        start: First instant of the hull.
-        stop: First instant after the hull.
-        end: First instant after the last access; items whose [start, end) overlap do conflict.
-        entry: [items, chains] See [Note: comparing live ranges].
-        last: [items, chains] See [Note: comparing live ranges].
         groups: Names of the process groups by number.
     """
 
-    members: tuple[tuple[str, ...], ...]
+    members: Members
     nbytes: Ints
     align: Ints
     pin: Ints
     group: Ints
-    persistent: Bools
     pad: Bools
-    start: Ints
-    stop: Ints
-    end: Ints
-    entry: NDArray[np.int32]
-    last: NDArray[np.int32]
     groups: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.members)
 
 
 def items_of(problem: Problem) -> Items:
     """Merge, sort and clock the buffers of a problem.
 
-    Args:
-        problem: What is to be planned.
-
     Raises:
         PlanningError: Buffers that must share their offset are pinned to different ones.
     """
-    order = order_of(problem)
     buffers = sorted(problem.buffers, key=lambda b: b.name)
     owner, members = _classes(problem, buffers)
     count = len(members)
@@ -96,20 +105,16 @@ def items_of(problem: Problem) -> Items:
     pad = np.zeros(count, dtype=bool)
     pad[owner[[b.signal_pad for b in buffers]]] = True
     pin = _pins(buffers, owner, align, members)
-    start, stop, end, entry, last = _ranges(problem, order, buffers, owner, persistent)
+    item_of = dict(zip((b.name for b in buffers), owner.tolist(), strict=True))
+    ranges = _ranges(problem, order_of(problem), item_of, persistent)
     return Items(
+        **asdict(ranges, recurse=False),
         members=members,
         nbytes=nbytes,
         align=align,
         pin=pin,
         group=group,
-        persistent=persistent,
         pad=pad,
-        start=start,
-        stop=stop,
-        end=end,
-        entry=entry,
-        last=last,
         groups=tuple(group_no),
     )
 
@@ -118,37 +123,18 @@ def _column(values: object) -> Ints:
     return np.fromiter(values, dtype=np.int64)  # type: ignore[call-overload,no-any-return]
 
 
-def _classes(problem: Problem, buffers: list[Buffer]) -> tuple[Ints, tuple[tuple[str, ...], ...]]:
+def _classes(problem: Problem, buffers: list[Buffer]) -> tuple[Ints, Members]:
     """Item of each buffer, and the names in each item."""
     if not problem.together:
         return np.arange(len(buffers)), tuple((b.name,) for b in buffers)
-    number = {b.name: i for i, b in enumerate(buffers)}
-    parent = list(range(len(buffers)))
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    for a, b in problem.together:
-        x, y = find(number[a]), find(number[b])
-        parent[max(x, y)] = min(x, y)
-    item_of: dict[int, int] = {}
-    members: list[list[str]] = []
-    owner = np.empty(len(buffers), dtype=np.int64)
-    for i, buffer in enumerate(buffers):
-        item = item_of.setdefault(find(i), len(members))
-        if item == len(members):
-            members.append([])
-        members[item].append(buffer.name)
-        owner[i] = item
-    return owner, tuple(tuple(m) for m in members)
+    graph = nx.Graph(problem.together)
+    graph.add_nodes_from(b.name for b in buffers)
+    members = tuple(sorted(tuple(sorted(names)) for names in nx.connected_components(graph)))
+    owner = {name: i for i, names in enumerate(members) for name in names}
+    return _column(owner[b.name] for b in buffers), members
 
 
-def _pins(
-    buffers: list[Buffer], owner: Ints, align: Ints, members: tuple[tuple[str, ...], ...]
-) -> Ints:
+def _pins(buffers: list[Buffer], owner: Ints, align: Ints, members: Members) -> Ints:
     pin = np.full(len(members), -1, dtype=np.int64)
     for i, b in enumerate(buffers):
         if b.offset is None:
@@ -178,10 +164,7 @@ def _pins(
     return pin
 
 
-def _ranges(
-    problem: Problem, order: Order, buffers: list[Buffer], owner: Ints, persistent: Bools
-) -> tuple[Ints, Ints, Ints, NDArray[np.int32], NDArray[np.int32]]:
-    item_of = dict(zip((b.name for b in buffers), owner.tolist(), strict=True))
+def _ranges(problem: Problem, order: Order, item_of: dict[str, int], persistent: Bools) -> Ranges:
     item = _column(item_of[a.buffer] for a in problem.accesses)
     op = _column(order.index[a.operation] for a in problem.accesses)
     by_item = np.lexsort((op, item))
@@ -189,7 +172,7 @@ def _ranges(
     count, chains = len(persistent), order.chains
     if not count:
         none = np.zeros((0, chains), dtype=np.int32)
-        return op, op, op, none, none
+        return Ranges(op, op, op, none, none)
     fresh = np.flatnonzero(np.append(True, item[1:] != item[:-1]))
     start, end = op[fresh], op[np.append(fresh[1:], len(op)) - 1] + 1
     entry = np.minimum.reduceat(order.entry(op), fresh, axis=0)
@@ -209,4 +192,103 @@ def _ranges(
     end[persistent] = ends
     entry[persistent] = -1
     last[persistent] = ends + 1
-    return start, stop, end, entry, last
+    return Ranges(start, stop, end, entry, last)
+
+
+@frozen(eq=False)
+class Conflicts:
+    """Which items may never share a byte, as a graph in compressed rows.
+
+    Attributes:
+        bounds: [items + 1] where each item's neighbours begin.
+        neighbours: Neighbours of item 0, then of item 1, and so on, each ascending.
+    """
+
+    bounds: Ints
+    neighbours: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def of(self, item: int) -> NDArray[np.int32]:
+        """Neighbours of an item, ascending."""
+        return self.neighbours[self.bounds[item] : self.bounds[item + 1]]
+
+    def rows(self) -> Ints:
+        """Per entry of ``neighbours``, whose neighbour it is."""
+        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+
+    def pairs(self) -> tuple[Ints, Ints]:
+        """Every conflict once, as (lower, higher)."""
+        rows = self.rows()
+        keep = rows < self.neighbours
+        return rows[keep], self.neighbours[keep].astype(np.int64)
+
+    def weigh(self, size: Ints) -> Ints:
+        """Sum of the sizes of each item's neighbours."""
+        near = np.bincount(self.rows(), weights=size[self.neighbours], minlength=len(self))
+        return near.astype(np.int64)
+
+    def matrix(self) -> NDArray[np.bool_]:
+        """The graph as a dense matrix; only for small ones."""
+        dense = np.zeros((len(self), len(self)), dtype=bool)
+        dense[self.rows(), self.neighbours] = True
+        return dense
+
+
+def _candidates(ranges: Ranges) -> Ints:
+    """How many of the items behind each begin before its hull is over."""
+    ends = np.searchsorted(ranges.start, ranges.stop)
+    later: Ints = np.maximum(ends - np.arange(1, len(ranges) + 1), 0)
+    return later
+
+
+def count_candidates(ranges: Ranges) -> int:
+    """How many pairs of hulls overlap, of items sorted by start; conflicts are at most as many."""
+    return int(_candidates(ranges).sum())
+
+
+def conflicts_of(ranges: Ranges) -> Conflicts:
+    """All conflicts among items sorted by the start of their hulls.
+
+    Of two items the one that starts earlier in a linear extension cannot come after the other, so
+    one comparison settles a pair. See [Note: comparing live ranges].
+    """
+    count, chains = len(ranges), ranges.entry.shape[1]
+    later = _candidates(ranges)
+    totals = np.append(0, np.cumsum(later))
+    none = np.zeros(0, dtype=np.int32)
+    firsts, seconds = [none], [none]
+    at = 0
+    while at < count:
+        to = int(np.searchsorted(totals, totals[at] + CHUNK, side="right")) - 1
+        to = min(max(to, at + 1), count)
+        a = np.repeat(np.arange(at, to, dtype=np.int32), later[at:to])
+        b = a + 1 + (np.arange(len(a)) - (totals[a] - totals[at])).astype(np.int32)
+        if chains > 1:
+            clash = np.zeros(len(a), dtype=bool)
+            for c in range(chains):
+                clash |= ranges.last[a, c] > ranges.entry[b, c]
+            a, b = a[clash], b[clash]
+        firsts.append(a)
+        seconds.append(b)
+        at = to
+    return _symmetric(count, np.concatenate(firsts), np.concatenate(seconds))
+
+
+def _symmetric(count: int, first: NDArray[np.int32], second: NDArray[np.int32]) -> Conflicts:
+    """Rows of both directions from pairs ``first < second``, sorted by first, then second."""
+    degree = np.bincount(first, minlength=count) + np.bincount(second, minlength=count)
+    bounds = np.append(0, np.cumsum(degree))
+    neighbours = np.empty(2 * len(first), dtype=np.int32)
+    back = np.bincount(second, minlength=count)
+    # Earlier neighbours fill the front of each row, later ones the back; a stable sort keeps both
+    # ascending.
+    by_second = np.argsort(second, kind="stable")
+    counter = np.arange(len(first), dtype=np.int32)
+    front = np.repeat((bounds[:-1] - (np.cumsum(back) - back)).astype(np.int32), back)
+    neighbours[front + counter] = first[by_second]
+    ahead = degree - back
+    rear = np.repeat((bounds[:-1] + back - (np.cumsum(ahead) - ahead)).astype(np.int32), ahead)
+    neighbours[rear + counter] = second
+    return Conflicts(bounds=bounds, neighbours=neighbours)

@@ -40,25 +40,15 @@ Path: TypeAlias = tuple[int, ...]
 
 @frozen
 class _Use:
-    """A call touches an item: from one operation to another.
-
-    Attributes:
-        start: Number of the operation at which the call begins.
-        end: And of the one at which it ends.
-        write: Whether bytes may change.
-        early: Whether peers may touch this rank's bytes before this rank has started the call.
-        late: Whether they may after it has ended.
-        handshake: Nobody touches a byte before all ranks have started the call.
-        release: All are done when it ends.
-    """
+    """A call touches an item: from one operation to another, given by number."""
 
     start: int
     end: int
     write: bool
-    early: bool
-    late: bool
-    handshake: bool
-    release: bool
+    early: bool  # peers may touch this rank's bytes before this rank has started the call
+    late: bool  # and after it has ended
+    handshake: bool  # nobody touches a byte before all ranks have started the call
+    release: bool  # all are done when it ends
 
 
 @frozen
@@ -74,15 +64,13 @@ class Need:
 def needs_of(
     problem: Problem, items: Items, placements: Mapping[str, Placement]
 ) -> tuple[list[Need], list[Need]]:
-    """What must be ordered by meetings: within a run of the program, from one run to the next.
-
-    Args:
-        problem: What the program does.
-        items: Its items.
-        placements: Where its buffers lie.
-    """
+    """What must be ordered by meetings: within a run of the program, from one run to the next."""
+    if not any(a.remote for a in problem.accesses):
+        return [], []
     order = order_of(problem)
     uses = _uses(problem, items, order)
+    if not any(u.early or u.late for mine in uses for u in mine):
+        return [], []
     within, across = _passing(problem, items, placements, uses)
     inside = [n for i, j in within for n in _between(uses, items, i, j)]
     inside += (n for i in range(len(items)) for n in _own(uses[i], items, i, order))

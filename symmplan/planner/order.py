@@ -110,17 +110,12 @@ def graph_of(problem: Problem) -> nx.DiGraph[str]:
 def order_of(problem: Problem) -> Order:
     """The order of a problem's operations, computed once per problem.
 
-    Args:
-        problem: Its operations and edges are used.
-
     Raises:
         ProblemError: The order has a cycle (it is named), or is too wide to be kept.
     """
-    order: Any = problem._order
-    if order is None:
-        order = _build(problem)
-        object.__setattr__(problem, "_order", order)
-    assert isinstance(order, Order)
+    if problem._order is None:
+        object.__setattr__(problem, "_order", _build(problem))
+    order: Order = problem._order
     return order
 
 
@@ -128,18 +123,14 @@ def _build(problem: Problem) -> Order:
     streams: dict[str, list[str]] = {}
     for op in problem.operations:
         streams.setdefault(op.stream, []).append(op.name)
-    names: list[str] = []
-    stream_of: list[int] = []
-    for s, stream in enumerate(sorted(streams)):
-        names.extend(streams[stream])
-        stream_of.extend([s] * len(streams[stream]))
+    names = [name for stream in sorted(streams) for name in streams[stream]]
     count = len(names)
     number = {name: i for i, name in enumerate(names)}
-    stream_no = np.asarray(stream_of, dtype=np.int64)
+    counts = np.asarray([len(streams[stream]) for stream in sorted(streams)], dtype=np.int64)
+    stream_no = np.repeat(np.arange(len(streams)), counts)
     edges = _cross_edges(problem, number, stream_no)
     starts = np.zeros(count + 1, dtype=bool)
-    if count:
-        starts[0] = True
+    starts[0] = True
     starts[1:count] = stream_no[1:] != stream_no[:-1]
     starts[edges[:, 1]] = True
     starts[edges[:, 0] + 1] = True
@@ -163,13 +154,15 @@ def _build(problem: Problem) -> Order:
             fix="put operations that follow each other on one stream",
         )
     place, tail, sizes = _places(chain_of_run, lengths, chains)
-    before = _forward(links, chain_of_run, tail, chains)
-    after = _backward(links, chain_of_run, place, sizes)
+    before = _clock(links, chain_of_run, tail, chains)
+    # Seen from the end, places are counted down and what comes after comes before.
+    back = links[np.lexsort((links[:, 1], links[:, 0]))][::-1, ::-1]
+    left = _clock(back, chain_of_run, sizes[chain_of_run] + 1 - place, chains)
+    after = (sizes + 1).astype(np.int32) - left
     # Operations follow their runs.
-    old = np.repeat(firsts[ranking] - np.append(0, np.cumsum(lengths)[:-1]), lengths)
-    old = old + np.arange(count)
     run = np.repeat(np.arange(len(firsts)), lengths)
     within = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    old = firsts[ranking][run] + within
     chain = chain_of_run[run]
     ordered = tuple(names[i] for i in old.tolist())
     return Order(
@@ -204,8 +197,6 @@ def _run_edges(edges: Ints, run_of: Ints, stream: Ints) -> Ints:
 def _sort_runs(names: list[str], firsts: Ints, lengths: Ints, links: Ints) -> Ints:
     """Topological order of the runs; among those that may come next, the least name comes next."""
     heads = [names[i] for i in firsts.tolist()]
-    if not len(links):
-        return np.asarray(sorted(range(len(heads)), key=heads.__getitem__), dtype=np.int64)
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(heads)))
     graph.add_edges_from(links.tolist())
@@ -275,26 +266,14 @@ def _places(chain: Ints, lengths: Ints, chains: int) -> tuple[Ints, Ints, Ints]:
     return place, place + lengths - 1, sizes
 
 
-def _forward(links: Ints, chain: Ints, tail: Ints, chains: int) -> NDArray[np.int32]:
+def _clock(links: Ints, chain: Ints, place: Ints, chains: int) -> NDArray[np.int32]:
+    """Per run and chain, the highest place among runs before it; links are sorted by target."""
     clock = np.zeros((len(chain), chains), dtype=np.int32)
     rows = list(clock)
-    own, last = chain.tolist(), tail.tolist()
-    for p, r in links.tolist():  # sorted by target, so sources are complete
+    own, last = chain.tolist(), place.tolist()
+    for p, r in links.tolist():  # so sources are complete
         row = rows[r]
         np.maximum(row, rows[p], out=row)
         c = own[p]
         row[c] = max(row[c], last[p])
-    return clock
-
-
-def _backward(links: Ints, chain: Ints, place: Ints, sizes: Ints) -> NDArray[np.int32]:
-    clock = np.empty((len(chain), len(sizes)), dtype=np.int32)
-    clock[:] = sizes + 1
-    rows = list(clock)
-    own, first = chain.tolist(), place.tolist()
-    for p, r in links[np.lexsort((links[:, 1], links[:, 0]))][::-1].tolist():
-        row = rows[p]
-        np.minimum(row, rows[r], out=row)
-        c = own[r]
-        row[c] = min(row[c], first[r])
     return clock

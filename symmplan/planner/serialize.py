@@ -1,4 +1,4 @@
-"""Problems and plans as canonical JSON. Documented in [Note: JSON form].
+"""Problems and plans as canonical JSON, and problems from plain intervals.
 
 [Note: JSON form]
     A problem is ``{"format": "symmplan.problem", "version": 1, "buffers": [...], "operations":
@@ -17,8 +17,11 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import json
 import typing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -39,37 +42,40 @@ from symmplan.model import (
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import os
+    from collections.abc import Iterable
 
-__all__ = ["plan_from_json", "plan_to_json", "problem_from_json", "problem_to_json"]
+__all__ = [
+    "plan_from_json",
+    "plan_to_json",
+    "problem_from_csv",
+    "problem_from_intervals",
+    "problem_from_json",
+    "problem_to_json",
+]
 
 #: Version of the JSON form; raised when older readers could misread it.
 VERSION = 1
 #: Longer texts are refused before they are parsed. A plan of 100,000 buffers has about 30 MB.
 MAX_TEXT = 1 << 29
+#: A row of a benchmark file is a name and three numbers; anything longer is another kind of file.
+MAX_CSV_BYTES = 1 << 30
 _PROBLEM = "symmplan.problem"
 _PLAN = "symmplan.plan"
 
 
 def problem_to_json(problem: Problem) -> str:
-    """Canonical JSON of a problem: equal problems give equal texts, however they were listed."""
+    """See `Problem.to_json`."""
     return _dump(_problem_tree(problem))
 
 
 def problem_from_json(text: str) -> Problem:
-    """Read a problem.
-
-    Args:
-        text: What `problem_to_json` wrote, or the same by hand.
-
-    Raises:
-        PlanFormatError: The text is not such a problem.
-    """
+    """See `Problem.from_json`."""
     return _read_problem(_parse(text, _PROBLEM))
 
 
 def plan_to_json(plan: Plan) -> str:
-    """Canonical JSON of a plan and its problem."""
+    """See `Plan.to_json`."""
     tree: dict[str, Any] = {
         "format": _PLAN,
         "version": VERSION,
@@ -87,21 +93,9 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_from_json(text: str) -> Plan:
-    """Read a plan and verify it.
-
-    Args:
-        text: What `plan_to_json` wrote.
-
-    Raises:
-        PlanFormatError: The text is not a plan of this format.
-        VerificationError: It is one, but wrong.
-    """
+    """See `Plan.from_json`."""
     tree = _parse(text, _PLAN)
-    known = {f.name for f in attrs.fields(Plan)} | {"format", "version"}
-    _known_keys("the plan", tree, known)
-    for key in ("problem", "segments", "placements"):
-        if key not in tree:
-            _wrong(f"the plan lacks {key!r}", f"the key {key!r}", "none")
+    _check_keys("the plan", tree, Plan)
     problem_tree = tree["problem"]
     if not isinstance(problem_tree, dict) or problem_tree.get("format") != _PROBLEM:
         _wrong("the plan's problem is not one", f"an object of the format {_PROBLEM}", "another")
@@ -166,11 +160,7 @@ def _problem_tree(problem: Problem) -> dict[str, Any]:
 
 def _read_problem(tree: dict[str, Any]) -> Problem:
     _check_version("problem", tree)
-    known = {f.name for f in attrs.fields(Problem) if f.init} | {"format", "version"}
-    _known_keys("the problem", tree, known)
-    for key in ("buffers", "operations", "accesses"):
-        if key not in tree:
-            _wrong(f"the problem lacks {key!r}", f"the key {key!r}", "none")
+    _check_keys("the problem", tree, Problem)
     try:
         return Problem(
             buffers=_objects(Buffer, "buffers", tree["buffers"]),
@@ -195,20 +185,16 @@ def _read_problem(tree: dict[str, Any]) -> Problem:
 def _tree(entry: Any) -> dict[str, Any]:
     """An object of all fields that differ from their default."""
     tree = {}
-    for name, default in _defaults(type(entry)):
+    for name, default in _defaults(entry.__class__):
         value = getattr(entry, name)
         if value != default or type(value) is not type(default):
             tree[name] = list(value) if isinstance(value, tuple) else value
     return tree
 
 
-_DEFAULTS: dict[type, tuple[tuple[str, Any], ...]] = {}
-
-
+@functools.cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    if kind not in _DEFAULTS:
-        _DEFAULTS[kind] = tuple((f.name, f.default) for f in attrs.fields(kind))
-    return _DEFAULTS[kind]
+    return tuple((f.name, f.default) for f in attrs.fields(kind))
 
 
 def _dump(tree: dict[str, Any]) -> str:
@@ -272,10 +258,16 @@ def _no_constant(name: str) -> NoReturn:
     _wrong(f"the text holds the number {name}", "whole numbers", name)
 
 
-def _known_keys(where: str, tree: dict[str, Any], known: Iterable[str]) -> None:
-    extra = sorted(tree.keys() - set(known))
+def _check_keys(where: str, tree: dict[str, Any], kind: type) -> None:
+    """Whether an object has the fields of a class, at least those without a default."""
+    fields = [f for f in attrs.fields(kind) if f.init]
+    known = {"format", "version", *(f.name for f in fields)}
+    extra = sorted(tree.keys() - known)
     if extra:
         _wrong(f"{where} has the unknown key {extra[0]!r}", sorted(known), repr(extra[0]))
+    for f in fields:
+        if f.default is attrs.NOTHING and f.name not in tree:
+            _wrong(f"{where} lacks {f.name!r}", f"the key {f.name!r}", "none")
 
 
 def _names(key: str, value: object) -> Any:
@@ -290,7 +282,8 @@ def _names(key: str, value: object) -> Any:
 def _objects(kind: type[Any], key: str, value: object) -> Any:
     if not isinstance(value, list):
         _wrong(f"{key} is {_type(value)}", "a list of objects", _type(value))
-    checks = _checks(kind)
+    hints = typing.get_type_hints(kind)
+    shapes = {f.name: _shape(hints[f.name]) for f in attrs.fields(kind)}
     needed = [f.name for f in attrs.fields(kind) if f.default is attrs.NOTHING]
     made = []
     for k, entry in enumerate(value):
@@ -298,10 +291,9 @@ def _objects(kind: type[Any], key: str, value: object) -> Any:
             _wrong(f"{key}[{k}] is {_type(entry)}", "an object", _type(entry))
         values = {}
         for name, v in entry.items():
-            check = checks.get(name)
-            if check is None:
-                _wrong(f"{key}[{k}] has the unknown key {name!r}", sorted(checks), repr(name))
-            values[name] = check(f"{key}[{k}].{name}", v)
+            if name not in shapes:
+                _wrong(f"{key}[{k}] has the unknown key {name!r}", sorted(shapes), repr(name))
+            values[name] = _value(f"{key}[{k}].{name}", v, *shapes[name])
         for name in needed:
             if name not in values:
                 _wrong(f"{key}[{k}] lacks {name!r}", f"the key {name!r}", sorted(values))
@@ -309,40 +301,124 @@ def _objects(kind: type[Any], key: str, value: object) -> Any:
     return tuple(made)
 
 
-def _value(where: str, value: Any, kind: type) -> Any:
-    if type(value) is not kind:
+def _shape(hint: Any) -> tuple[type, bool, bool]:
+    """Of a field's type: the type itself or its elements', whether a tuple, whether optional."""
+    args = [a for a in typing.get_args(hint) if a is not type(None)]
+    many = typing.get_origin(hint) is tuple
+    return args[0] if args else hint, many, bool(args) and not many
+
+
+def _value(where: str, value: Any, kind: type, many: bool = False, optional: bool = False) -> Any:
+    """Check and convert the JSON value of a field."""
+    if many:
+        if not isinstance(value, list):
+            _wrong(f"{where} is {_type(value)}", "a list", _type(value))
+        return tuple(_value(f"{where}[{k}]", v, kind) for k, v in enumerate(value))
+    if type(value) is not kind and not (optional and value is None):
         _wrong(f"{where} is {_type(value)}", kind.__name__, repr(value)[:200])
     return value
 
 
-def _checks(kind: type) -> dict[str, Callable[[str, Any], Any]]:
-    """Per field of a class, a function that checks and converts its JSON value."""
-    hints = typing.get_type_hints(kind)
-    checks: dict[str, Callable[[str, Any], Any]] = {}
-    for f in attrs.fields(kind):
-        hint = hints[f.name]
-        args = [a for a in typing.get_args(hint) if a is not type(None)]
-        if typing.get_origin(hint) is tuple:
-            checks[f.name] = _tuple_check(args[0])
-        else:
-            optional = bool(args)
-            checks[f.name] = _scalar_check(args[0] if args else hint, optional=optional)
-    return checks
+def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:
+    """See `Problem.from_intervals`; alignments are 1.
+
+    Time is cut where an interval begins or ends; each piece becomes one operation ``t<begin>``,
+    and a buffer is accessed in the first and the last piece of its interval.
+    """
+    rows: list[tuple[Any, ...]] = [tuple(r) for r in intervals]
+    for row in rows:
+        if len(row) != 4 or not all(
+            isinstance(v, int) and not isinstance(v, bool) for v in row[1:]
+        ):
+            raise ProblemError(
+                f"the interval {row!r} is not of the form (name, begin, end, nbytes)",
+                expected="a name and three whole numbers",
+                got=repr(row),
+                fix="give one tuple per buffer, times and bytes as int",
+            )
+        if row[1] >= row[2]:
+            raise ProblemError(
+                f"buffer {row[0]!r} lives in [{row[1]}, {row[2]}), which is empty",
+                expected="begin before end; intervals are half-open",
+                got=f"[{row[1]}, {row[2]})",
+                fix="drop the buffer or correct its interval",
+                buffer=row[0],
+            )
+    times = sorted({t for _, begin, end, _ in rows for t in (begin, end)})
+    place = {t: i for i, t in enumerate(times)}
+    names = [f"t{t}" for t in times]
+    accesses: list[Access] = []
+    for name, begin, end, _ in rows:
+        first, last = names[place[begin]], names[place[end] - 1]
+        accesses.append(Access(first, name, write=True))
+        if last != first:
+            accesses.append(Access(last, name))
+    return Problem(
+        buffers=tuple(Buffer(name=n, nbytes=size, align=1) for n, _, _, size in rows),
+        operations=tuple(Operation(name) for name in names[:-1]),
+        accesses=tuple(accesses),
+    )
 
 
-def _scalar_check(kind: type, *, optional: bool) -> Callable[[str, Any], Any]:
-    def check(where: str, value: Any) -> Any:
-        if type(value) is kind or (optional and value is None):
-            return value
-        return _value(where, value, kind)
+def problem_from_csv(path: str | os.PathLike[str]) -> Problem:
+    """See `Problem.from_csv`; columns besides ``id,lower,upper,size`` are ignored."""
+    try:
+        if Path(path).stat().st_size > MAX_CSV_BYTES:
+            raise ProblemError(
+                f"{path} has more than {MAX_CSV_BYTES} bytes",
+                expected="a table of buffers",
+                got="a file too large to be one",
+                fix="check the path",
+            )
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            return problem_from_intervals(_rows(path, csv.DictReader(file)))
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise ProblemError(
+            f"{path} cannot be read: {e}",
+            expected="a UTF-8 CSV file with the columns id,lower,upper,size",
+            got=type(e).__name__,
+            fix="check the path and the file's format",
+        ) from e
 
-    return check
 
-
-def _tuple_check(kind: type) -> Callable[[str, Any], Any]:
-    def check(where: str, value: Any) -> Any:
-        if not isinstance(value, list):
-            _wrong(f"{where} is {_type(value)}", "a list", _type(value))
-        return tuple(_value(f"{where}[{k}]", v, kind) for k, v in enumerate(value))
-
-    return check
+def _rows(
+    path: str | os.PathLike[str], reader: csv.DictReader[str]
+) -> list[tuple[str, int, int, int]]:
+    columns = [c.strip() for c in reader.fieldnames or ()]
+    reader.fieldnames = columns
+    missing = [c for c in ("id", "lower", "upper", "size") if c not in columns]
+    if missing:
+        raise ProblemError(
+            f"{path} lacks the column {missing[0]!r}",
+            expected="the columns id,lower,upper,size",
+            got=",".join(columns) or "no header line",
+            fix="name the columns in the first line",
+            column=missing[0],
+        )
+    rows: list[tuple[str, int, int, int]] = []
+    for row in reader:
+        values = []
+        for column in ("lower", "upper", "size"):
+            text = row.get(column)
+            try:
+                values.append(int(text or ""))
+            except ValueError:
+                raise ProblemError(
+                    f"{path}, line {reader.line_num}: {column} is {text!r}",
+                    expected="a whole number",
+                    got=repr(text),
+                    fix="correct the line",
+                    line=reader.line_num,
+                    column=column,
+                ) from None
+        if values[2] <= 0:
+            raise ProblemError(
+                f"{path}, line {reader.line_num}: size is {values[2]}",
+                expected="a size of one byte or more",
+                got=values[2],
+                fix="correct the line or drop it",
+                line=reader.line_num,
+                column="size",
+            )
+        rows.append((str(row["id"]).strip(), values[0], values[1], values[2]))
+    return rows

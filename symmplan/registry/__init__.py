@@ -7,7 +7,6 @@ Importing this package does not import torch; the first look-up does.
 
 from __future__ import annotations
 
-from symmplan.registry.binding import bind_arguments, resolve_group_name
 from symmplan.registry.declare import (
     all_specs,
     isolated,
@@ -17,6 +16,7 @@ from symmplan.registry.declare import (
     symm_args,
     unregister,
 )
+from symmplan.registry.schema import bind_arguments, resolve_group_name
 
 __all__ = [
     "all_specs",

@@ -39,21 +39,13 @@ def define_distributed_ops() -> tuple[str, ...]:
     return tuple(loaded)
 
 
-def overload_of_custom_op(op: object) -> OpOverload | None:
-    """The overload behind what ``torch.library.custom_op`` returns, else None."""
-    from torch._library.custom_ops import CustomOpDef
-
-    if not isinstance(op, CustomOpDef):
-        return None
-    overload: OpOverload = op._opoverload
-    return overload
-
-
 def as_overload(ref: object) -> OpOverload | None:
-    """``ref`` if it is an ``OpOverload``, else None."""
+    """``ref`` as an ``OpOverload``: itself, or what ``torch.library.custom_op`` made, else None."""
+    from torch._library.custom_ops import CustomOpDef
     from torch._ops import OpOverload
 
-    return ref if isinstance(ref, OpOverload) else None
+    found = ref._opoverload if isinstance(ref, CustomOpDef) else ref
+    return found if isinstance(found, OpOverload) else None
 
 
 def as_packet(ref: object) -> OpOverloadPacket | None:
@@ -66,11 +58,6 @@ def as_packet(ref: object) -> OpOverloadPacket | None:
 def raw_schema(op: OpOverload) -> Any:
     """The schema object of an op, as torch keeps it."""
     return op._schema
-
-
-def overload_names(packet: OpOverloadPacket) -> tuple[str, ...]:
-    """Names of a packet's overloads, in torch's order."""
-    return tuple(packet.overloads())
 
 
 def all_schemas() -> list[Any]:

@@ -10,32 +10,33 @@ from attrs import frozen
 from symmplan.errors import DeclarationError
 from symmplan.model import Requirement
 from symmplan.registry.check import make_spec
-from symmplan.registry.rows import COLLECTIVES, Row
-from symmplan.registry.rows_left_out import NAMESPACES, NOT_SYMMETRIC
-from symmplan.registry.rows_symm_mem import SYMM_MEM
+from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
 from symmplan.registry.schema import is_defined
 
 if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.registry.schema import Schema
 
-__all__ = ["Entry", "entry_of", "names", "spec_of"]
+__all__ = ["Entry", "entry_of", "spec_of"]
 
 NOT_CATALOGUED = "not catalogued: new in this torch"
 
 
 @frozen
 class Entry:
-    """What the catalogue says of one op.
+    """What is said of one op.
 
     Attributes:
+        op: Qualified name with overload.
         spec: What is declared of it, or None.
-        note: What to know, or why nothing is declared.
-        known: Whether the catalogue has decided about the op as this torch defines it.
+        note: For people: what to know, or why nothing is declared.
+        known: Whether somebody decided about it: False for an op that a new torch brought, and for
+            a declaration that does not fit its op.
     """
 
+    op: str
     spec: OpSpec | None
-    note: str
+    note: str = ""
     known: bool = True
 
 
@@ -44,60 +45,38 @@ def _rows() -> dict[str, Row]:
     return {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
 
 
-def names() -> list[str]:
-    """Qualified names without overload of all rows, sorted."""
-    return sorted(_rows())
-
-
 def spec_of(schema: Schema) -> OpSpec | None:
     """What the catalogue declares of an op, or None.
 
     A row that does not fit the schema of this torch counts as no row: an argument that a new torch
     renames must not break a program that never asked for symmetric memory. `entry_of` tells.
     """
-    row = _row_of(schema)
-    if row is None:
-        return None
-    try:
-        return _spec(row, schema)
-    except DeclarationError:
-        return None
+    entry = entry_of(schema)
+    return None if entry is None else entry.spec
 
 
 def entry_of(schema: Schema) -> Entry | None:
     """The op's entry, or None if it is no business of the catalogue."""
-    name = schema.op.partition(".")[0]
-    row = _row_of(schema)
+    name, _, overload = schema.op.partition(".")
+    row = _rows().get(name) if overload == "default" else None
     if row is not None:
         try:
-            return Entry(_spec(row, schema), row.note)
+            return Entry(schema.op, _spec(row, schema), row.note)
         except DeclarationError as error:
-            return Entry(None, f"changed in this torch: {error.what}", known=False)
+            return Entry(schema.op, None, f"changed in this torch: {error.what}", known=False)
     if name in NOT_SYMMETRIC:
-        return Entry(None, NOT_SYMMETRIC[name])
+        return Entry(schema.op, None, NOT_SYMMETRIC[name])
     if name.partition("::")[0] in NAMESPACES:
-        return Entry(None, NOT_CATALOGUED, known=False)
+        return Entry(schema.op, None, NOT_CATALOGUED, known=False)
     return None
-
-
-def _row_of(schema: Schema) -> Row | None:
-    name, _, overload = schema.op.partition(".")
-    return _rows().get(name) if overload == "default" else None
 
 
 def _spec(row: Row, schema: Schema) -> OpSpec:
     out = row.out_name
+    facts = {"enters": row.enters, "releases": row.releases}
     return make_spec(
         schema,
-        [
-            Requirement(
-                place,
-                signal_pad=place in row.pads,
-                enters=row.enters,
-                releases=row.releases,
-            )
-            for place in row.where
-        ],
+        [Requirement(place, signal_pad=place in row.pads, **facts) for place in row.where],
         group=row.group,
         handshake=row.handshake,
         release=row.release,

@@ -51,25 +51,26 @@ def make_spec(
         _check_align(schema, asked)
         for place in _places(schema, asked.where):
             if place in found:
+                names = (w.where if isinstance(w, Requirement) else w for w in where)
                 raise DeclarationError(
                     f"{schema.op} is given {place!r} twice",
                     expected="each argument and result once",
-                    got=", ".join(repr(_name(w)) for w in where),
+                    got=", ".join(map(repr, names)),
                     fix=f"drop one of the entries that cover {place!r}",
                     op=schema.op,
                     where=place,
                 )
             found[place] = evolve(asked, where=place)
+    order = _tensor_places(schema)
     if not found and origin != "catalogue":
         raise DeclarationError(
             f"nothing of {schema.op} is declared symmetric",
-            expected=f"at least one of {', '.join(_tensor_places(schema))}",
+            expected=f"at least one of {', '.join(order)}",
             got="no names",
             fix="name the arguments and results that must be symmetric",
             op=schema.op,
-            existing=tuple(_tensor_places(schema)),
+            existing=tuple(order),
         )
-    order = _tensor_places(schema)
     return OpSpec(
         op=schema.op,
         requirements=tuple(found[place] for place in order if place in found),
@@ -81,10 +82,6 @@ def make_spec(
         out=None if out is None else _check_out(schema, out),
         origin=origin,
     )
-
-
-def _name(item: str | Requirement) -> str:
-    return item.where if isinstance(item, Requirement) else item
 
 
 def _tensor_places(schema: Schema) -> list[str]:
@@ -108,33 +105,20 @@ def _places(schema: Schema, where: object) -> list[str]:
     argument = schema.argument(where)
     if argument is not None:
         if not argument.tensor:
-            raise DeclarationError(
-                f"argument {where!r} of {schema.op} holds no tensor",
-                expected=_listing(schema),
-                got=f"{where!r} of type {argument.type}",
-                fix="declare tensors only; the group goes into group=",
-                op=schema.op,
-                where=where,
-                existing=tuple(_tensor_places(schema)),
+            what = f"argument {where!r} of {schema.op} holds no tensor"
+            got = f"{where!r} of type {argument.type}"
+            raise _wrong_place(
+                schema, where, what, got, "declare tensors only; the group goes into group="
             )
         return [where]
     match = _RESULT.match(where)
     if match is None:
         existing = [*(a.name for a in schema.arguments), "return"]
-        raise DeclarationError(
-            f"{schema.op} has no argument {where!r}",
-            expected=_listing(schema),
-            got=repr(where),
-            fix=suggestion(where, existing) or f"the schema is {schema.text}",
-            op=schema.op,
-            where=where,
-            existing=tuple(_tensor_places(schema)),
+        fix = suggestion(where, existing) or f"the schema is {schema.text}"
+        raise _wrong_place(
+            schema, where, f"{schema.op} has no argument {where!r}", repr(where), fix
         )
-    return _result_places(schema, where, match.group(1))
-
-
-def _result_places(schema: Schema, where: str, index: str | None) -> list[str]:
-    results = schema.results
+    index, results = match.group(1), schema.results
     chosen = list(results) if index is None else list(results[int(index) : int(index) + 1])
     if chosen and any(r.tensor for r in chosen):
         if len(results) == 1:
@@ -146,20 +130,22 @@ def _result_places(schema: Schema, where: str, index: str | None) -> list[str]:
     else:
         what = f"result {where!r} of {schema.op} holds no tensor"
         got = f"results of type ({', '.join(r.type for r in results)})"
-    raise DeclarationError(
+    raise _wrong_place(schema, where, what, got, f"the schema is {schema.text}")
+
+
+def _wrong_place(schema: Schema, where: str, what: str, got: str, fix: str) -> DeclarationError:
+    places = tuple(_tensor_places(schema))
+    return DeclarationError(
         what,
-        expected=_listing(schema),
+        expected=f"one of {', '.join(map(repr, places))}"
+        if places
+        else "nothing: the op has no tensors",
         got=got,
-        fix=f"the schema is {schema.text}",
+        fix=fix,
         op=schema.op,
         where=where,
-        existing=tuple(_tensor_places(schema)),
+        existing=places,
     )
-
-
-def _listing(schema: Schema) -> str:
-    places = ", ".join(map(repr, _tensor_places(schema)))
-    return f"one of {places}" if places else "nothing: the op has no tensors"
 
 
 def _check_group(schema: Schema, group: object) -> None:

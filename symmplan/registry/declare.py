@@ -1,20 +1,36 @@
-"""The public calls: declare what must be symmetric, and ask for it."""
+"""Declare what must be symmetric, and look it up over all who declare.
+
+[Note: who wins]
+    A user's declaration replaces what anyone else says of the op. The catalogue comes second: its
+    facts (handshake, release, ...) stand, and arguments that only upstream's registry names are
+    added, since a tensor that needs no symmetric memory does no harm in it. Upstream's registry
+    alone comes last, with the facts that are safe for any op (no handshake, no release).
+
+    Where a user's declaration drops an argument that upstream's registry names, the first look-up
+    warns: one of the two is wrong.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import warnings
 from typing import TYPE_CHECKING, TypeVar
+
+from attrs import evolve, frozen
 
 from symmplan.errors import DeclarationError
 from symmplan.model import DEFAULT_ALIGN, OpSpec, Requirement
+from symmplan.registry import _upstream, catalogue, plugins
 from symmplan.registry.check import make_spec
 from symmplan.registry.schema import OpRef, qualified_name, resolve, schema_of
-from symmplan.registry.store import names_of, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from torch._ops import OpOverload
+
+    from symmplan.registry.schema import Schema
 
 __all__ = [
     "all_specs",
@@ -22,6 +38,7 @@ __all__ = [
     "register_symm_mem_args",
     "requirements",
     "spec_for",
+    "store",
     "symm_args",
     "unregister",
 ]
@@ -79,10 +96,9 @@ def register_symm_mem_args(
     """
     if isinstance(where, str):
         where = [where]
-    overloads = resolve(op)
     specs = []
     failures: dict[str, DeclarationError] = {}
-    for overload in overloads:
+    for overload in resolve(op):
         schema = schema_of(overload)
         try:
             spec = make_spec(
@@ -101,8 +117,7 @@ def register_symm_mem_args(
         else:
             specs.append((spec, schema))
     if not specs:
-        first = min(failures, key=_default_first)
-        raise failures[first]
+        raise failures[min(failures, key=_default_first)]
     store.add(specs)
 
 
@@ -126,15 +141,7 @@ def symm_args(
 
     Collective: no, but every rank must declare the same.
 
-    Args:
-        where: As for `register_symm_mem_args`, and so are the others.
-        group: The schema argument that carries the process group.
-        align: Alignment in bytes, a power of two.
-        signal_pad: Whether the signal pad is used.
-        handshake: Whether no byte is touched before all ranks have started the op.
-        release: Whether the op ends only after all ranks' accesses are over.
-        asynchronous: Whether ``wait_tensor`` ends the op.
-        out: The out-variant, if any.
+    All arguments are as for `register_symm_mem_args`.
 
     Returns:
         A function that declares the op it is given (anything that names an op) and returns it
@@ -180,17 +187,6 @@ def _default_first(name: str) -> bool:
     return not name.endswith(".default")
 
 
-def spec_for(op: OpOverload) -> OpSpec | None:
-    """What is declared for this very overload; fast enough to ask for every node of a graph.
-
-    Collective: no.
-
-    Raises:
-        DeclarationError: torch's registry is wrong about the op.
-    """
-    return store.spec_for(op)
-
-
 def unregister(op: OpRef) -> bool:
     """Forget what a user declared for an op; says whether there was anything.
 
@@ -199,15 +195,7 @@ def unregister(op: OpRef) -> bool:
     Raises:
         DeclarationError: No such op is defined.
     """
-    return store.remove(names_of(op))
-
-
-def isolated() -> AbstractContextManager[None]:
-    """A context that undoes on exit every declaration made or removed inside; for tests.
-
-    Collective: no.
-    """
-    return store.isolated()
+    return store.remove([qualified_name(overload) for overload in resolve(op)])
 
 
 def all_specs() -> Iterator[OpSpec]:
@@ -221,3 +209,173 @@ def all_specs() -> Iterator[OpSpec]:
     from symmplan.registry.inventory import inventory
 
     return iter(entry.spec for entry in inventory() if entry.spec is not None)
+
+
+@frozen
+class _Declared:
+    """A user's declaration, void once the op is defined anew with another schema."""
+
+    spec: OpSpec
+    schema: str
+
+
+class _Store:
+    """The declarations of one process. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._user: dict[str, _Declared] = {}
+        self._originals: dict[OpOverload, OpOverload] = {}
+        # op -> (what upstream said then, the answer); dropped whenever a declaration changes
+        self._cache: dict[OpOverload, tuple[tuple[str, ...], OpSpec | None]] = {}
+
+    def add(self, specs: Sequence[tuple[OpSpec, Schema]]) -> None:
+        """Keep the declarations, all or none.
+
+        Raises:
+            DeclarationError: One contradicts an earlier declaration of the same op.
+        """
+        with self._lock:
+            for spec, schema in specs:
+                earlier = self._user.get(spec.op)
+                if earlier is None or earlier.schema != schema.text or earlier.spec == spec:
+                    continue
+                raise DeclarationError(
+                    f"{spec.op} is already declared, and differently",
+                    expected=_describe(earlier.spec),
+                    got=_describe(spec),
+                    fix="keep one of the two declarations, or unregister the first",
+                    op=spec.op,
+                    earlier=earlier.spec,
+                    later=spec,
+                )
+            new = {spec.op: _Declared(spec, schema.text) for spec, schema in specs}
+            self._replace({**self._user, **new})
+
+    def remove(self, names: Sequence[str]) -> bool:
+        """Forget users' declarations of these ops; says whether there were any."""
+        with self._lock:
+            kept = {name: d for name, d in self._user.items() if name not in names}
+            changed = len(kept) != len(self._user)
+            self._replace(kept)
+            return changed
+
+    def stand_in(self, op: OpOverload, original: OpOverload) -> None:
+        """What is declared of ``original`` holds for ``op``, too, which has the same arguments."""
+        self._originals[op] = original
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator[None]:
+        """A context that undoes on exit every declaration made or removed inside; for tests.
+
+        Collective: no.
+        """
+        plugins.load()  # or they would count as made inside, and be undone for good
+        with self._lock:
+            before = self._user
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._replace(before)
+
+    def _replace(self, user: dict[str, _Declared]) -> None:
+        # Readers take no lock. One that still holds the old cache may fill it from the old or the
+        # new declarations; nobody reads that cache again.
+        self._user = user
+        self._cache = {}
+
+    def spec_for(self, op: OpOverload) -> OpSpec | None:
+        """What is declared for this very overload; fast enough to ask for every node of a graph.
+
+        See [Note: who wins]. Collective: no.
+
+        Raises:
+            DeclarationError: Upstream's registry holds a declaration that does not fit the op.
+        """
+        op = self._originals.get(op, op)
+        cache = self._cache  # read before the declarations: see `_replace`
+        upstream = _upstream.declared_arguments(op)
+        known = cache.get(op)
+        if known is not None and known[0] == upstream:
+            return known[1]
+        spec = self._look_up(op, upstream)
+        cache[op] = (upstream, spec)
+        return spec
+
+    def _look_up(self, op: OpOverload, upstream: tuple[str, ...]) -> OpSpec | None:
+        plugins.load()
+        schema = schema_of(op)
+        declared = self._user.get(schema.op)
+        if declared is not None and declared.schema == schema.text:
+            dropped = overruled(declared.spec, upstream)
+            if dropped:
+                warnings.warn(f"symmplan: {schema.op}: {overruled_note(dropped)}", stacklevel=3)
+            return declared.spec
+        listed = catalogue.spec_of(schema)
+        if not upstream:
+            return listed
+        if listed is None:
+            return _adopt(schema, upstream)
+        return _with_upstream(listed, schema, upstream)
+
+    def declared(self) -> dict[str, OpSpec]:
+        """Users' declarations by op name."""
+        plugins.load()
+        return {name: d.spec for name, d in self._user.items()}
+
+
+def overruled(spec: OpSpec, upstream: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments that upstream's registry names and the spec does not."""
+    have = {r.where for r in spec.requirements}
+    return tuple(name for name in upstream if name not in have)
+
+
+def overruled_note(dropped: tuple[str, ...]) -> str:
+    """What to tell people about `overruled` arguments."""
+    return f"torch's registry also names {', '.join(dropped)}; the user's declaration wins"
+
+
+def _adopt(schema: Schema, names: tuple[str, ...]) -> OpSpec:
+    """The spec of what upstream's registry holds for an op that nobody else declares."""
+    groups = [a.name for a in schema.arguments if a.group]
+    group = "group_name" if "group_name" in groups else None
+    if group is None:
+        likely = [g for g in groups if "group" in g or g == "pg"]
+        group = likely[0] if len(likely) == 1 else "group_name"
+    try:
+        return make_spec(schema, names, group=group, origin="torch")
+    except DeclarationError as error:
+        raise DeclarationError(
+            f"torch's registry of symmetric arguments is wrong about {schema.op}: {error.what}",
+            expected=error.expected,
+            got=error.got,
+            fix=f"mend that registration, or overrule it with "
+            f'symmplan.register_symm_mem_args("{schema.op}", ...)',
+            op=schema.op,
+            names=names,
+        ) from error
+
+
+def _with_upstream(listed: OpSpec, schema: Schema, names: tuple[str, ...]) -> OpSpec:
+    if not overruled(listed, names):
+        return listed
+    have = {r.where: r for r in listed.requirements}
+    both = _adopt(schema, (*names, *(w for w in have if w not in names)))
+    return evolve(listed, requirements=tuple(have.get(r.where, r) for r in both.requirements))
+
+
+def _describe(spec: OpSpec) -> str:
+    """A declaration on one line, defaults left out."""
+    places = [f"{r.where}@{r.align}{'+pad' * r.signal_pad}" for r in spec.requirements]
+    parts = [", ".join(places) or "nothing", f"group={spec.group!r}"]
+    parts += [n for n in ("handshake", "release", "asynchronous") if getattr(spec, n)]
+    if spec.out is not None:
+        parts.append(f"out={spec.out!r}")
+    return " ".join(parts)
+
+
+#: The one store of this process.
+store = _Store()
+spec_for = store.spec_for
+isolated = store.isolated

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve
 
 from symmplan.errors import DeclarationError
-from symmplan.registry import _upstream, catalogue
-from symmplan.registry.rows_left_out import NAMESPACES
-from symmplan.registry.schema import resolve, schema_of
-from symmplan.registry.store import overruled, overruled_note, store
+from symmplan.registry import _upstream
+from symmplan.registry.catalogue import Entry, entry_of
+from symmplan.registry.declare import overruled, overruled_note, store
+from symmplan.registry.rows import NAMESPACES
+from symmplan.registry.schema import is_defined, resolve, schema_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-    from symmplan.model import OpSpec
-
 __all__ = ["Entry", "describe_op", "inventory"]
-
-
-@frozen
-class Entry:
-    """One op.
-
-    Attributes:
-        op: Qualified name with overload.
-        spec: What is declared of it, or None.
-        note: For people: what to know, or why nothing is declared.
-        known: Whether somebody decided about it: False for an op that a new torch brought, and for
-            a declaration that does not fit its op.
-    """
-
-    op: str
-    spec: OpSpec | None
-    note: str = ""
-    known: bool = True
 
 
 def inventory() -> list[Entry]:
@@ -48,15 +29,9 @@ def inventory() -> list[Entry]:
     for schema in _upstream.all_schemas():
         if schema.name.partition("::")[0] in NAMESPACES:
             names.add(f"{schema.name}.{schema.overload_name or 'default'}")
-    entries: dict[str, Entry] = {}
-    for name in sorted(names):
-        try:
-            overloads = resolve(name)
-        except DeclarationError:  # declared once, and its library is gone
-            continue
-        for overload in overloads:
-            entry = describe_op(overload)
-            entries[entry.op] = entry
+    # A name may have been declared once, and its library be gone.
+    defined = (resolve(name) for name in sorted(names) if is_defined(name))
+    entries = {e.op: e for overloads in defined for e in map(describe_op, overloads)}
     return [entries[op] for op in sorted(entries)]
 
 
@@ -66,7 +41,7 @@ def describe_op(op: OpOverload) -> Entry:
     Collective: no.
     """
     schema = schema_of(op)
-    listed = catalogue.entry_of(schema)
+    listed = entry_of(schema)
     try:
         spec = store.spec_for(op)
     except DeclarationError as error:
@@ -74,7 +49,7 @@ def describe_op(op: OpOverload) -> Entry:
     if spec is None:
         if listed is None:
             return Entry(schema.op, None, "nobody declared it", known=False)
-        return Entry(schema.op, None, listed.note, known=listed.known)
+        return evolve(listed, spec=None)
     notes = [listed.note] if listed is not None and spec.origin == "catalogue" else []
     upstream = _upstream.declared_arguments(op)
     if spec.origin == "user":

@@ -1,8 +1,8 @@
-"""The catalogue as data: torch's collectives; `rows_symm_mem` has ``torch.ops.symm_mem``.
+"""The catalogue as data: torch's collectives, ``torch.ops.symm_mem``, and what it leaves out.
 
 [Note: what the catalogue says]
     ``where`` names what some way of running the op can use if it is symmetric, not what it refuses
-    to do without: all ops of this module also run on ordinary memory. Which of it a memory backend
+    to do without: all collectives also run on ordinary memory. Which of it a memory backend
     really uses is decided where the program is rewritten for that backend. So ``all_reduce``
     declares its input, too, although torch's own implementation clones it and reduces the clone in
     place: a one-sided all-reduce reads the input where it lies.
@@ -25,13 +25,36 @@
 
     Sources: torch's ``csrc/distributed/c10d/Functional.cpp`` and ``ProcessGroup.hpp``; NCCL's user
     guide on symmetric windows and copy-engine collectives.
+
+[Note: handshake and release of kernels]
+    Kernels that synchronize with all peers through the signal pad before their first and after
+    their last access of symmetric bytes handshake and release. ``one_shot_all_reduce_copy`` fills
+    its own buffer before the first synchronization, so it does not handshake; but peers read that
+    buffer only behind it, so it enters. The ``_low_contention_*`` ops synchronize in the same way,
+    on a stream of their own which the wait waits for.
+
+    For NVSHMEM's collectives the OpenSHMEM contract is taken, not an implementation: the caller
+    sees to it that destinations are ready on all ranks, and only the local part is done on return.
+    Neither handshake nor release, then. Device-driven all-to-alls write peers' splits before their
+    first barrier.
+
+    Sources: torch's ``csrc/distributed/c10d/symm_mem`` (``CUDASymmetricMemoryOps.cu``,
+    ``nvshmem_extension.cu``, ``rocshmem_extension.cu``, ``ops/*.cu``) and
+    ``torch/distributed/_symmetric_memory/__init__.py``; the OpenSHMEM 1.5 specification.
+
+[Note: own workspace]
+    ``fused_*`` ops rendezvous a workspace of their own, one per group, which grows (a collective)
+    when a call needs more. They take ordinary tensors and copy what peers read into the workspace,
+    so they declare nothing; they are listed because people look for them here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import field, frozen
 
-__all__ = ["COLLECTIVES", "Row"]
+__all__ = ["COLLECTIVES", "NAMESPACES", "NOT_SYMMETRIC", "SYMM_MEM", "Row"]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -47,12 +70,7 @@ class Row:
         where: Arguments and results that should be symmetric, given as words in one string.
         group: The argument that carries the group.
         pads: The words of ``where`` whose segment's signal pad the op uses.
-        handshake: As in `OpSpec`.
-        release: As in `OpSpec`.
-        meets: As in `OpSpec`.
-        enters: As in `Requirement`, for all of ``where``.
-        releases: As in `Requirement`, for all of ``where``.
-        asynchronous: As in `OpSpec`.
+        enters: As in `Requirement`, and so is ``releases``; for all of ``where``.
         out: Name of the out-variant, in the same namespace.
         note: For people.
     """
@@ -76,43 +94,53 @@ class Row:
         return None if self.out is None else f"{self.op.partition('::')[0]}::{self.out}"
 
 
-def _collective(
-    op: str,
-    where: str,
-    *,
-    group: str = "group_name",
-    meets: bool = True,
-    out: str | None = None,
-    note: str = "",
-) -> Row:
+def _collective(op: str, where: str, *, meets: bool = True, **more: Any) -> Row:
     """One of the process group's collectives. See [Note: facts of collectives]."""
+    return Row(op, where, meets=meets, enters=True, releases=True, asynchronous=True, **more)
+
+
+def _functional(name: str, where: str, **more: Any) -> Row:
+    return _collective(f"_c10d_functional::{name}", where, **more)
+
+
+def _autograd(name: str, where: str, **more: Any) -> Row:
+    note = "differentiable front of the op of that name in _c10d_functional"
+    return _collective(f"_c10d_functional_autograd::{name}", where, note=note, **more)
+
+
+def _c10d(name: str, where: str, *, note: str = "its Work ends it", **more: Any) -> Row:
+    return _collective(f"c10d::{name}", where, group="process_group", note=note, **more)
+
+
+def _kernel(name: str, where: str, *, handshake: bool = True, **more: Any) -> Row:
+    """An op that synchronizes through the signal pad of all it declares.
+
+    Without ``handshake`` it touches its own bytes before.
+    """
     return Row(
-        op,
+        f"symm_mem::{name}",
         where,
-        group,
-        meets=meets,
+        pads=where,
+        handshake=handshake,
+        release=True,
+        meets=True,
         enters=True,
         releases=True,
-        asynchronous=True,
-        out=out,
-        note=note,
+        **more,
     )
 
 
-def _functional(
-    name: str, where: str, *, meets: bool = True, out: str | None = None, note: str = ""
-) -> Row:
-    return _collective(f"_c10d_functional::{name}", where, meets=meets, out=out, note=note)
+def _one_sided(name: str, where: str, **more: Any) -> Row:
+    return Row(f"symm_mem::{name}", where, **more)
 
 
-def _autograd(name: str, where: str, *, meets: bool = True) -> Row:
-    note = "differentiable front of the op of that name in _c10d_functional"
-    return _collective(f"_c10d_functional_autograd::{name}", where, meets=meets, note=note)
+def _nccl(name: str) -> Row:
+    note = "NCCL memory; synchronizes without the signal pad; out may be ordinary memory"
+    return Row(f"symm_mem::{name}", "input", handshake=True, release=True, meets=True, note=note)
 
 
-def _c10d(name: str, where: str, *, meets: bool = True, note: str = "") -> Row:
-    note = note or "its Work ends it"
-    return _collective(f"c10d::{name}", where, group="process_group", meets=meets, note=note)
+def _fused(name: str, note: str) -> Row:
+    return Row(f"symm_mem::{name}", "", note=f"rendezvouses a workspace of its own; {note}")
 
 
 _CLONES = "torch clones the input and works in place on the clone"
@@ -121,7 +149,8 @@ _PAIRWISE = "a rank waits for those that send it something"
 _PARTS = "parts of one size can be written where they are told"
 _ROOT = "ranks wait for the root alone; NCCL has no symmetric kernel for it"
 
-_FUNCTIONAL = (
+#: Torch's own collectives.
+COLLECTIVES: tuple[Row, ...] = (
     _functional("all_gather_into_tensor", "input return", out="all_gather_into_tensor_out"),
     _functional("all_gather_into_tensor_out", "input out"),
     _functional("all_gather_into_tensor_coalesced", "inputs return", note=_NO_OUT),
@@ -135,23 +164,14 @@ _FUNCTIONAL = (
     _functional("all_to_all_single", "input return", meets=False, note=f"{_PAIRWISE}; {_PARTS}"),
     _functional("broadcast", "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
     _functional("broadcast_", "input", meets=False, note=_ROOT),
-)
-
-_AUTOGRAD = (
     _autograd("all_gather_into_tensor", "input return"),
     _autograd("reduce_scatter_tensor", "input return"),
     _autograd("all_to_all_single", "input return", meets=False),
-)
-
-_DTENSOR = (
     Row(
         "_dtensor::shard_dim_alltoall",
         "",
         note="sends from and receives into buffers of its own: nothing to place",
     ),
-)
-
-_C10D = (
     _c10d("_allgather_base_", "output_tensor input_tensor"),
     _c10d("_reduce_scatter_base_", "output_tensor input_tensor"),
     _c10d("allgather_into_tensor_coalesced_", "outputs inputs"),
@@ -162,5 +182,174 @@ _C10D = (
     _c10d("broadcast_", "tensors", meets=False, note=_ROOT),
 )
 
-#: Torch's own collectives.
-COLLECTIVES: tuple[Row, ...] = (*_FUNCTIONAL, *_AUTOGRAD, *_DTENSOR, *_C10D)
+_MULTICAST = "needs NVLink multicast"
+_CONTRACT = "OpenSHMEM contract: callers synchronize"
+_SPLITS = "writes peers' splits before its first barrier"
+_FALLBACK = "an ordinary input goes through a workspace of its own; the result is ordinary memory"
+
+#: Ops of ``torch.ops.symm_mem``.
+SYMM_MEM: tuple[Row, ...] = (
+    _kernel("one_shot_all_reduce", "input", out="one_shot_all_reduce_out"),
+    _kernel("one_shot_all_reduce_out", "input", note="out may be ordinary memory"),
+    _kernel(
+        "one_shot_all_reduce_copy",
+        "symm_buffer",
+        handshake=False,
+        out="one_shot_all_reduce_copy_out",
+        note="fills symm_buffer before the ranks meet",
+    ),
+    _kernel(
+        "one_shot_all_reduce_copy_out",
+        "symm_buffer",
+        handshake=False,
+        note="fills symm_buffer before the ranks meet; out may be ordinary memory",
+    ),
+    _kernel("two_shot_all_reduce_", "input"),
+    _kernel(
+        "two_shot_all_reduce_out", "input", note="overwrites input; output may be ordinary memory"
+    ),
+    _kernel("reduce_scatter_out", "input", note="output may be ordinary memory"),
+    _kernel("multimem_all_reduce_", "input", note=_MULTICAST),
+    _kernel(
+        "multimem_one_shot_all_reduce",
+        "input",
+        out="multimem_one_shot_all_reduce_out",
+        note=f"{_MULTICAST}; sums in no fixed order",
+    ),
+    _kernel(
+        "multimem_one_shot_all_reduce_out", "input", note=f"{_MULTICAST}; sums in no fixed order"
+    ),
+    _kernel("multimem_one_shot_reduce_out", "input", note=f"{_MULTICAST}; sums in no fixed order"),
+    _kernel("multimem_all_gather_out", "out", note=f"{_MULTICAST}; input may be ordinary memory"),
+    _kernel("_low_contention_all_gather", "tensor", asynchronous=True, note=_FALLBACK),
+    _kernel("_low_contention_reduce_scatter", "tensor", asynchronous=True, note=_FALLBACK),
+    _kernel(
+        "_low_contention_all_gather_ce_multicast",
+        "return",
+        out="_low_contention_all_gather_ce_multicast_out",
+        note=f"{_MULTICAST}; takes its result from torch's own symmetric pool",
+    ),
+    _kernel("_low_contention_all_gather_ce_multicast_out", "out", note=_MULTICAST),
+    _fused("fused_all_gather_matmul", "reads A in place only with native async TP on"),
+    _fused("fused_all_gather_scaled_matmul", "takes ordinary tensors"),
+    _fused("fused_matmul_reduce_scatter", "takes ordinary tensors"),
+    _fused("fused_scaled_matmul_reduce_scatter", "takes ordinary tensors"),
+    _nccl("nccl_reduce_scatter_offset"),
+    _nccl("nccl_all_to_all_nd"),
+    _one_sided(
+        "memcpy_to_multicast_",
+        "symm_mem_out",
+        note=f"{_MULTICAST}; writes all peers at once, synchronizes with none",
+    ),
+    _one_sided("nvshmem_broadcast", "input", note=_CONTRACT),
+    _one_sided("nvshmem_all_to_all", "input out", note=_CONTRACT),
+    _one_sided(
+        "all_to_all_vdev",
+        "input out in_splits out_splits_offsets",
+        pads="out_splits_offsets",
+        note=f"{_SPLITS}; only rocSHMEM uses the pad",
+    ),
+    _one_sided("all_to_all_vdev_2d", "input out in_splits out_splits_offsets", note=_SPLITS),
+    _one_sided(
+        "all_to_all_vdev_2d_offset", "input out in_splits_offsets out_splits_offsets", note=_SPLITS
+    ),
+    _one_sided("tile_reduce", "in_tile out_tile", note="NVSHMEM; its own syncs are not relied on"),
+    _one_sided(
+        "multi_root_tile_reduce",
+        "in_tiles out_tile",
+        note="NVSHMEM; its own syncs are not relied on",
+    ),
+)
+
+#: Namespaces whose every op is either catalogued or listed here.
+NAMESPACES = (
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "c10d",
+    "c10d_functional",
+    "symm_mem",
+)
+
+# Only torch's deprecated entry points call them, and no ``group=`` can point at tag and ranks.
+_LEGACY = "names its group by tag and ranks; forwards to _c10d_functional"
+_P2P = "point to point: no transport uses symmetric memory for it"
+_ROOTED = "only the root's tensors have a size, so ranks would plan differently"
+_LISTS = "goes through flat buffers of its own where a transport could use symmetric memory"
+_NO_GROUP = "names no group: torch takes group '0'. Declare it yourself if you wrap it"
+_HANDLE = "works on a handle: what it touches is not in the graph"
+_NO_BYTES = "moves no tensor between ranks"
+_WAITS = "ends asynchronous collectives; what they hold is theirs"
+
+_BY_REASON = {
+    _WAITS: ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"),
+    _P2P: (
+        "_c10d_functional::batch_p2p_ops",
+        "_c10d_functional::irecv",
+        "_c10d_functional::isend",
+        "c10d::alltoall_",
+        "c10d::recv_",
+        "c10d::recv_any_source_",
+        "c10d::send",
+    ),
+    _NO_BYTES: (
+        "_c10d_functional::_wrap_tensor_autograd",
+        "_dtensor::mesh_get_process_group",
+        "c10d::barrier",
+        "c10d::check_for_nan",
+        "c10d::monitored_barrier_",
+        "symm_mem::_barrier",
+    ),
+    _ROOTED: ("c10d::gather_", "c10d::gather_into_tensor_", "c10d::scatter_"),
+    _LISTS: (
+        "c10d::allgather_",
+        "c10d::allgather_coalesced_",
+        "c10d::reduce_scatter_",
+    ),
+    "NCCL has no symmetric kernel for it": ("c10d::reduce_",),
+    _NO_GROUP: (
+        "symm_mem::nccl_get",
+        "symm_mem::nccl_put",
+        "symm_mem::nccl_put_with_signal",
+        "symm_mem::nccl_wait_for_signal",
+        "symm_mem::nvshmem_get",
+        "symm_mem::nvshmem_put",
+        "symm_mem::nvshmem_put_with_signal",
+        "symm_mem::nvshmem_wait_for_signal",
+    ),
+    _HANDLE: (
+        "symm_mem::_rendezvous",
+        "symm_mem::nccl_get_out",
+        "symm_mem::nccl_put_signal",
+        "symm_mem::nccl_wait_signal",
+        "symm_mem::nvshmem_get_out",
+    ),
+    "local: writes flags of one rank": (
+        "symm_mem::memset32_",
+        "symm_mem::stream_write_value32_",
+    ),
+    "local: waits for flags of one rank": ("symm_mem::_async_input_mm",),
+    "its results view peers' memory and nothing says when their last use ends": (
+        "symm_mem::get_remote_tensors",
+    ),
+    _LEGACY: tuple(
+        f"c10d_functional::{name}"
+        for name in (
+            "all_gather_into_tensor",
+            "all_gather_into_tensor_coalesced",
+            "all_reduce",
+            "all_reduce_coalesced",
+            "all_to_all_single",
+            "batch_p2p_ops",
+            "broadcast",
+            "irecv",
+            "isend",
+            "reduce_scatter_tensor",
+            "reduce_scatter_tensor_coalesced",
+            "wait_tensor",
+        )
+    ),
+}
+
+#: ``{qualified name without overload: why nothing of it is declared}``
+NOT_SYMMETRIC: dict[str, str] = {op: reason for reason, ops in _BY_REASON.items() for op in ops}

@@ -1,4 +1,4 @@
-"""An op's schema as plain values, and the ways to point at an op."""
+"""An op's schema as plain values, the ways to point at an op, and the arguments of its calls."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import frozen
 
-from symmplan.errors import DeclarationError
+from symmplan.errors import CaptureError, DeclarationError
 from symmplan.registry import _upstream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch._ops import OpOverload, OpOverloadPacket
+
+    from symmplan.model import OpSpec
 
 __all__ = [
     "Argument",
     "OpRef",
     "Result",
     "Schema",
+    "bind_arguments",
     "is_defined",
     "qualified_name",
     "resolve",
+    "resolve_group_name",
     "schema_of",
+    "suggestion",
 ]
 
 #: What names an op: ``"ns::name"``, ``"ns::name.overload"``, an ``OpOverload``, an
@@ -105,7 +110,7 @@ def schema_of(op: OpOverload) -> Schema:
                 type=str(a.real_type),
                 tensor=_holds_tensors(a.type),
                 group=_can_carry_group(a.type),
-                written=_is_written(a),
+                written=a.alias_info is not None and bool(a.alias_info.is_write),
                 kwarg_only=a.kwarg_only,
                 has_default=a.has_default_value(),
                 default=a.default_value if a.has_default_value() else None,
@@ -134,10 +139,6 @@ def _can_carry_group(kind: Any) -> bool:
     return kind.kind() in ("StringType", "AnyType", "PyObjectType")
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
-
-
 def resolve(ref: OpRef) -> tuple[OpOverload, ...]:
     """The overloads that ``ref`` points at: one, or all of a name without overload.
 
@@ -146,7 +147,7 @@ def resolve(ref: OpRef) -> tuple[OpOverload, ...]:
     """
     if isinstance(ref, str):
         return _by_name(ref)
-    overload = _upstream.as_overload(ref) or _upstream.overload_of_custom_op(ref)
+    overload = _upstream.as_overload(ref)
     if overload is not None:
         return (overload,)
     packet = _upstream.as_packet(ref)
@@ -176,7 +177,7 @@ def _show(ref: object) -> str:
 
 
 def _overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
-    return tuple(getattr(packet, name) for name in _upstream.overload_names(packet))
+    return tuple(getattr(packet, name) for name in packet.overloads())
 
 
 def _by_name(name: str) -> tuple[OpOverload, ...]:
@@ -198,7 +199,7 @@ def _by_name(name: str) -> tuple[OpOverload, ...]:
         raise _unknown_op(name, namespace, base)
     if not overload:
         return _overloads(packet)
-    existing = _upstream.overload_names(packet)
+    existing = tuple(packet.overloads())
     if overload not in existing:
         raise DeclarationError(
             f"{namespace}::{base} has no overload {overload!r}",
@@ -246,3 +247,103 @@ def suggestion(given: str, existing: Iterable[str]) -> str | None:
 
 def _closest(given: str, existing: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(given, list(existing), n=1, cutoff=0.7)), None)
+
+
+def bind_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments of a call by name, in the order of the schema, defaults filled in.
+
+    Nodes of a graph are as good as values. Collective: no.
+
+    Raises:
+        CaptureError: The call does not fit the schema.
+    """
+    schema = schema_of(op)
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    problem = None
+    if len(args) > len(positional):
+        problem = f"at most {len(positional)} positional arguments", f"{len(args)}"
+    bound = {a.name: value for a, value in zip(positional, args, strict=False)}
+    for name in kwargs:
+        if name in bound:
+            problem = "each argument once", f"{name!r} by position and by name"
+        elif schema.argument(name) is None:
+            problem = f"arguments {[a.name for a in schema.arguments]}", f"{name!r}"
+    result = {}
+    for argument in schema.arguments:
+        if argument.name in bound:
+            result[argument.name] = bound[argument.name]
+        elif argument.name in kwargs:
+            result[argument.name] = kwargs[argument.name]
+        elif argument.has_default:
+            result[argument.name] = argument.default
+        else:
+            problem = problem or (f"a value for {argument.name!r}", "none")
+    if problem is not None:
+        raise CaptureError(
+            f"a call of {schema.op} does not fit its schema",
+            expected=problem[0],
+            got=problem[1],
+            fix=f"call it as {schema.text}",
+            op=schema.op,
+        )
+    return result
+
+
+def resolve_group_name(
+    spec: OpSpec, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Name of the process group of a call.
+
+    The value of the declared group argument may be the group's name, a ``ProcessGroup``, a boxed
+    one, a graph node that stands for either, or None for the default group.
+
+    Collective: no.
+
+    Raises:
+        CaptureError: The call does not fit the schema, or no group name can be read from it.
+    """
+    given = bind_arguments(op, args, kwargs)[spec.group]
+    value = _value_of(given)
+    if value is None:
+        value = _upstream.default_group_name()
+    name = value if isinstance(value, str) else _name_of(value)
+    if name:
+        return name
+    raise CaptureError(
+        f"argument {spec.group!r} of {spec.op} names no process group",
+        expected="a group name or a ProcessGroup"
+        + ("" if given is not None else "; None means the default group, and there is none"),
+        got=f"{given!r}",
+        fix="initialise the process group first"
+        if given is None
+        else "pass the group itself, or its name",
+        op=spec.op,
+        where=spec.group,
+    )
+
+
+def _value_of(given: Any) -> Any:
+    """The value behind a graph node, or ``given`` itself."""
+    from torch.fx import Node
+
+    if not isinstance(given, Node):
+        return given
+    if given.op == "get_attr":
+        value: Any = given.graph.owning_module
+        for part in str(given.target).split("."):
+            value = getattr(value, part, None)
+        return value if value is not None else given
+    for key in ("val", "example_value"):
+        if given.meta.get(key) is not None:
+            return given.meta[key]
+    return given
+
+
+def _name_of(value: Any) -> str | None:
+    try:
+        name = getattr(_upstream.process_group_of(value), "group_name", None)
+    except RuntimeError:  # a group that was destroyed has no name any more
+        return None
+    return name if isinstance(name, str) else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from symmplan.report.data import plan_facts
 from symmplan.report.html import write_plan_html
-from symmplan.report.json import plan_facts
 from symmplan.report.text import plan_summary
 
 __all__ = ["plan_facts", "plan_summary", "write_plan_html"]

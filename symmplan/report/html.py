@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from symmplan.report.drawing import drawing
+from symmplan.report.data import drawing
 from symmplan.report.format import count, size
 from symmplan.report.text import plan_summary
 
@@ -82,11 +82,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def write_plan_html(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the page of ``plan`` to ``path``.
-
-    Args:
-        plan: The plan; it is not verified here.
-        path: The file to write; its folder must exist.
+    """Write the page of ``plan``, which is not verified here; the folder must exist.
 
     Raises:
         OSError: It cannot be written.

@@ -10,7 +10,7 @@ from symmplan.report.format import count, size, table, visible
 if TYPE_CHECKING:
     from symmplan.model import Plan, Unplanned
 
-__all__ = ["plan_summary", "unplanned_lines"]
+__all__ = ["plan_summary"]
 
 #: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
 #: page have all of them.
@@ -20,12 +20,8 @@ _SHOWN = 20
 def plan_summary(plan: Plan) -> str:
     """Segments, bytes against the bound and against no sharing, what was left out and why.
 
-    Args:
-        plan: The plan; it is not verified here.
-
-    Returns:
-        A few lines without a trailing newline. Names are printed with control characters spelled
-        out, so that a name cannot forge a line.
+    The plan is not verified here. Names are printed with control characters spelled out, so that
+    a name cannot forge a line.
     """
     held = f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}"
     steps = count(len(plan.problem.operations), "operation")
@@ -34,21 +30,14 @@ def plan_summary(plan: Plan) -> str:
         *table(
             [
                 ("peak", size(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
-                (
-                    "lower bound",
-                    size(plan.lower_bound_bytes),
-                    _quality(plan),
-                ),
+                ("lower bound", size(plan.lower_bound_bytes), _quality(plan)),
                 ("one buffer per tensor", size(plan.unshared_bytes), _saving(plan)),
             ]
         ),
     ]
-    lines += _segment_lines(plan)
-    lines += _placed_lines(plan)
-    lines += _crossing_lines(plan)
-    lines += _barrier_lines(plan)
-    lines += unplanned_lines(plan.unplanned)
-    return "\n".join(lines)
+    for part in (_segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
+        lines += part(plan)
+    return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])
 
 
 def _quality(plan: Plan) -> str:
@@ -124,7 +113,7 @@ def _barrier_lines(plan: Plan) -> list[str]:
     return [f"barriers: {len(plan.barriers):,}", *table(rows), *_more(len(plan.barriers))]
 
 
-def unplanned_lines(unplanned: tuple[Unplanned, ...]) -> list[str]:
+def _unplanned_lines(unplanned: tuple[Unplanned, ...]) -> list[str]:
     """The declared tensors that were left out, those with one reason together."""
     if not unplanned:
         return ["left out: none"]

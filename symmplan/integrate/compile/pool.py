@@ -24,8 +24,9 @@
     graph may copy back on entry what it needs in place, another lies before that: peers may still
     read what was there.
 
-    Plans that show peers the same (see [Note: what peers see] in `symmplan.planner.visible`) count
-    as one graph here: a rank may have compiled its own for a smaller batch, and no peer knows.
+    Plans that show peers the same (see [Note: what peers see] in `symmplan.planner.fingerprint`)
+    count as one graph here: a rank may have compiled its own for a smaller batch, and no peer
+    knows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from symmplan.memory.spares import obtain
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import known, register
 from symmplan.place.guests import CarveOut, let_go, ran
-from symmplan.planner.visible import visible
+from symmplan.planner.fingerprint import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -315,7 +316,7 @@ class Pool:
             memory: Name of the memory backend.
             device: Where the segments lie.
             barriers: What its graphs run besides the program, if that is more than the plan says;
-                as for `symmplan.planner.visible.visible`.
+                as for `symmplan.planner.fingerprint.visible`.
             engines: Names of the communicators over which copy engines run its collectives.
             crosses: Whether something that its graphs leave in placements outlives their runs.
 

@@ -16,8 +16,8 @@ import torch.distributed._symmetric_memory  # defines some of the ops
 from torch._C import DispatchKey
 
 from symmplan.integrate.compile.ops import without_returns
-from symmplan.registry.rows_symm_mem import SYMM_MEM
-from symmplan.registry.store import store
+from symmplan.registry.declare import store
+from symmplan.registry.rows import SYMM_MEM
 
 if TYPE_CHECKING:
     from collections.abc import Callable

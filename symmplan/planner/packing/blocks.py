@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from attrs import frozen
@@ -22,13 +22,13 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
+    from symmplan.planner.order import Ints
+    from symmplan.planner.packing.task import Space
 
-    from symmplan.planner.packing.space import Space
+__all__ = ["Blocks", "Style", "glue"]
 
-    Ints = NDArray[np.int64]
-
-__all__ = ["Block", "Blocks", "Style", "glue"]
+#: A rectangle of items: pairs of an item and its offset above the block's own.
+Block: TypeAlias = "tuple[tuple[int, int], ...]"
 
 _NEVER = np.iinfo(np.int64).max
 #: Weight of a section without slack; one with much slack weighs 1.
@@ -55,23 +55,8 @@ class Style:
 
 
 @frozen(eq=False)
-class Block:
-    """A rectangle of items.
-
-    Attributes:
-        parts: Pairs of (item, offset above the block's own offset).
-    """
-
-    parts: tuple[tuple[int, int], ...]
-
-    def above(self, offset: int) -> tuple[tuple[int, int], ...]:
-        """The same items, this much higher."""
-        return tuple((item, place + offset) for item, place in self.parts)
-
-
-@frozen(eq=False)
 class Blocks:
-    """All items of a space, glued to blocks.
+    """All items of a space, glued to blocks, which are sorted by section and size.
 
     Attributes:
         low: First section of each block.
@@ -89,31 +74,30 @@ class Blocks:
         """Offsets of ``count`` items from those of the blocks."""
         result = np.zeros(count, dtype=np.int64)
         for block, place in zip(self.blocks, offset.tolist(), strict=True):
-            for item, above in block.parts:
+            for item, above in block:
                 result[item] = place + above
         return result
 
 
 class _Glue:
-    def __init__(
-        self, low: Ints, high: Ints, size: Ints, slack: Ints, target: int, style: Style
-    ) -> None:
-        count = len(size)
-        self.low, self.high, self.size, self.slack = low.copy(), high.copy(), size.copy(), slack
+    def __init__(self, space: Space, target: int, style: Style) -> None:
+        count = len(space)
+        self.low, self.high, self.size = space.low.copy(), space.high.copy(), space.size.copy()
+        self.slack = target - space.load
         self.alive = np.ones(count, dtype=bool)
-        self.blocks = [Block(((i, 0),)) for i in range(count)]
+        self.blocks: list[Block] = [((i, 0),) for i in range(count)]
         self.shift = max(0, int(target).bit_length() - _BITS)
         goal = max(1, target >> self.shift)
-        weight = _WEIGHT * goal // (goal + 20 * np.maximum(slack >> self.shift, 0)) + 1
+        weight = _WEIGHT * goal // (goal + 20 * np.maximum(self.slack >> self.shift, 0)) + 1
         weight = weight**style.power if style.power < 2 else weight * weight // _WEIGHT + 1
         self.weights = np.append(0, np.cumsum(weight.astype(np.int64)))
         self.style = style
-        self.area = self._weigh(low, high, size)
+        self.area = self._weigh(self.low, self.high, self.size)
         self.noise = _noise(count, style) if style.noise else None
         self.cost = np.stack([self.row(i) for i in range(count)])
         self.best = self.cost.min(axis=1)
 
-    def _weigh(self, low: Ints, high: Ints, size: Ints) -> Ints:
+    def _weigh(self, low: Ints | int, high: Ints | int, size: Ints | int) -> Ints:
         area: Ints = (self.weights[high] - self.weights[low]) * (size >> self.shift)
         return area
 
@@ -156,14 +140,14 @@ class _Glue:
         if (self.size[j], -j) > (self.size[i], -i):
             i, j = j, i
         lift = 0 if follows else int(self.size[i])
-        self.blocks[i] = Block(self.blocks[i].parts + self.blocks[j].above(lift))
+        self.blocks[i] += tuple((item, above + lift) for item, above in self.blocks[j])
         self._replace(i, j, int(low), int(high), int(size))
         return True
 
     def _replace(self, i: int, j: int, low: int, high: int, size: int) -> None:
         self.alive[j] = False
         self.low[i], self.high[i], self.size[i] = low, high, size
-        self.area[i] = (self.weights[high] - self.weights[low]) * (size >> self.shift)
+        self.area[i] = self._weigh(low, high, size)
         row = self.row(i)
         stale = (self.best == self.cost[:, i]) | (self.best == self.cost[:, j])
         self.cost[j, :] = self.cost[:, j] = _NEVER
@@ -175,12 +159,10 @@ class _Glue:
 
     def snapshot(self) -> Blocks:
         alive = np.flatnonzero(self.alive)
-        return Blocks(
-            self.low[alive],
-            self.high[alive],
-            self.size[alive],
-            tuple(self.blocks[i] for i in alive.tolist()),
-        )
+        low, high, size = self.low[alive], self.high[alive], self.size[alive]
+        sort = np.lexsort((size, high, low))
+        blocks = tuple(self.blocks[i] for i in alive[sort].tolist())
+        return Blocks(low[sort], high[sort], size[sort], blocks)
 
 
 def _noise(count: int, style: Style) -> Ints:
@@ -197,18 +179,13 @@ def _noise(count: int, style: Style) -> Ints:
 def glue(space: Space, target: int, style: Style, stages: tuple[int, ...]) -> Iterator[Blocks]:
     """Glue items until nothing fits any more; yields what there is at some numbers of blocks.
 
-    Args:
-        space: What is packed; items whose sections are disjoint must not conflict.
-        target: Peak in units that the blocks must still allow.
-        style: How pairs are chosen.
-        stages: Numbers of blocks at which to yield, besides the last.
+    Items whose sections are disjoint must not conflict. ``target`` is the peak in units that the
+    blocks must still allow, ``stages`` are the numbers of blocks at which to yield, besides the
+    last.
     """
-    state = _Glue(space.low, space.high, space.size, target - space.load, target, style)
+    state = _Glue(space, target, style)
     left = len(space)
-    while True:
-        done = state.step()
-        if done is None:
-            break
+    while (done := state.step()) is not None:
         left -= done
         if done and left in stages:
             yield state.snapshot()

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from symmplan.planner.interference import conflicts_of, count_candidates
+from symmplan.planner.items import conflicts_of, count_candidates
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from symmplan.planner.interference import Conflicts
+    from symmplan.planner.items import Conflicts
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["heaviest", "heaviest_clique", "heaviest_moment"]
 
@@ -42,9 +39,6 @@ def heaviest_moment(task: Task) -> tuple[int, Ints]:
 
     On one chain this is the heaviest set of pairwise conflicting items. On several it is one such
     set, for items that are live at the same instant of some linear extension do conflict.
-
-    Args:
-        task: What is packed.
     """
     if not len(task):
         return 0, np.zeros(0, dtype=np.int64)
@@ -59,15 +53,10 @@ def heaviest_moment(task: Task) -> tuple[int, Ints]:
 
 
 def heaviest(task: Task) -> tuple[int, Ints]:
-    """The heaviest set of conflicting items that can be found with bounded work.
-
-    Args:
-        task: What is packed.
-    """
+    """The heaviest set of conflicting items that can be found with bounded work."""
     best = heaviest_moment(task)
-    if task.entry.shape[1] > 1 and count_candidates(task.start, task.stop) <= MAX_PAIRS:
-        conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
-        best = max(best, heaviest_clique(task, conflicts), key=lambda b: b[0])
+    if task.entry.shape[1] > 1 and count_candidates(task) <= MAX_PAIRS:
+        best = max(best, heaviest_clique(task, conflicts_of(task)), key=lambda b: b[0])
     return best
 
 
@@ -75,10 +64,6 @@ def heaviest_clique(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
     """The heaviest set of pairwise conflicting items, or a heavy one where that is too much work.
 
     See [Note: heaviest antichain].
-
-    Args:
-        task: What is packed.
-        conflicts: Its conflict graph.
     """
     if len(task) <= MAX_FLOW_ITEMS:
         exact = _by_flow(task, conflicts)
@@ -89,11 +74,7 @@ def heaviest_clique(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
 
 def _by_growing(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
     """From each of the heaviest items, add the heaviest that conflict with all chosen so far."""
-    near = np.bincount(
-        np.repeat(np.arange(len(task)), np.diff(conflicts.bounds)),
-        weights=task.size[conflicts.neighbours],
-        minlength=len(task),
-    ).astype(np.int64)
+    near = conflicts.weigh(task.size)
     best, chosen = 0, np.zeros(0, dtype=np.int64)
     for seed in np.lexsort((np.arange(len(task)), -(near + task.size)))[:SEEDS].tolist():
         candidates = conflicts.of(seed).astype(np.int64)

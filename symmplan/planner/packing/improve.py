@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
-from symmplan.planner.interference import conflicts_of
+from symmplan.planner.items import conflicts_of
 from symmplan.planner.packing.blocks import Style, glue
+from symmplan.planner.packing.greedy import rank_by, squeak
 from symmplan.planner.packing.search import search
-from symmplan.planner.packing.space import Space
-from symmplan.planner.packing.squeaky import squeak
+from symmplan.planner.packing.task import Space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
-    from symmplan.planner.interference import Conflicts
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.blocks import Blocks
     from symmplan.planner.packing.task import Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["Improver"]
 
@@ -59,20 +55,15 @@ class Improver:
         self._blame = np.zeros(space.sections, dtype=np.int64)
         self._turns: dict[int, int] = {}
 
-    def run(self, goals: tuple[int, ...] = (), *, prove: bool = False) -> None:
-        """Search below ever lower targets.
+    def run(self, goal: int | None, *, prove: bool) -> None:
+        """Search below ever lower targets, first at the bound and the goal, if there is one.
 
-        Args:
-            goals: Peaks in units worth trying first, after the bound.
-            prove: Whether to go on until the bound is met or proven out of reach.
+        To ``prove`` is to go on until the bound is met or proven out of reach.
         """
-        if self.peak <= self.bound:
-            return
         self._squeak()
-        for goal in (self.bound, *sorted(goals)):
-            if self.bound <= goal < self.peak:
-                self._try(goal)
-        sweep = 0
+        for target in (self.bound, *([] if goal is None else [goal])):
+            if self.bound <= target < self.peak:
+                self._try(target)
         # Halve what lies between what was found and what was tried in vain.
         floor = self.bound
         while self.peak - floor > max(1, self.peak // 512) and self.work > 0:
@@ -127,7 +118,7 @@ class Improver:
                 yield from self._glued(target, style, _FIRST_LIMIT << min(turn // 3, 8))
         yield self._plain(target, self._blamed(), 2 * count + _FIRST_LIMIT)
         # The best packing so far, from the bottom: what it got wrong may be near its top.
-        yield self._plain(target, _rank((self.offset[self.space.free],)), deep)
+        yield self._plain(target, rank_by(self.offset[self.space.free]), deep)
         if turn:
             yield self._plain(target, self._orders[(turn + 2) % len(self._orders)], deep)
 
@@ -147,19 +138,18 @@ class Improver:
             return
         stages = tuple(count * k // 12 for k in (9, 6, 4, 3, 2, 1))
         self.work -= _GLUE_COST * count
-        glued = glue(space, target, style, stages)
-        for blocks in glued:
-            inner = Space(*_as_task(self.task, blocks))
+        for blocks in glue(space, target, style, stages):
+            inner = _block_space(self.task, blocks)
             orders = _orders(inner)
             # Blocks made for a target out of reach may still pack better than anything before.
             offset, _ = squeak(inner, orders[0], target, _ROUNDS)
             self.work -= _ROUNDS * len(inner) // 10
-            self._accept(self._spread(inner, blocks, offset))
+            self._accept(blocks.spread(offset, count))
             for rank in orders[:2]:
                 outcome = search(inner, target, rank, limit)
                 self.work -= outcome.nodes
                 if outcome.offset is not None:
-                    yield self._spread(inner, blocks, outcome.offset)
+                    yield blocks.spread(outcome.offset, count)
                     return
                 if outcome.impossible:
                     break
@@ -167,37 +157,31 @@ class Improver:
                 return
         yield None
 
-    def _spread(self, inner: Space, blocks: Blocks, offset: Ints) -> Ints:
-        placed = np.empty(len(inner), dtype=np.int64)
-        placed[inner.task.items] = offset
-        return blocks.spread(placed, len(self.space))
-
     def _blamed(self) -> Ints:
         """Prefer items of the sections that ended most branches so far."""
         space = self.space
         total = np.append(0, np.cumsum(self._blame))
         weight = total[space.high] - total[space.low]
         self._blame //= 2
-        return _rank((-weight, -(space.high - space.low), -space.size))
+        return rank_by(-weight, -(space.high - space.low), -space.size)
 
 
-def _as_task(task: Task, blocks: Blocks) -> tuple[Task, Conflicts]:
-    sort = np.lexsort((blocks.size, blocks.high, blocks.low))
-    low, high = blocks.low[sort], blocks.high[sort]
-    none = np.zeros((len(sort), 0), dtype=np.int32)
+def _block_space(task: Task, blocks: Blocks) -> Space:
+    count = len(blocks.size)
+    none = np.zeros((count, 0), dtype=np.int32)
     made = evolve(
         task,
-        items=sort,
-        size=blocks.size[sort],
-        align=np.ones(len(sort), dtype=np.int64),
-        pin=np.full(len(sort), -1, dtype=np.int64),
-        start=low,
-        stop=high,
-        end=high,
+        items=np.arange(count),
+        size=blocks.size,
+        align=np.ones(count, dtype=np.int64),
+        pin=np.full(count, -1, dtype=np.int64),
+        start=blocks.low,
+        stop=blocks.high,
+        end=blocks.high,
         entry=none,
         last=none,
     )
-    return made, conflicts_of(low, high, none, none)
+    return Space(made, conflicts_of(made))
 
 
 def _styles(turn: int) -> list[Style]:
@@ -216,28 +200,16 @@ def _styles(turn: int) -> list[Style]:
     ]
 
 
-def _rank(keys: tuple[Ints, ...]) -> Ints:
-    order = np.lexsort(tuple(reversed(keys)))
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
-    return rank
-
-
 def _orders(space: Space) -> list[Ints]:
     """Preferences worth trying, best bets first."""
     length = space.high - space.low
-    total = np.asarray(
-        [
-            int(space.load[a:b].max())
-            for a, b in zip(space.low.tolist(), space.high.tolist(), strict=True)
-        ],
-        dtype=np.int64,
-    )
+    stretches = zip(space.low.tolist(), space.high.tolist(), strict=True)
+    total = np.asarray([int(space.load[a:b].max()) for a, b in stretches], dtype=np.int64)
     return [
-        _rank((-length, -space.size)),
-        _rank((-space.size * length, -length)),
-        _rank((-total, -length, -space.size)),
-        _rank((-space.size, -length)),
-        _rank((-total, -space.size * length)),
-        _rank((space.low, -length, -space.size)),
+        rank_by(-length, -space.size),
+        rank_by(-space.size * length, -length),
+        rank_by(-total, -length, -space.size),
+        rank_by(-space.size, -length),
+        rank_by(-total, -space.size * length),
+        rank_by(space.low, -length, -space.size),
     ]

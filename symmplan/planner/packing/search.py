@@ -29,11 +29,8 @@ from attrs import frozen
 from symmplan.planner.packing.task import FREE
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from symmplan.planner.packing.space import Space
-
-    Ints = NDArray[np.int64]
+    from symmplan.planner.order import Ints
+    from symmplan.planner.packing.task import Space
 
 __all__ = ["Outcome", "search"]
 
@@ -100,14 +97,10 @@ class _State:
 
 
 def search(space: Space, target: int, rank: Ints, limit: int, blame: Ints | None = None) -> Outcome:
-    """Look for a packing whose peak is at most ``target``. See [Note: search].
+    """Look for a packing whose peak is at most ``target`` units, with ``limit`` nodes at most.
 
-    Args:
-        space: What is packed.
-        target: Highest peak wanted, in units.
-        rank: Preference of each item among those that can be placed equally low; least first.
-        limit: Most nodes to be visited.
-        blame: Counts, per section, how often it ended a branch; updated.
+    Of items that can be placed equally low the one of least ``rank`` comes first. ``blame`` counts,
+    per section, how often it ended a branch. See [Note: search].
     """
     floor = np.asarray([space.slot(i, 0) for i in range(len(space))], dtype=np.int64)
     state = _State(space, floor)
@@ -172,7 +165,7 @@ def _place(space: Space, state: _State, item: int, place: int) -> None:
     state.floor[near] = state.live[near] = floor
     state.lift[near] = np.maximum(state.lift[near], floor)
     state.load[space.low[item] : space.high[item]] -= space.size[item]
-    state.crossing[space.hull_low[item] + 1 : space.hull_high[item]] -= 1
+    state.crossing[space.low[item] + 1 : space.hull_high[item]] -= 1
 
 
 def _bar(space: Space, state: _State, item: int, target: int) -> None:
@@ -200,7 +193,7 @@ def _split(space: Space, state: _State, depth: int) -> None:
         return
     cuts += state.low + 1
     left = np.flatnonzero(state.lift < FREE)
-    part_of = np.searchsorted(cuts, space.hull_low[left], side="right")
+    part_of = np.searchsorted(cuts, space.low[left], side="right")
     parts = np.unique(part_of).tolist()
     if len(parts) < 2:
         return

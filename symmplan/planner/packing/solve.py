@@ -14,20 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import define
 
-from symmplan.planner.interference import conflicts_of, count_candidates
+from symmplan.planner.items import conflicts_of, count_candidates
 from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
 from symmplan.planner.packing.greedy import first_fit, greedy_orders, sweep_fit
 from symmplan.planner.packing.improve import Improver
-from symmplan.planner.packing.space import Space
-from symmplan.planner.packing.task import Packing
+from symmplan.planner.packing.task import Packing, Space
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from symmplan.planner.interference import Conflicts
+    from symmplan.planner.items import Conflicts
+    from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Task
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["pack"]
 
@@ -61,13 +57,7 @@ class _Component:
 
 
 def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packing:
-    """Offsets for all items of a task.
-
-    Args:
-        task: What is packed.
-        effort: ``"fast"`` or ``"optimal"``.
-        goal: A peak in units that would do, or None.
-    """
+    """Offsets for all items of a task; ``goal`` is a peak in units that would do, or None."""
     if not len(task):
         none = np.zeros(0, dtype=np.int64)
         return Packing(offset=none, peak=0, bound=0, witness=none)
@@ -79,7 +69,7 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
     pinned = np.flatnonzero(task.pin >= 0)
     ends = task.pin[pinned] + task.size[pinned]
     top = int(ends.max(initial=0))
-    bound = max(top, _best_bound(components))
+    bound = max(top, *(c.bound for c in components))
     for c in components:
         _greedy(c, bound)
     bound = _improve(components, effort, goal, top)
@@ -167,19 +157,14 @@ def _shape(part: Task) -> tuple[bytes, ...]:
     )
 
 
-def _best_bound(components: list[_Component]) -> int:
-    return max(c.bound for c in components)
-
-
 def _greedy(c: _Component, bound: int) -> None:
     """Greedy orders until one meets the bound."""
     task = c.task
-    pairs = count_candidates(task.start, task.stop)
-    if pairs > MAX_CONFLICTS:
+    if count_candidates(task) > MAX_CONFLICTS:
         c.offset = sweep_fit(task)
         c.peak = int((c.offset + task.size).max())
         return
-    c.conflicts = conflicts_of(task.start, task.stop, task.entry, task.last)
+    c.conflicts = conflicts_of(task)
     spent = 0
     for order in greedy_orders(task, c.conflicts):
         offset = first_fit(task, c.conflicts, order)
@@ -200,7 +185,7 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
     share = 1024  # of the work, in parts of 1024
     done: set[int] = set()
     while share > 0:
-        bound = max(top, _best_bound(components))
+        bound = max(top, *(c.bound for c in components))
         k = max(range(len(components)), key=lambda k: (components[k].peak, -k))
         if k in done or components[k].peak <= bound or components[k].conflicts is None:
             break
@@ -215,12 +200,12 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
         work = WORK[effort] * _USUAL // max(_USUAL, len(c.task))
         work = work * share // 1024
         improver = Improver(Space(c.task, c.conflicts), c.offset, c.peak, bound, work)
-        improver.run(() if goal is None else (goal,), prove=effort == "optimal")
+        improver.run(goal, prove=effort == "optimal")
         share = share * max(0, improver.work) // max(1, work)
         c.offset, c.peak = improver.offset, improver.peak
         if improver.bound > bound:
             c.bound, c.proof = improver.bound, "search"
-    return max(top, _best_bound(components))
+    return max(top, *(c.bound for c in components))
 
 
 def _raise_bound(c: _Component) -> None:

@@ -16,8 +16,7 @@ from symmplan.planner.verify.barriers import check_barriers
 from symmplan.planner.verify.bounds import check_bounds
 from symmplan.planner.verify.clocks import Clocks
 from symmplan.planner.verify.sharing import check_pads, check_sharing
-from symmplan.planner.verify.structure import check_structure
-from symmplan.planner.verify.users import users_of
+from symmplan.planner.verify.structure import check_structure, users_of
 
 if TYPE_CHECKING:
     from symmplan.model import Plan
@@ -28,9 +27,6 @@ __all__ = ["verify"]
 def verify(plan: Plan) -> None:
     """Check everything that a plan states. Collective: no. Time is near linear in its size.
 
-    Args:
-        plan: Any plan, whoever made it.
-
     Raises:
         VerificationError: A rule is broken; ``kind`` says which: ``effort``, ``segment_name``,
             ``segment_groups``, ``segment_empty``, ``segment_size``, ``signal_pad``,
@@ -40,8 +36,8 @@ def verify(plan: Plan) -> None:
     """
     check_structure(plan)
     users = users_of(plan)
-    clocks = Clocks(plan.problem)
-    check_pads(plan, clocks)
+    clocks = Clocks(plan.problem.operations, plan.problem.edges)
+    check_pads(plan, users, clocks)
     reuse = check_sharing(plan, users, clocks)
     check_barriers(plan, users, reuse, clocks)
     check_bounds(plan, users, clocks)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
 from symmplan.model import Operation
 from symmplan.planner.verify.clocks import Clocks
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from symmplan.model import Plan
+    from symmplan.model import Access, Plan
     from symmplan.planner.verify.sharing import Reuse
-    from symmplan.planner.verify.users import User
+    from symmplan.planner.verify.structure import User
 
 __all__ = ["check_barriers"]
 
@@ -50,22 +50,8 @@ class _Need(NamedTuple):
     heard: tuple[str, ...]  # groups, in this order
 
 
-@frozen
-class _Written:
-    """A program with its barriers, twice in a row."""
-
-    operations: tuple[Operation, ...]
-    edges: tuple[tuple[str, str], ...]
-
-
 def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) -> None:
     """Check that the listed barriers are known and suffice.
-
-    Args:
-        plan: What is checked.
-        users: Its users.
-        reuse: Consecutive users of its bytes.
-        clocks: The order of its operations.
 
     Raises:
         VerificationError: A barrier is missing (``barrier``) or makes no sense
@@ -89,7 +75,7 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
         np.asarray([clocks.number[n.later.begin] for n in needs], dtype=np.int64),
     )
     needs = [n for n, holds in zip(needs, ordered.tolist(), strict=True) if holds or n.runs]
-    _check(needs, users, Clocks(_twice(plan)))
+    _check(needs, users, _twice(plan))
 
 
 def _check_known(plan: Plan, clocks: Clocks) -> None:
@@ -114,39 +100,27 @@ def _spans(plan: Plan, users: list[User]) -> list[list[_Span]]:
     found: list[list[_Span]] = []
     for user in users:
         touching = {(a.operation, a.buffer) for a in user.accesses}
-        ending = {
-            (name, buffer)
-            for name, buffer in touching
-            if any((begun, buffer) in touching for begun in calls[name].ends)
-        }
-        mine: dict[tuple[str, str], _Span] = {}
-        for access in user.accesses:
-            if (access.operation, access.buffer) in ending:
-                continue  # it is the end of a call
-            call = calls[access.operation]
-            end = ended_at.get(call.name, call.name)
+        begun: dict[str, list[Access]] = {}
+        for a in user.accesses:
+            if not any((start, a.buffer) in touching for start in calls[a.operation].ends):
+                begun.setdefault(a.operation, []).append(a)  # the others are the end of a call
+        found.append([])
+        for name, own in begun.items():
+            call, end = calls[name], ended_at.get(name, name)
             ours = call.group == user.group
             gated, drained = ours and call.handshake, ours and call.release
+            buffers = {a.buffer for a in own}
+            both = [a for a in user.accesses if a.operation in (name, end) and a.buffer in buffers]
             span = _Span(
-                begin=call.name,
+                begin=name,
                 end=end,
-                changes=any(
-                    a.write
-                    and a.operation in (call.name, end)
-                    and (call.name, a.buffer) in touching - ending
-                    for a in user.accesses
-                ),
-                touches_unasked=access.remote and not access.enters and not gated,
-                lingers=access.remote and not access.releases and not drained,
+                changes=any(a.write for a in both),
+                touches_unasked=not gated and any(a.remote and not a.enters for a in own),
+                lingers=not drained and any(a.remote and not a.releases for a in own),
                 gated=gated,
                 drained=drained,
             )
-            other = mine.get((span.begin, span.end), span)
-            mine[span.begin, span.end] = span._replace(
-                touches_unasked=span.touches_unasked or other.touches_unasked,
-                lingers=span.lingers or other.lingers,
-            )
-        found.append(list(mine.values()))
+            found[-1].append(span)
     return found
 
 
@@ -167,7 +141,7 @@ def _needs(
                 yield _Need(a, b, (first, second), runs, tuple(heard))
 
 
-def _twice(plan: Plan) -> _Written:
+def _twice(plan: Plan) -> Clocks:
     """The program with its barriers before their operations, and all of it once more behind."""
     barred: dict[str, list[Operation]] = {}
     for k, barrier in enumerate(plan.barriers):
@@ -194,7 +168,7 @@ def _twice(plan: Plan) -> _Written:
         for a, b in plan.problem.edges:
             first = barred[b][0].name if b in barred else b
             edges.append((_named(a, run), _named(first, run)))
-    return _Written(tuple(operations), tuple(edges))
+    return Clocks(operations, edges)
 
 
 def _named(name: str, run: int) -> str:
@@ -231,11 +205,8 @@ def _heard(
         rows = list(table)
         for i, op in enumerate(clocks.operations):
             over = rows[i]
-            meets = op.group == group and (op.meets or op.handshake or op.release)
-            if meets and op.name not in later:
-                over = np.maximum(over, told[i])
-            for begun in op.ends:
-                j = clocks.number[begun]
+            ended = [clocks.number[begun] for begun in op.ends]
+            for j in ended if op.name in later else (i, *ended):
                 call = clocks.operations[j]
                 if call.group == group and (call.meets or call.handshake or call.release):
                     over = np.maximum(over, told[j])

@@ -1,12 +1,16 @@
-"""Segment sizes, and bounds by their witnesses."""
+"""Segment sizes, and bounds by their witnesses.
+
+A bound that a search claims has none. Where users are few all packings are tried to refute it; a
+large search cannot be repeated here, so for more users the claim is taken at its word.
+"""
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from symmplan.planner.verify.refute import MAX_USERS, lower_peak
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
@@ -14,21 +18,18 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan
     from symmplan.planner.verify.clocks import Clocks
-    from symmplan.planner.verify.users import User
+    from symmplan.planner.verify.structure import User
 
 __all__ = ["check_bounds"]
 
 #: Witnesses compared with each other at a time.
 ROWS = 2048
+#: With so many users all orders can be tried.
+MAX_USERS = 8
 
 
 def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
     """Check that segments are as large as needed and that the bounds are proven.
-
-    Args:
-        plan: What is checked.
-        users: Its users.
-        clocks: The order of its operations.
 
     Raises:
         VerificationError: A size (``segment_size``, ``segment_empty``), a bound (``lower_bound``)
@@ -64,7 +65,7 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
         searched = segment.proof == "search"
         _check_claim(where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched)
         if searched and len(inside) <= MAX_USERS:
-            lower = lower_peak(inside, segment.lower_bound_bytes - unit + 1, clocks)
+            lower = _lower_peak(inside, segment.lower_bound_bytes - unit + 1, clocks)
             if lower is not None:
                 fail(
                     "lower_bound",
@@ -193,3 +194,40 @@ def _compatible(users: list[User], clocks: Clocks) -> tuple[User, User] | None:
         if len(hits):
             return users[at + int(hits[0, 0])], users[int(hits[0, 1])]
     return None
+
+
+def _lower_peak(users: list[User], claimed: int, clocks: Clocks) -> int | None:
+    """A peak in bytes below the claimed minimum, if there is one.
+
+    In some lowest packing nothing can be moved down, so it arises by placing the users by
+    ascending offset, each as low as those before it and the pins allow.
+    """
+    clash = {
+        (i, j): a.persistent or b.persistent or _compatible([a, b], clocks) is None
+        for (i, a), (j, b) in permutations(enumerate(users), 2)
+    }
+    pinned = [i for i, u in enumerate(users) if u.pinned]
+    if any(users[i].end >= claimed for i in pinned):
+        return None
+    best: list[int] = []
+
+    def place(placed: dict[int, tuple[int, int]]) -> None:
+        if best:
+            return
+        if len(placed) == len(users):
+            best.append(max(end for _, end in placed.values()))
+            return
+        for i, user in enumerate(users):
+            if i in placed:
+                continue
+            near = sorted(placed[j] for j in placed if clash[i, j])
+            size = user.end - user.offset
+            at = 0
+            for low, high in near:
+                if at + size > low:
+                    at = max(at, -(-high // user.align) * user.align)
+            if at + size < claimed:
+                place({**placed, i: (at, at + size)})
+
+    place({i: (users[i].offset, users[i].end) for i in pinned})
+    return best[0] if best else None

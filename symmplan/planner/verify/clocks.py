@@ -7,12 +7,13 @@ treated some columns at a time, so memory stays bounded.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,50 +28,33 @@ __all__ = ["Clocks"]
 BLOCK = 128
 
 
-class Ordered(Protocol):
-    """What has an order: a problem, or the like."""
-
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """Those of one stream run in the order listed."""
-
-    @property
-    def edges(self) -> tuple[tuple[str, str], ...]:
-        """Pairs (earlier, later) of operation names, beyond the order of streams."""
-
-
 class Clocks:
-    """Order of a problem's operations.
+    """Order of operations, from their streams and from edges (earlier, later).
 
     Attributes:
-        number: Place of each operation in a linear extension, by name.
-        names: The reverse.
+        operations: In a linear extension.
+        names: Their names.
+        number: Place of each in the extension, by name.
+        after: Places of those that directly follow each.
         stream: Stream number of each operation, by place in the extension.
         place: Place in its stream, from 1.
         streams: Number of streams.
     """
 
-    def __init__(self, problem: Ordered) -> None:
-        streams: dict[str, int] = {}
-        listed = problem.operations
-        stream = [streams.setdefault(op.stream, len(streams)) for op in listed]
+    def __init__(self, listed: Sequence[Operation], edges: Sequence[tuple[str, str]]) -> None:
+        streams: dict[str, list[int]] = {}
+        for i, op in enumerate(listed):
+            streams.setdefault(op.stream, []).append(i)
+        stream = {i: s for s, line in enumerate(streams.values()) for i in line}
+        place = {i: k for line in streams.values() for k, i in enumerate(line, start=1)}
         index = {op.name: i for i, op in enumerate(listed)}
+        links = [pair for line in streams.values() for pair in pairwise(line)]
+        links += ((index[a], index[b]) for a, b in edges)
         after: list[list[int]] = [[] for _ in listed]
         waits = [0] * len(listed)
-        latest: dict[int, int] = {}
-        place = [0] * len(listed)
-        for i, s in enumerate(stream):
-            p = latest.get(s)
-            if p is not None:
-                after[p].append(i)
-                waits[i] += 1
-                place[i] = place[p] + 1
-            else:
-                place[i] = 1
-            latest[s] = i
-        for a, b in problem.edges:
-            after[index[a]].append(index[b])
-            waits[index[b]] += 1
+        for a, b in links:
+            after[a].append(b)
+            waits[b] += 1
         ready = deque(i for i, w in enumerate(waits) if not w)
         extension: list[int] = []
         while ready:
@@ -83,9 +67,9 @@ class Clocks:
         # A problem with a cycle cannot be constructed.
         assert len(extension) == len(listed)
         rank = {i: k for k, i in enumerate(extension)}
-        self.names = [listed[i].name for i in extension]
-        self.number = {name: k for k, name in enumerate(self.names)}
         self.operations = [listed[i] for i in extension]
+        self.names = [op.name for op in self.operations]
+        self.number = {name: k for k, name in enumerate(self.names)}
         self.stream: Ints = np.asarray([stream[i] for i in extension], dtype=np.int64)
         self.place: Ints = np.asarray([place[i] for i in extension], dtype=np.int64)
         self.streams = len(streams)

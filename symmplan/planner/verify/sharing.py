@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +19,9 @@ from attrs import frozen
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from symmplan.model import Plan
     from symmplan.planner.verify.clocks import Clocks
-    from symmplan.planner.verify.users import User
+    from symmplan.planner.verify.structure import User
 
 __all__ = ["Reuse", "check_pads", "check_sharing"]
 
@@ -85,11 +84,6 @@ class _Bytes:
 def check_sharing(plan: Plan, users: list[User], clocks: Clocks) -> Reuse:
     """Check that no two users that may be live together share a byte. See [Note: users of a byte].
 
-    Args:
-        plan: What is checked.
-        users: Its users.
-        clocks: The order of its operations.
-
     Raises:
         VerificationError: Two of them do (``overlap``).
     """
@@ -148,12 +142,10 @@ def _overlap(a: User, b: User, last: str | None, first: str | None) -> None:
     )
 
 
-def check_pads(plan: Plan, clocks: Clocks) -> None:
+def check_pads(plan: Plan, users: list[User], clocks: Clocks) -> None:
     """Check that operations on one segment's signal pad never run at the same time.
 
-    Args:
-        plan: What is checked.
-        clocks: The order of its operations.
+    To a pad, buffers that share their offset are one: these may.
 
     Raises:
         VerificationError: Two of them may (``pad``).
@@ -162,12 +154,11 @@ def check_pads(plan: Plan, clocks: Clocks) -> None:
     using: dict[str, dict[int, set[str]]] = {}
     for access in plan.problem.accesses:
         if access.buffer in pads:
-            segment = using.setdefault(plan.placements[access.buffer].segment, {})
-            segment.setdefault(clocks.number[access.operation], set()).add(access.buffer)
-    linked = _joined(plan)
-    for segment_name in sorted(using):
-        users = using[segment_name]
-        ops = np.asarray(sorted(users), dtype=np.int64)
+            inside = using.setdefault(plan.placements[access.buffer].segment, {})
+            inside.setdefault(clocks.number[access.operation], set()).add(access.buffer)
+    owner = {name: u for u, user in enumerate(users) for name in user.names}
+    for segment, touched in sorted(using.items()):
+        ops = np.asarray(sorted(touched), dtype=np.int64)
         # Totally ordered operations are ordered one after the other; otherwise look at all pairs.
         good = clocks.ordered(ops[:-1], ops[1:])
         if good.all():
@@ -177,45 +168,19 @@ def check_pads(plan: Plan, clocks: Clocks) -> None:
             later = ops[i + 1 :]
             unordered = later[~clocks.ordered(np.full(len(later), ops[i]), later)]
             for j in unordered.tolist():
-                _check_pad_pair(segment_name, int(ops[i]), j, users, clocks, linked)
+                for a, b in product(sorted(touched[int(ops[i])]), sorted(touched[j])):
+                    if owner[a] != owner[b]:
+                        _pad_clash(segment, (a, b), (clocks.names[int(ops[i])], clocks.names[j]))
 
 
-def _joined(plan: Plan) -> dict[str, str]:
-    """One name for buffers that share their offset: to a pad they are one buffer."""
-    parent: dict[str, str] = {}
-
-    def root(n: str) -> str:
-        while parent.get(n, n) != n:
-            n = parent[n]
-        return n
-
-    for a, b in plan.problem.together:
-        parent[root(a)] = root(b)
-    return {n: root(n) for pair in plan.problem.together for n in pair}
-
-
-def _check_pad_pair(
-    segment: str,
-    first: int,
-    second: int,
-    users: dict[int, set[str]],
-    clocks: Clocks,
-    joined: dict[str, str],
-) -> None:
-    for a in sorted(users[first]):
-        for b in sorted(users[second]):
-            if joined.get(a, a) != joined.get(b, b):
-                _pad_clash(segment, (a, b), (clocks.names[first], clocks.names[second]))
-
-
-def _pad_clash(segment: str, buffers: Sequence[str], operations: Sequence[str]) -> None:
+def _pad_clash(segment: str, buffers: tuple[str, str], operations: tuple[str, str]) -> None:
     fail(
         "pad",
         f"operations {operations[0]!r} and {operations[1]!r} are unordered and use the signal "
         f"pad of segment {segment!r}, through buffers {buffers[0]!r} and {buffers[1]!r}",
         expected="two segments, or an order between the operations",
         got=f"both in segment {segment!r}",
-        buffers=tuple(buffers),
-        operations=tuple(operations),
+        buffers=buffers,
+        operations=operations,
         segment=segment,
     )

@@ -1,30 +1,21 @@
-"""Names, sizes, alignments and the constraints that need no notion of time."""
+"""What needs no notion of time: names, sizes, alignments, and who uses the bytes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from attrs import field, frozen
+
 from symmplan.errors import VerificationError
 
 if TYPE_CHECKING:
-    from symmplan.model import Buffer, Placement, Plan, SegmentSpec
+    from symmplan.model import Access, Buffer, Placement, Plan, SegmentSpec
 
-__all__ = ["check_structure", "fail"]
+__all__ = ["User", "check_structure", "fail", "users_of"]
 
 
 def fail(kind: str, what: str, *, expected: object, got: object, **fields: Any) -> NoReturn:
-    """Raise the error for a broken rule.
-
-    Args:
-        kind: Which rule, for programs.
-        what: What happened, for people.
-        expected: What the rule asks for.
-        got: What was found.
-        fields: Values worth keeping.
-
-    Raises:
-        VerificationError: Always.
-    """
+    """Raise the error for a broken rule: ``kind`` names it for programs, ``what`` for people."""
     raise VerificationError(
         what,
         expected=expected,
@@ -36,14 +27,7 @@ def fail(kind: str, what: str, *, expected: object, got: object, **fields: Any) 
 
 
 def check_structure(plan: Plan) -> None:
-    """Check all that holds at every instant.
-
-    Args:
-        plan: What is checked.
-
-    Raises:
-        VerificationError: A rule is broken.
-    """
+    """Check all that holds at every instant."""
     buffers = {b.name: b for b in plan.problem.buffers}
     if plan.effort not in ("fast", "optimal"):
         fail(
@@ -65,26 +49,27 @@ def check_structure(plan: Plan) -> None:
         segments[segment.name] = segment
         _check_groups(plan, segment)
     for name in sorted(buffers.keys() - plan.placements.keys()):
-        fail(
-            "missing_buffer",
-            f"buffer {name!r} has no placement",
-            expected="a placement for every buffer of the problem",
-            got="none",
-            buffer=name,
-        )
+        what = f"buffer {name!r} has no placement"
+        every = "a placement for every buffer of the problem"
+        fail("missing_buffer", what, expected=every, got="none", buffer=name)
     for name in sorted(plan.placements.keys() - buffers.keys()):
-        fail(
-            "unknown_buffer",
-            f"the plan places {name!r}, which the problem does not have",
-            expected="buffers of the problem only",
-            got=repr(name),
-            buffer=name,
-        )
+        what = f"the plan places {name!r}, which the problem does not have"
+        only = "buffers of the problem only"
+        fail("unknown_buffer", what, expected=only, got=repr(name), buffer=name)
     for name, place in plan.placements.items():
         _check_placement(buffers[name], place, segments)
     _check_pairs(plan)
+    padded = {p.segment for name, p in plan.placements.items() if buffers[name].signal_pad}
     for segment in plan.segments:
-        _check_pad_flag(plan, segment, buffers)
+        needed = segment.name in padded
+        if segment.signal_pad != needed:
+            fail(
+                "signal_pad",
+                f"segment {segment.name!r} is wrong about its signal pad",
+                expected=needed,
+                got=segment.signal_pad,
+                segment=segment.name,
+            )
 
 
 def _check_groups(plan: Plan, segment: SegmentSpec) -> None:
@@ -159,20 +144,72 @@ def _check_pairs(plan: Plan) -> None:
             )
 
 
-def _check_pad_flag(plan: Plan, segment: SegmentSpec, buffers: dict[str, Buffer]) -> None:
-    if len(plan.segments) > 64:
-        # Segments are few. A plan with very many is checked for the flag as a whole.
-        used = {p.segment for n, p in plan.placements.items() if buffers[n].signal_pad}
-        needed = segment.name in used
-    else:
-        needed = any(
-            p.segment == segment.name and buffers[n].signal_pad for n, p in plan.placements.items()
+@frozen
+class User:
+    """A buffer, or several that must share their offset; live from the first to the last access.
+
+    Attributes:
+        names: The buffers, sorted.
+        group: Their process group.
+        segment: Where they lie.
+        offset: First byte.
+        end: First byte after the largest.
+        align: Strictest alignment among them, in bytes.
+        persistent: Whether one of them is bound for the whole program.
+        pinned: Whether one of them has a fixed offset.
+        accesses: Who touches them, and how.
+    """
+
+    names: tuple[str, ...]
+    group: str
+    segment: str
+    offset: int
+    end: int
+    align: int
+    persistent: bool
+    pinned: bool
+    accesses: tuple[Access, ...] = field(repr=False)
+
+
+def users_of(plan: Plan) -> list[User]:
+    """The users of a plan whose structure was checked, in the order of the problem's buffers."""
+    links: dict[str, list[str]] = {}
+    for a, b in plan.problem.together:
+        links.setdefault(a, []).append(b)
+        links.setdefault(b, []).append(a)
+    touched: dict[str, list[Access]] = {}
+    for access in plan.problem.accesses:
+        touched.setdefault(access.buffer, []).append(access)
+    buffers = {b.name: b for b in plan.problem.buffers}
+    seen: set[str] = set()
+    users: list[User] = []
+    for name in buffers:
+        if name in seen:
+            continue
+        names = sorted(_linked(name, links))
+        seen.update(names)
+        place = plan.placements[name]
+        merged = [buffers[n] for n in names]
+        users.append(
+            User(
+                names=tuple(names),
+                group=merged[0].group,
+                segment=place.segment,
+                offset=place.offset,
+                end=max(plan.placements[n].end for n in names),
+                align=max(b.align for b in merged),
+                persistent=any(b.persistent for b in merged),
+                pinned=any(b.offset is not None for b in merged),
+                accesses=tuple(a for n in names for a in touched[n]),
+            )
         )
-    if segment.signal_pad != needed:
-        fail(
-            "signal_pad",
-            f"segment {segment.name!r} is wrong about its signal pad",
-            expected=needed,
-            got=segment.signal_pad,
-            segment=segment.name,
-        )
+    return users
+
+
+def _linked(name: str, links: dict[str, list[str]]) -> set[str]:
+    found, todo = {name}, [name]
+    while todo:
+        fresh = set(links.get(todo.pop(), ())) - found
+        found |= fresh
+        todo += fresh
+    return found

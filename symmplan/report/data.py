@@ -1,4 +1,4 @@
-"""What the HTML page draws, as plain data: positions in time, bytes, names.
+"""A plan as plain data: its facts in numbers, and what the HTML page draws.
 
 [Note: the time axis]
     A program with several streams is only partly ordered, and a picture has one axis. The axis is
@@ -10,42 +10,45 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+from attrs import asdict
 
 if TYPE_CHECKING:
     from symmplan.model import Plan, Problem
 
-__all__ = ["drawing", "live_ranges", "topological"]
+__all__ = ["drawing", "live_ranges", "plan_facts", "topological"]
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """What a plan decided, in numbers, as under every command's ``--json``. Sizes are bytes.
+
+    This is a summary: `Plan.to_json` writes the plan itself.
+    """
+    return {
+        "fingerprint": plan.fingerprint,
+        "effort": plan.effort,
+        "optimal": plan.optimal,
+        "buffers": len(plan.placements),
+        "operations": len(plan.problem.operations),
+        "segments": len(plan.segments),
+        "peak_bytes": plan.peak_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "unshared_bytes": plan.unshared_bytes,
+        "segment": [
+            asdict(s, filter=lambda f, _: f.name not in ("witness", "proof")) for s in plan.segments
+        ],
+        "barriers": [asdict(b) for b in plan.barriers],
+        "unplanned": [asdict(u) for u in plan.unplanned],
+    }
 
 
 def topological(problem: Problem) -> list[int]:
     """Indices of the operations in the order of [Note: the time axis]."""
-    operations = problem.operations
-    index = {operation.name: i for i, operation in enumerate(operations)}
-    after: list[list[int]] = [[] for _ in operations]
-    waiting = [0] * len(operations)
-    last: dict[str, int] = {}
-    for i, operation in enumerate(operations):
-        if operation.stream in last:
-            after[last[operation.stream]].append(i)
-            waiting[i] += 1
-        last[operation.stream] = i
-    for earlier, later in problem.edges:
-        after[index[earlier]].append(index[later])
-        waiting[index[later]] += 1
-
-    ready = [i for i, count in enumerate(waiting) if not count]
-    order = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for j in after[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, j)
-    assert len(order) == len(operations), "check_problem lets no cycle through"
-    return order
+    index = {operation.name: i for i, operation in enumerate(problem.operations)}
+    order = nx.lexicographical_topological_sort(problem.graph(), key=index.__getitem__)
+    return [index[name] for name in order]
 
 
 def live_ranges(problem: Problem, order: list[int]) -> dict[str, tuple[int, int]]:
@@ -121,10 +124,7 @@ def drawing(plan: Plan) -> dict[str, Any]:
             }
             for barrier in plan.barriers
         ],
-        "unplanned": [
-            {"name": u.name, "op": u.op, "where": u.where, "nbytes": u.nbytes, "reason": u.reason}
-            for u in plan.unplanned
-        ],
+        "unplanned": [asdict(u) for u in plan.unplanned],
     }
 
 

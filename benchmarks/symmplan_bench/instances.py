@@ -1,7 +1,6 @@
 """Synthetic problems for benchmarks and tests: hard packings and programs shaped like real ones.
 
-Everything is a function of its arguments: the generator of random numbers is our own, so that an
-instance is the same on any Python.
+Everything is a function of its arguments: an instance is the same on any Python.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.planner.packing.greedy import Random
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     Interval = tuple[str, int, int, int]
 
 __all__ = [
-    "Random",
     "cut_rectangle",
     "fsdp_program",
     "loosened",
@@ -28,17 +27,7 @@ __all__ = [
 ]
 
 
-class Random:
-    """A small generator of random numbers (64-bit linear congruential, upper bits)."""
-
-    def __init__(self, seed: int) -> None:
-        self._state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & (2**64 - 1)
-
-    def below(self, limit: int) -> int:
-        """A whole number from 0 to ``limit - 1``."""
-        self._state = (self._state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)
-        return (self._state >> 20) % limit
-
+class _Random(Random):
     def between(self, low: int, high: int) -> int:
         """A whole number from ``low`` to ``high``, both included."""
         return low + self.below(high - low + 1)
@@ -60,7 +49,7 @@ def cut_rectangle(
         height: Bytes; the peak of the perfect packing.
         grain: Cuts between bytes lie on multiples of this.
     """
-    random = Random(seed)
+    random = _Random(seed)
     done = [(0, width, 0, height)]
     while len(done) < pieces:
         # Large pieces are cut more often.
@@ -88,7 +77,7 @@ def loosened(intervals: list[Interval], *, seed: int = 0, per_mille: int = 20) -
         seed: Which of many.
         per_mille: How much of a piece's size is lost at most, in thousandths.
     """
-    random = Random(seed)
+    random = _Random(seed)
     result = []
     for name, begin, end, nbytes in intervals:
         size = nbytes - nbytes * random.below(per_mille + 1) // 1000 if random.below(3) else nbytes
@@ -108,7 +97,7 @@ def waves(
         capacity: About the most bytes live at once.
         sections: Dense stretches; some buffers span several.
     """
-    random = Random(seed)
+    random = _Random(seed)
     span = 4 * buffers // sections
     typical = [capacity * random.between(4, 90) // 1000 // 128 * 128 + 128 for _ in range(9)]
     horizon = span * sections
@@ -139,7 +128,7 @@ def waves(
 
 def steady_stream(buffers: int, *, seed: int = 0, overlap: int = 100) -> list[Interval]:
     """Buffers that begin one per instant and of which about ``overlap`` live at a time."""
-    random = Random(seed)
+    random = _Random(seed)
     return [
         (f"b{i}", i, i + random.between(1, 2 * overlap - 1), 256 * random.between(1, 64))
         for i in range(buffers)
@@ -282,7 +271,7 @@ def stream_program(operations: int, *, streams: int = 4, seed: int = 0) -> Probl
         streams: How many.
         seed: Which of many.
     """
-    random = Random(seed)
+    random = _Random(seed)
     b = _Builder()
     for i in range(operations):
         after = []
