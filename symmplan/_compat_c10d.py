@@ -10,27 +10,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "all_to_all",
-    "collective_options",
-    "deregister_nccl_pool",
-    "finished",
-    "finished_work",
-    "forget_groups",
-    "group_method_names",
-    "group_options",
-    "nccl_window_allocator",
-    "nobody_looks",
-    "reduction_named",
-    "register_nccl_pool",
-    "register_work",
-    "replace_group_method",
-    "replace_op_call",
-    "start_all_to_all",
-    "watched_handle",
-    "watched_work",
-]
-
 
 def register_work() -> Callable[[torch.Tensor, Any], None] | None:
     """Makes ``wait_tensor`` of a tensor wait for a work; None if this torch does not say how."""
@@ -63,9 +42,7 @@ _FUNCTIONAL = {
 
 def group_options(method: str) -> Any:
     """The class of the options of a process group's method."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return getattr(c10d, _GROUP_OPTIONS[method])
+    return getattr(dist.distributed_c10d, _GROUP_OPTIONS[method])
 
 
 def collective_options(name: str, *, reduction: object, root: object) -> tuple[str, Any] | None:
@@ -200,9 +177,8 @@ def forget_groups() -> object:
     Returns:
         The groups. Their threads are not here, so nobody may destroy them: keep this.
     """
-    from torch.distributed import distributed_c10d as c10d
-
-    world: Any = c10d._world
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
     tables = (world.pg_map, world.pg_names, world.pg_group_ranks)
     kept = [dict(table) for table in tables]
     for table in tables:
@@ -215,15 +191,12 @@ class _Finished(dist.Work):
     """The work of a collective that was over when it returned."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
-        """Nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
         return True
 
     def is_success(self) -> bool:
-        """It was."""
         return True
 
 
@@ -238,7 +211,6 @@ class _Watched(dist.Work):
         self._over: torch.cuda.Event | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the work, then do what belongs to its end."""
         done, work = True, self._work
         if work is not None:
             done = work.wait() if timeout is None else work.wait(timeout)
@@ -250,17 +222,15 @@ class _Watched(dist.Work):
         return done
 
     def synchronize(self) -> None:
-        """The same for the current stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over. Its end is still to be waited for."""
+        """Its end is still to be waited for."""
         if self._over is not None:
             return bool(self._over.query())
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it went well."""
         return self._work is None or bool(self._work.is_success())
 
     def get_future(self) -> Any:

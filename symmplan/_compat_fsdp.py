@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "can_be_replaced",
-    "comm_bases",
-    "comms",
-    "group_methods",
-    "has_direct_seam",
-    "in_step",
-    "one_mesh",
-    "param_groups",
-    "release_gather",
-    "set_comms",
-    "shards",
-]
-
 
 def param_groups(module: Any) -> list[Any]:
     """The parameter groups that FSDP2 manages for ``module``, an ``FSDPModule``."""
