@@ -15,7 +15,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.machine import hardware
+from symmplan.cli.doctor import hardware
 from symmplan.errors import RunError
 from symmplan_bench.processes import run_ranks
 

@@ -20,7 +20,7 @@ import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.machine import hardware
+from symmplan.cli.doctor import hardware
 from symmplan.errors import RunError
 from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
-from symmplan.cli.machine import hardware
+from symmplan.cli.doctor import hardware
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
 from symmplan.planner import instances, plan

@@ -17,8 +17,8 @@ from symmplan.cli.demo.compare import Difference
 from symmplan.cli.demo.model import Config, Transformer, sync_replicated
 from symmplan.cli.demo.text import TEXT
 from symmplan.cli.demo.timing import time_collectives
+from symmplan.cli.doctor import cxx_compiler
 from symmplan.cli.files import write_text
-from symmplan.cli.machine import cxx_compiler
 from symmplan.report import plan_facts
 
 if TYPE_CHECKING:
