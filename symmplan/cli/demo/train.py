@@ -13,10 +13,8 @@ from attrs import asdict
 from torch import Tensor
 
 import symmplan
-from symmplan.cli.demo.compare import Difference
+from symmplan.cli.demo.compare import Difference, time_collectives
 from symmplan.cli.demo.model import Config, Transformer, sync_replicated
-from symmplan.cli.demo.text import TEXT
-from symmplan.cli.demo.timing import time_collectives
 from symmplan.cli.doctor import cxx_compiler
 from symmplan.cli.files import write_text
 from symmplan.report import plan_facts
@@ -25,6 +23,18 @@ if TYPE_CHECKING:
     from symmplan.cli.demo.worker import Reporter
 
 __all__ = ["run_rank"]
+
+#: Something real to learn from: the opening of Lewis Carroll's Alice's Adventures in Wonderland.
+_TEXT = """\
+Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to
+do: once or twice she had peeped into the book her sister was reading, but it had no pictures or
+conversations in it, "and what is the use of a book," thought Alice "without pictures or
+conversations?"
+
+So she was considering in her own mind (as well as she could, for the hot day made her feel very
+sleepy and stupid), whether the pleasure of making a daisy-chain would be worth the trouble of
+getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by her.
+"""
 
 
 def run_rank(setup: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
@@ -69,19 +79,17 @@ def run_rank(setup: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
     difference.tensors(plain.parameters(), planned.parameters())
 
     reporter.mark("verify the plan")
-    plan = _only(backend.plans)
+    (plan,) = backend.plans  # of one graph
     plan.verify()
-    stats = backend.stats
+    stats = asdict(backend.stats)
     reporter.mark("time the collectives against gloo's")
     timing = time_collectives(plan, group, timeout=setup["timeout"])
     reporter.mark("write the plan")
     if setup["rank"] == 0:
         write_text(Path(setup["out"]) / "plan.json", plan.to_json())
         plan.to_html(Path(setup["out"]) / "plan.html")
-    staged = [
-        {"operation": operation, "op": op, "where": where, "reason": reason}
-        for operation, op, where, reason in backend.staged()
-    ]
+    words = ("operation", "op", "where", "reason")
+    staged = [dict(zip(words, found, strict=True)) for found in backend.staged()]
     dist.barrier()
     backend.release()
     return {
@@ -91,7 +99,7 @@ def run_rank(setup: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
         "difference": asdict(difference),
         "parity": difference.within(sums=1e-6) and timing["same"],
         "timing": timing,
-        "stats": asdict(stats),
+        "stats": stats,
         "plan": plan_facts(plan),
         "staged": staged,
         "summary": plan.summary(),
@@ -139,18 +147,12 @@ class _Trainee:
 
 def _batches(config: Config, steps: int) -> list[tuple[Tensor, Tensor]]:
     """``steps`` times (inputs, targets), each (seq, batch); the same on all ranks."""
-    text = torch.frombuffer(bytearray(TEXT.encode()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(_TEXT.encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(steps):
-        starts = torch.randint(
-            0, len(text) - config.seq - 1, (config.batch,), generator=generator
-        ).tolist()
+        last = len(text) - config.seq - 1
+        starts = torch.randint(last, (config.batch,), generator=generator).tolist()
         rows = torch.stack([text[at : at + config.seq + 1] for at in starts], dim=1)
         batches.append((rows[:-1].contiguous(), rows[1:].contiguous()))
     return batches
-
-
-def _only(plans: tuple[symmplan.Plan, ...]) -> symmplan.Plan:
-    assert len(plans) == 1, f"one graph gives one plan, got {len(plans)}"
-    return plans[0]
