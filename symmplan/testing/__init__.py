@@ -25,7 +25,7 @@ from symmplan.testing.declaration import (
     Fact,
     check_declaration,
 )
-from symmplan.testing.explorer import (
+from symmplan.testing.explorer.program import (
     TinyBuffer,
     TinyCall,
     TinyPlan,

@@ -22,7 +22,7 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
     """Check byte offsets in one segment and return their peak in bytes.
 
     Args:
-        problem: One group, a small partial order or any total order.
+        problem: One group, at most some hundred operations and buffers.
         offsets: Offset in bytes by buffer name.
 
     Raises:
@@ -30,6 +30,7 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
             below zero, or two that conflict share bytes; ``kind`` says which.
     """
     buffers = {b.name: b for b in problem.buffers}
+    clashes = conflicts(problem)
 
     def wrong(kind: str, what: str) -> VerificationError:
         return VerificationError(what, kind=kind, fix="correct the packer")
@@ -48,24 +49,9 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
     for x, y in combinations(sorted(buffers), 2):
         low = max(offsets[x], offsets[y])
         high = min(offsets[x] + buffers[x].nbytes, offsets[y] + buffers[y].nbytes)
-        if low < high and frozenset((x, y)) in _conflicts_of(problem):
+        if low < high and frozenset((x, y)) in clashes:
             raise wrong("overlap", f"buffers {x!r} and {y!r} share bytes [{low}, {high})")
     return max((offsets[n] + b.nbytes for n, b in buffers.items()), default=0)
-
-
-def _conflicts_of(problem: Problem) -> set[frozenset[str]]:
-    if len({o.stream for o in problem.operations}) > 1 or problem.together:
-        return conflicts(problem)
-    place = {o.name: i for i, o in enumerate(problem.operations)}
-    live: dict[str, list[int]] = {}
-    for a in problem.accesses:
-        live.setdefault(a.buffer, []).append(place[a.operation])
-    persistent = {b.name for b in problem.buffers if b.persistent}
-    return {
-        frozenset((x, y))
-        for x, y in combinations(sorted(live), 2)
-        if {x, y} & persistent or (max(live[x]) >= min(live[y]) and max(live[y]) >= min(live[x]))
-    }
 
 
 def check_packer(

@@ -14,21 +14,21 @@ import torch
 from attrs import frozen
 from torch import fx
 
-from symmplan.testing.explorer.explore import Verdict, explore
-from symmplan.testing.explorer.machine import Symbols
+from symmplan.testing.explorer.machine import Symbols, lockstep
 from symmplan.testing.explorer.program import (
     TinyBuffer,
     TinyCall,
     TinyPlan,
     TinyProgram,
+    Verdict,
+    explore,
     threads_of,
 )
-from symmplan.testing.explorer.search import lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-__all__ = ["GraphOp", "explore_graph", "program_of_graph"]
+__all__ = ["GraphOp", "explore_graph"]
 
 #: Bytes of a cell; sizes of elements and offsets are multiples of it.
 WORD = 4
@@ -125,13 +125,13 @@ def explore_graph(
     Collective: no.
     """
     symbols = Symbols()
-    programs = (
-        program_of_graph(m, ranks, groups, segments, ops, transport) for m in (original, module)
+    wanted, got = (
+        _program_of(m, ranks, groups, segments, ops, transport) for m in (original, module)
     )
-    (wanted, _), (got, program) = ((_results(p, plan, symbols), (p, plan)) for p, plan in programs)
-    if wanted != got:
+    if _results(*wanted, symbols) != _results(*got, symbols):
         return Verdict("other results", 0)
-    return explore(program[0], program[1], reference=program[1], limit=limit)
+    program, plan = got
+    return explore(program, plan, reference=plan, limit=limit)
 
 
 def _results(program: TinyProgram, plan: TinyPlan, symbols: Symbols) -> dict[Hashable, list[int]]:
@@ -145,21 +145,17 @@ def _results(program: TinyProgram, plan: TinyPlan, symbols: Symbols) -> dict[Has
     return found
 
 
-def program_of_graph(
+def _program_of(
     module: fx.GraphModule,
     ranks: int,
     groups: Mapping[str, tuple[tuple[int, ...], ...]],
     segments: Mapping[str, tuple[str, int]],
     ops: Mapping[str, GraphOp],
-    transport: str = "wire",
+    transport: str,
 ) -> tuple[TinyProgram, TinyPlan]:
-    """A graph as a tiny program, and where its tensors lie.
+    """A graph as a tiny program, in which every tensor that a node touches is a buffer of its own.
 
-    Args: as in `explore_graph`.
-
-    Returns:
-        The program, in which every tensor that a node touches is a buffer of its own, and their
-        cells: words of segments and storages.
+    Their cells are words of segments and storages.
     """
     reader = _Reader(module, segments, ops, transport)
     reader.read()
@@ -208,11 +204,8 @@ class _Reader(fx.Interpreter):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        inputs = []
-        own = []
-        for node in self.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        inputs, own = [], []
+        for node in self.graph.find_nodes(op="placeholder"):
             like = node.meta["val"]
             with mode:
                 made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -310,13 +303,16 @@ class _Reader(fx.Interpreter):
             if not found and not argument.is_out:
                 others.append(str(value))
         known = {_key(t) for t in (*reads, *writes)}
-        fresh = [t for t in _tensors(result) if _key(t) not in known]
-        writes += fresh
+        writes += [t for t in _tensors(result) if _key(t) not in known]
         if not writes:
             return  # a view, or a size
         name = target._schema.name
-        if name in _COPIES and _alike(reads, writes):
-            self._call("copy", reads, writes)
+        if (
+            name in _COPIES
+            and len(reads) == len(writes) == 1
+            and (reads[0].shape, reads[0].dtype) == (writes[0].shape, writes[0].dtype)
+        ):
+            self._call("copy", reads, writes)  # each element as it is
             return
         name = re.sub(r"^symmplan::(b?mm|addmm)_out$", r"aten::\1", name)
         self._call("local", reads, writes, label=(name, *others))
@@ -364,12 +360,3 @@ class _Reader(fx.Interpreter):
         if form.kind == "all_reduce" and in_place and self.transport == "pull":
             return "push"
         return self.transport
-
-
-def _alike(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> bool:
-    """Whether an op that copies gives each element as it is."""
-    return (
-        len(reads) == len(writes) == 1
-        and reads[0].shape == writes[0].shape
-        and reads[0].dtype == writes[0].dtype
-    )
