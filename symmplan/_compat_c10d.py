@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -270,22 +271,16 @@ def watched_handle(work: Any, waited: Callable[[], None], written: torch.Tensor)
     return _Watched(work, waited, written)
 
 
-#: One for all: a box does not keep its Python half, and it has no state.
-_FINISHED: list[Any] = []
-
-
-def finished_work() -> Any:
-    """A work that is over, boxed as kernels in Python return it."""
-    finished()
-    return _FINISHED[1]
-
-
+@functools.cache
 def finished() -> Any:
-    """The same without a box."""
-    if not _FINISHED:
-        work = _Finished()
-        _FINISHED.extend((work, work.boxed()))
-    return _FINISHED[0]
+    """A work that is over. One for all, as a box does not keep its Python half."""
+    return _Finished()
+
+
+@functools.cache
+def finished_work() -> Any:
+    """The same boxed, as kernels in Python return it."""
+    return finished().boxed()
 
 
 def all_to_all(output: Any, source: Any, group: Any) -> None:

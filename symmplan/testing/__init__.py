@@ -8,16 +8,6 @@ Hypothesis (extra ``test``).
 >>> check_packer(lambda p: {n: x.offset for n, x in plan(p).placements.items()}, examples=5)
 """
 
-from symmplan.planner.instances import (
-    cut_rectangle,
-    fsdp_program,
-    loosened,
-    moe_program,
-    steady_stream,
-    stream_program,
-    tensor_parallel_program,
-    waves,
-)
 from symmplan.testing.conformance import Packer, check_offsets, check_packer
 from symmplan.testing.declaration import (
     Contradiction,
@@ -59,21 +49,13 @@ __all__ = [
     "check_offsets",
     "check_packer",
     "conflicts",
-    "cut_rectangle",
     "explore",
-    "fsdp_program",
     "happens_before",
     "heaviest_set",
     "interval_lists",
     "interval_problems",
     "linear_extensions",
-    "loosened",
     "lowest_peak",
-    "moe_program",
     "problems",
-    "steady_stream",
-    "stream_program",
-    "tensor_parallel_program",
     "unsynchronised",
-    "waves",
 ]

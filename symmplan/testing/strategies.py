@@ -16,14 +16,7 @@ __all__ = ["interval_lists", "interval_problems", "problems"]
 def interval_lists(
     draw: st.DrawFn, *, max_buffers: int = 12, max_time: int = 12, max_bytes: int = 16
 ) -> list[tuple[str, int, int, int]]:
-    """Lists for `Problem.from_intervals`: names, half-open intervals, sizes in bytes.
-
-    Args:
-        draw: Given by Hypothesis.
-        max_buffers: Most buffers.
-        max_time: Latest end.
-        max_bytes: Largest size.
-    """
+    """Lists for `Problem.from_intervals`: names, half-open intervals, sizes in bytes."""
     count = draw(st.integers(1, max_buffers))
     rows = []
     for i in range(count):
@@ -66,7 +59,7 @@ def problems(
         max_buffers: Most buffers.
         max_streams: Most streams.
         max_bytes: Largest size.
-        aligns: Alignments to choose from.
+        aligns: Alignments in bytes to choose from.
         groups: Process groups to choose from.
         remote: Whether peers take part.
         constraints: Whether buffers are together, apart, persistent or use signal pads.

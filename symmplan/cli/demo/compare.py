@@ -41,14 +41,12 @@ class Difference:
     Attributes:
         loss: Of any loss.
         tensor: Of any gradient or parameter.
-        worst: Name of that gradient or parameter.
         bitwise: Whether everything compared was equal, bit for bit.
         compared: How many numbers were compared.
     """
 
     loss: float = 0.0
     tensor: float = 0.0
-    worst: str = ""
     bitwise: bool = True
     compared: int = 0
 
@@ -64,14 +62,11 @@ class Difference:
         """Take in tensors by name."""
         if left.keys() != right.keys():
             self.tensor, self.bitwise = math.inf, False
-            self.worst = ", ".join(sorted(left.keys() ^ right.keys()))
             return
         for name, one in left.items():
             self.compared += one.numel()
-            difference = relative(one, right[name])
             self.bitwise = self.bitwise and one.equal(right[name])
-            if difference > self.tensor:
-                self.tensor, self.worst = difference, name
+            self.tensor = max(self.tensor, relative(one, right[name]))
 
     def within(self, *, sums: float) -> bool:
         """Whether something was compared and nothing differed by more than ``sums``."""

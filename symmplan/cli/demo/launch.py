@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,34 +162,23 @@ def _start(setup: dict[str, Any], rank: int, world: int, folder: Path, timeout: 
             start_new_session=True,
         )
     os.close(theirs)
-    os.set_blocking(ours, False)
     return _Rank(rank, process, ours, log)
 
 
 def _watch(ranks: list[_Rank], deadline: float, progress: _Progress) -> None:
     """Read what the ranks say until all have ended, or one has failed and its grace is over."""
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            selector.register(rank.pipe, selectors.EVENT_READ, rank)
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            for key, _ in selector.select(min(left, 0.2)):
-                rank = key.data
-                if not _read(rank, progress):
-                    selector.unregister(rank.pipe)
-                    rank.process.wait()  # its end of the pipe closes when it ends
-            if any(rank.failure() for rank in ranks):
-                deadline = min(deadline, time.monotonic() + _GRACE)
+    talking: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
+    while talking and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait([*talking], min(left, 0.2)):
+            if not _read(talking[pipe], progress):
+                talking.pop(pipe).process.wait()  # its end of the pipe closes when it ends
+        if any(rank.failure() for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _GRACE)
 
 
 def _read(rank: _Rank, progress: _Progress) -> bool:
     """Take in what ``rank`` said; False once it can say no more."""
-    try:
-        data = os.read(rank.pipe, 1 << 20)
-    except BlockingIOError:
-        return True
+    data = os.read(rank.pipe, 1 << 20)
     *lines, rank.buffer = (rank.buffer + data).split(b"\n")
     for line in lines:
         message = json.loads(line)

@@ -24,7 +24,7 @@ is all the machine knows; what an op does as such steps is said in `behaviours`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from attrs import define, field, frozen
 
@@ -61,13 +61,9 @@ class Read:
 
 @frozen
 class Write:
-    """Put a value into a cell.
+    """Put a value into a cell: a label and what it is made of, or the only one as it is.
 
-    Attributes:
-        cell: The cell.
-        label: With the values that it is made of, what the value is; None to copy the only one.
-        of: Which of the values that the thread knows, counted from the first, it is made of; None
-            for all.
+    ``of`` says which of the values that the thread knows, counted from the first; None for all.
     """
 
     cell: Cell
@@ -84,12 +80,7 @@ class Post:
 
 @frozen
 class Wait:
-    """Go on when all of these have been said.
-
-    Attributes:
-        flags: What has to be said.
-        takes: Whether the thread now knows what those knew who said it.
-    """
+    """Go on when all flags have been said; ``takes``: and know what those knew who said them."""
 
     flags: tuple[Flag, ...]
     takes: bool = False
@@ -114,26 +105,21 @@ class Symbols:
     """Numbers for values. See [Note: values]."""
 
     numbers: dict[Hashable, int] = field(factory=dict)
-    meanings: list[Hashable] = field(factory=list)
 
     def number(self, meaning: Hashable) -> int:
         """The number of a value; a new one where it was never seen."""
-        found = self.numbers.setdefault(meaning, len(self.meanings))
-        if found == len(self.meanings):
-            self.meanings.append(meaning)
-        return found
+        return self.numbers.setdefault(meaning, len(self.numbers))
+
+    def meanings(self) -> list[Any]:
+        """Each number's value: a label and the values that it is applied to."""
+        return list(self.numbers)
 
 
 @frozen
 class Event:
-    """One access that was made.
+    """One access that was made: by which step of which thread, and what was read or written.
 
     Attributes:
-        thread: Index of the thread.
-        at: Index of the step in its thread.
-        cell: The cell.
-        write: Whether it was written.
-        value: What was read or written.
         past: Which events came before on any account: bit i for event i.
         led: The same without what it owes to accesses of this cell alone.
     """

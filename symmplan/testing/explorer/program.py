@@ -325,9 +325,9 @@ def explore(
     symbols = Symbols()
     right = threads_of(program, reference or TinyPlan(), apart=True)
     expected = lockstep(right, symbols)
+    meanings = symbols.meanings()
     for (reader, _), value in expected.items():
-        meaning = symbols.meanings[value]
-        assert isinstance(meaning, tuple)
+        meaning = meanings[value]
         if meaning[0] == "unwritten":
             raise ValueError(f"{right[reader].call!r} reads what nobody has written: {meaning[1]}")
     threads = threads_of(program, plan)
@@ -353,8 +353,7 @@ def explore(
 
 
 def _meaning(symbols: Symbols, value: int) -> str:
-    meaning = symbols.meanings[value]
-    assert isinstance(meaning, tuple)
+    meaning = symbols.meanings()[value]
     if meaning[0] == "unwritten":
         return "what nobody has written"
     (made_by, kind, *where), _ = meaning
