@@ -270,14 +270,9 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> N
 
 
 def unboxed_group(given: Any) -> Any:
-    """The process group in what the dispatcher passes to kernels in Python."""
-    if isinstance(given, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(given)
-    return given
-
-
-def unboxed_if_group(given: torch.ScriptObject) -> Any:
-    """The process group in the box, or None if it holds something else."""
+    """The process group in what the dispatcher passes; None if a box holds something else."""
+    if not isinstance(given, torch.ScriptObject):
+        return given
     try:
         return dist.ProcessGroup.unbox(given)
     except (RuntimeError, TypeError):

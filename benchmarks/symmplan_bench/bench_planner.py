@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
-from symmplan.cli.doctor import hardware
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
 from symmplan.planner import instances, plan
 from symmplan.planner.interference import conflicts_of
 from symmplan.planner.items import items_of
 from symmplan.planner.packing.task import task_of
+from symmplan_bench.machine import hardware
 
 if TYPE_CHECKING:
     import argparse

@@ -21,7 +21,7 @@ from symmplan.report.format import size, table
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["Check", "add_arguments", "cxx_compiler", "hardware", "render", "run"]
+__all__ = ["Check", "add_arguments", "cxx_compiler", "render", "run"]
 
 #: Where POSIX shared memory lives on Linux.
 _SHM = Path("/dev/shm")  # noqa: S108
@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run every probe, from the ground up. None of them raises."""
     del args
-    found = [_python(), _cores(), *_shared_memory(), _compiler(), *_torch()]
+    python = f"{platform.python_version()} on {platform.platform(terse=True)}"
+    # What the process may use, which in a container is less than what the machine has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = [Check("python", "ok", python), Check("cores", "ok", f"{cores} usable")]
+    found += [*_shared_memory(), _compiler(), *_torch()]
     return {
         "ok": all(check.status != "fix" for check in found),
         "symmplan": __version__,
@@ -71,30 +75,6 @@ def render(result: dict[str, Any]) -> str:
         if check["fix"]:
             lines.append(f"           fix: {check['fix']}")
     return "\n".join(lines)
-
-
-def hardware() -> dict[str, Any]:
-    """What a measurement ran on: processor, cores, system, Python."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        cpu = next(x.split(":", 1)[1].strip() for x in info.splitlines() if "model name" in x)
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-    }
-
-
-def _python() -> Check:
-    return Check("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}")
-
-
-def _cores() -> Check:
-    # What the process may use, which in a container is less than what the machine has.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Check("cores", "ok", f"{usable} usable")
 
 
 def _shared_memory() -> list[Check]:

@@ -212,29 +212,26 @@ def _run(job: Job, timeout: float) -> list[list[Call]]:
     context: Any = multiprocessing.get_context("fork" if job.setup is None else "spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     progress = context.RawArray("q", 2 * job.ranks)
-    pipes = [context.Pipe(duplex=False) for _ in range(job.ranks)]
-    processes: list[Any] = [
-        context.Process(
-            target=run_rank, args=(job, rank, store.port, progress, pipes[rank][1]), daemon=True
-        )
-        for rank in range(job.ranks)
-    ]
     deadline = time.monotonic() + timeout
-    with _ended(processes), warnings.catch_warnings():
+    with contextlib.ExitStack() as ended, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forked: the child makes no threads
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
+        waiting: dict[Any, int] = {}
+        for rank in range(job.ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            args = (job, rank, store.port, progress, theirs)
+            process = context.Process(target=run_rank, args=args, daemon=True)
             process.start()
+            ended.callback(process.join)
+            ended.callback(process.kill)
             theirs.close()
+            waiting[ours] = rank
         found: dict[int, list[Call]] = {}
-        while len(found) < job.ranks:
-            waiting: dict[Any, int] = {
-                ours: r for r, (ours, _) in enumerate(pipes) if r not in found
-            }
-            ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        while waiting:
+            ready: list[Any] = wait([*waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise _late(job, sorted(waiting.values()), timeout)
             for connection in ready:
-                rank = waiting[connection]
+                rank = waiting.pop(connection)
                 found[rank] = _received(job, rank, connection)
         return [found[rank] for rank in range(job.ranks)]
 
@@ -266,17 +263,6 @@ def _late(job: Job, missing: list[int], timeout: float) -> PeerTimeoutError:
         missing=tuple(missing),
         timeout=timeout,
     )
-
-
-@contextlib.contextmanager
-def _ended(processes: list[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
 
 
 # What the calls say. Times are of one clock; an access is at least as late as it was noted.

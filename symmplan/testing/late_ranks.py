@@ -70,18 +70,12 @@ class Job:
 
 @frozen
 class Noted:
-    """An access.
+    """An access, as `symmplan.testing.Contradiction` tells it.
 
     Attributes:
         time: When it was about to be made, in seconds of the machine's monotonic clock.
         owner: Whose bytes.
-        tensor: Of which argument or result.
-        low: First byte of that.
-        high: One behind the last.
-        write: Whether they are written.
         mutable: Whether the schema says that the tensor is written.
-        op: In which op.
-        line: Where.
     """
 
     time: float
@@ -97,13 +91,7 @@ class Noted:
 
 @define
 class Call:
-    """One call of one rank.
-
-    Attributes:
-        began: When, in seconds.
-        ended: When.
-        accesses: What it touched meanwhile.
-    """
+    """One call of one rank: when it began and ended, in seconds, and what it touched meanwhile."""
 
     began: float = 0.0
     ended: float = 0.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from symmplan.testing.explorer.machine import Symbols, lockstep
 from symmplan.testing.explorer.program import (
@@ -26,7 +27,7 @@ from symmplan.testing.explorer.program import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
 __all__ = ["GraphOp", "explore_graph"]
 
@@ -126,7 +127,7 @@ def explore_graph(
     """
     symbols = Symbols()
     wanted, got = (
-        _program_of(m, ranks, groups, segments, ops, transport) for m in (original, module)
+        _Reader(m, segments, ops, transport).program(ranks, groups) for m in (original, module)
     )
     if _results(*wanted, symbols) != _results(*got, symbols):
         return Verdict("other results", 0)
@@ -145,31 +146,8 @@ def _results(program: TinyProgram, plan: TinyPlan, symbols: Symbols) -> dict[Has
     return found
 
 
-def _program_of(
-    module: fx.GraphModule,
-    ranks: int,
-    groups: Mapping[str, tuple[tuple[int, ...], ...]],
-    segments: Mapping[str, tuple[str, int]],
-    ops: Mapping[str, GraphOp],
-    transport: str,
-) -> tuple[TinyProgram, TinyPlan]:
-    """A graph as a tiny program, in which every tensor that a node touches is a buffer of its own.
-
-    Their cells are words of segments and storages.
-    """
-    reader = _Reader(module, segments, ops, transport)
-    reader.read()
-    buffers = tuple(TinyBuffer(name, len(cells)) for name, cells in reader.cells.items())
-    program = TinyProgram(ranks, buffers, tuple(reader.calls), groups)
-    return program, TinyPlan(reader.cells)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -199,8 +177,13 @@ class _Reader(fx.Interpreter):
         self._pending: dict[int, list[str]] = {}
         self._kept: list[torch.Tensor] = []  # so that no storage's number is used again
 
-    def read(self) -> None:
-        """Run the graph."""
+    def program(
+        self, ranks: int, groups: Mapping[str, tuple[tuple[int, ...], ...]]
+    ) -> tuple[TinyProgram, TinyPlan]:
+        """The graph as a program, in which every tensor that a node touches is a buffer of its own.
+
+        Their cells are words of segments and storages.
+        """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -223,6 +206,8 @@ class _Reader(fx.Interpreter):
         self.calls.append(TinyCall("output", "local", (*outputs, *own)))
         for key in list(self._pending):
             self._end(key)
+        buffers = tuple(TinyBuffer(name, len(cells)) for name, cells in self.cells.items())
+        return TinyProgram(ranks, buffers, tuple(self.calls), groups), TinyPlan(self.cells)
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -295,7 +280,7 @@ class _Reader(fx.Interpreter):
         others: list[Any] = []
         for argument in target._schema.arguments:
             value = given.get(argument.name)
-            found = [*_tensors(value)]
+            found = _tensors(value)
             written = argument.alias_info is not None and argument.alias_info.is_write
             only = argument.is_out or target._schema.name in ("aten::copy_", f"{_S}poison_")
             writes += found if written else []
@@ -330,7 +315,7 @@ class _Reader(fx.Interpreter):
         )
 
     def _collective(self, form: _Form, given: Mapping[str, Any], result: Any) -> None:
-        inputs = [*_tensors(given["inputs"] if "inputs" in given else given["input"])]
+        inputs = _tensors(given["inputs"] if "inputs" in given else given["input"])
         values = {**given, "return": result}
         for source, target in zip(inputs, _tensors(values[form.result]), strict=True):
             in_place = source is target or (
