@@ -89,21 +89,12 @@ def replace_group_method(
     Returns:
         What undoes it. If somebody else replaced the method since, it stays.
     """
-    kind: Any = dist.ProcessGroup
-    original = kind.__dict__[name]  # what binds; the attribute is what is bound
-    ours = make(getattr(kind, name))
-    setattr(kind, name, ours)
-
-    def undo() -> None:
-        if kind.__dict__[name] is ours:
-            setattr(kind, name, original)
-
-    return undo
+    return _replace(dist.ProcessGroup, name, make(getattr(dist.ProcessGroup, name)))
 
 
 def replace_op_call(
     op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+) -> list[Callable[[], None]]:
     """Put ``make(original)`` in the place of what Python calls when it calls an op.
 
     Args:
@@ -111,21 +102,20 @@ def replace_op_call(
         make: Of what is called so far.
 
     Returns:
-        What undoes it. If somebody else replaced it since, it stays.
+        What undoes it, as above; nothing where this torch calls something else.
     """
     packet = op.overloadpacket
     owners = [op, packet] if packet.overloads() == [op._overloadname] else [op]
-    done = []
-    for owner in owners:
-        original = vars(owner).get("_op")
-        if original is not None:  # else this torch calls something else
-            owner._op = make(original)
-            done.append((owner, original, owner._op))
+    return [_replace(o, "_op", make(o._op)) for o in owners if vars(o).get("_op") is not None]
+
+
+def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
+    original = vars(owner)[name]  # what binds; the attribute is what is bound
+    setattr(owner, name, ours)
 
     def undo() -> None:
-        for owner, original, ours in done:
-            if owner._op is ours:
-                owner._op = original
+        if vars(owner)[name] is ours:
+            setattr(owner, name, original)
 
     return undo
 
