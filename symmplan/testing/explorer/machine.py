@@ -31,7 +31,6 @@ from attrs import define, field, frozen
 __all__ = [
     "Cell",
     "Event",
-    "Flag",
     "Machine",
     "Outcome",
     "Post",
