@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan._compat_c10d import (
+from symmplan._compat_c10d import (  # noqa: F401 (one name for both, for who asks)
     all_to_all,
     collective_options,
     deregister_nccl_pool,
@@ -42,62 +42,7 @@ if TYPE_CHECKING:
 
     from symmplan.errors import SymmplanError
 
-__all__ = [
-    "abort_group",
-    "all_gather_coalesced",
-    "all_to_all",
-    "collective_options",
-    "compiled_frame",
-    "copy_engine_group",
-    "copy_engine_options",
-    "current_stream_of",
-    "deregister_nccl_pool",
-    "dispatch_modes",
-    "finished",
-    "finished_work",
-    "group_backend",
-    "group_by_name",
-    "group_method_names",
-    "group_name",
-    "group_options",
-    "group_ranks",
-    "group_store",
-    "has_connection",
-    "has_copy_engine_policy",
-    "has_nccl_backend",
-    "has_process_groups",
-    "in_backward",
-    "is_registered",
-    "keyset_after_select",
-    "keyset_below_modes",
-    "known_groups",
-    "nccl_window_allocator",
-    "no_modes",
-    "nobody_looks",
-    "premul_factor",
-    "raise_in_thread",
-    "redispatch_of",
-    "reduction_name",
-    "reduction_named",
-    "register_nccl_pool",
-    "register_work",
-    "replace_group_method",
-    "replace_op_call",
-    "same_version",
-    "set_symm_mem_backend",
-    "start_all_to_all",
-    "storage_use_count",
-    "symm_mem_backend",
-    "symm_mem_empty",
-    "symm_mem_pool",
-    "symm_mem_rendezvous",
-    "unboxed_group",
-    "unboxed_if_group",
-    "watched_handle",
-    "watched_work",
-    "world",
-    "world_name",
-]
+c10d: Any = dist.distributed_c10d
 
 
 def has_process_groups() -> bool:
@@ -111,11 +56,8 @@ def group_by_name(name: str) -> ProcessGroup:
     Raises:
         LookupError: There is none.
     """
-    from torch.distributed import distributed_c10d as c10d
-
     try:
-        resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009 (not exported)
-        group: ProcessGroup = resolve(name)
+        group: ProcessGroup = c10d._resolve_process_group(name)
     except (LookupError, RuntimeError, ValueError) as error:
         raise LookupError(name) from error
     return group
@@ -123,7 +65,7 @@ def group_by_name(name: str) -> ProcessGroup:
 
 def is_registered(group: ProcessGroup) -> bool:
     """Whether torch still knows ``group``; not once it was destroyed, whatever has its name now."""
-    known = getattr(dist.distributed_c10d._world, "pg_map", None)
+    known = getattr(c10d._world, "pg_map", None)
     if known is not None:
         return group in known
     try:
@@ -156,14 +98,12 @@ def world() -> tuple[int, int]:
 
 def group_store(group: ProcessGroup) -> Store:
     """The key-value store of ``group``, with the group's own prefix."""
-    from torch.distributed import distributed_c10d as c10d
-
+    store: Store
     if hasattr(c10d, "_get_process_group_store"):
-        return c10d._get_process_group_store(group)
-    default: Any = c10d._get_default_store()
-    from torch._C._distributed_c10d import PrefixStore
-
-    return PrefixStore(f"symmplan/{group_name(group)}", default)
+        store = c10d._get_process_group_store(group)
+    else:
+        store = c10d.PrefixStore(f"symmplan/{group_name(group)}", c10d._get_default_store())
+    return store
 
 
 def has_nccl_backend(group: ProcessGroup) -> bool:
@@ -272,7 +212,7 @@ def current_stream_of(device: torch.device) -> Callable[[], int]:
     get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if get is None:
         return lambda: int(torch.cuda.current_stream(index).cuda_stream)
-    return functools.partial(get, index)  # a number
+    return functools.partial(get, index)
 
 
 def copy_engine_options() -> Any:
@@ -292,7 +232,7 @@ def copy_engine_group(like: Any, what: str) -> Any:
     options._timeout = like._get_backend(torch.device("cuda")).options._timeout
     # Where a device is bound, torch would split the world's communicator, for which it needs all
     # ranks of the world.
-    world: Any = dist.distributed_c10d._get_default_group()
+    world = c10d._get_default_group()
     bound = world.bound_device_id
     world.bound_device_id = None
     try:
@@ -310,7 +250,7 @@ def copy_engine_group(like: Any, what: str) -> Any:
 
 def known_groups() -> int:
     """How many process groups this rank has been in: torch names new ones by it."""
-    return len(dist.distributed_c10d._world.pg_names)
+    return len(c10d._world.pg_names)
 
 
 def premul_factor(op: Any) -> float | None:
@@ -324,22 +264,15 @@ def premul_factor(op: Any) -> float | None:
 
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:
     """One all-gather of several tensors, in one launch; on the current stream. Collective."""
-    from torch.distributed.distributed_c10d import _coalescing_manager, all_gather_into_tensor
-
-    with _coalescing_manager(group):
+    with c10d._coalescing_manager(group):
         for output, part in zip(outputs, inputs, strict=True):
-            all_gather_into_tensor(output, part, group=group)
+            dist.all_gather_into_tensor(output, part, group=group)
 
 
 def unboxed_group(given: Any) -> Any:
-    """The process group in what the dispatcher passes to kernels in Python."""
-    if isinstance(given, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(given)
-    return given
-
-
-def unboxed_if_group(given: torch.ScriptObject) -> Any:
-    """The process group in the box, or None if it holds something else."""
+    """The process group in what the dispatcher passes; None if a box holds something else."""
+    if not isinstance(given, torch.ScriptObject):
+        return given
     try:
         return dist.ProcessGroup.unbox(given)
     except (RuntimeError, TypeError):

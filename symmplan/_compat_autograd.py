@@ -10,15 +10,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = [
-    "autograd_cache_off",
-    "has_saved_tensor_hooks",
-    "keep_inputs",
-    "keeps_graph",
-    "saved_outputs",
-    "static_inputs",
-]
-
 
 @contextlib.contextmanager
 def autograd_cache_off() -> Iterator[None]:

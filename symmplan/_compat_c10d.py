@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,27 +10,6 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "all_to_all",
-    "collective_options",
-    "deregister_nccl_pool",
-    "finished",
-    "finished_work",
-    "forget_groups",
-    "group_method_names",
-    "group_options",
-    "nccl_window_allocator",
-    "nobody_looks",
-    "reduction_named",
-    "register_nccl_pool",
-    "register_work",
-    "replace_group_method",
-    "replace_op_call",
-    "start_all_to_all",
-    "watched_handle",
-    "watched_work",
-]
 
 
 def register_work() -> Callable[[torch.Tensor, Any], None] | None:
@@ -63,9 +43,7 @@ _FUNCTIONAL = {
 
 def group_options(method: str) -> Any:
     """The class of the options of a process group's method."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return getattr(c10d, _GROUP_OPTIONS[method])
+    return getattr(dist.distributed_c10d, _GROUP_OPTIONS[method])
 
 
 def collective_options(name: str, *, reduction: object, root: object) -> tuple[str, Any] | None:
@@ -111,21 +89,12 @@ def replace_group_method(
     Returns:
         What undoes it. If somebody else replaced the method since, it stays.
     """
-    kind: Any = dist.ProcessGroup
-    original = kind.__dict__[name]  # what binds; the attribute is what is bound
-    ours = make(getattr(kind, name))
-    setattr(kind, name, ours)
-
-    def undo() -> None:
-        if kind.__dict__[name] is ours:
-            setattr(kind, name, original)
-
-    return undo
+    return _replace(dist.ProcessGroup, name, make(getattr(dist.ProcessGroup, name)))
 
 
 def replace_op_call(
     op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
+) -> list[Callable[[], None]]:
     """Put ``make(original)`` in the place of what Python calls when it calls an op.
 
     Args:
@@ -133,21 +102,20 @@ def replace_op_call(
         make: Of what is called so far.
 
     Returns:
-        What undoes it. If somebody else replaced it since, it stays.
+        What undoes it, as above; nothing where this torch calls something else.
     """
     packet = op.overloadpacket
     owners = [op, packet] if packet.overloads() == [op._overloadname] else [op]
-    done = []
-    for owner in owners:
-        original = vars(owner).get("_op")
-        if original is not None:  # else this torch calls something else
-            owner._op = make(original)
-            done.append((owner, original, owner._op))
+    return [_replace(o, "_op", make(o._op)) for o in owners if vars(o).get("_op") is not None]
+
+
+def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
+    original = vars(owner)[name]  # what binds; the attribute is what is bound
+    setattr(owner, name, ours)
 
     def undo() -> None:
-        for owner, original, ours in done:
-            if owner._op is ours:
-                owner._op = original
+        if vars(owner)[name] is ours:
+            setattr(owner, name, original)
 
     return undo
 
@@ -200,9 +168,8 @@ def forget_groups() -> object:
     Returns:
         The groups. Their threads are not here, so nobody may destroy them: keep this.
     """
-    from torch.distributed import distributed_c10d as c10d
-
-    world: Any = c10d._world
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
     tables = (world.pg_map, world.pg_names, world.pg_group_ranks)
     kept = [dict(table) for table in tables]
     for table in tables:
@@ -215,15 +182,12 @@ class _Finished(dist.Work):
     """The work of a collective that was over when it returned."""
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
-        """Nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
         return True
 
     def is_success(self) -> bool:
-        """It was."""
         return True
 
 
@@ -238,7 +202,6 @@ class _Watched(dist.Work):
         self._over: torch.cuda.Event | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the work, then do what belongs to its end."""
         done, work = True, self._work
         if work is not None:
             done = work.wait() if timeout is None else work.wait(timeout)
@@ -250,17 +213,15 @@ class _Watched(dist.Work):
         return done
 
     def synchronize(self) -> None:
-        """The same for the current stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over. Its end is still to be waited for."""
+        """Its end is still to be waited for."""
         if self._over is not None:
             return bool(self._over.query())
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it went well."""
         return self._work is None or bool(self._work.is_success())
 
     def get_future(self) -> Any:
@@ -300,22 +261,16 @@ def watched_handle(work: Any, waited: Callable[[], None], written: torch.Tensor)
     return _Watched(work, waited, written)
 
 
-#: One for all: a box does not keep its Python half, and it has no state.
-_FINISHED: list[Any] = []
-
-
-def finished_work() -> Any:
-    """A work that is over, boxed as kernels in Python return it."""
-    finished()
-    return _FINISHED[1]
-
-
+@functools.cache
 def finished() -> Any:
-    """The same without a box."""
-    if not _FINISHED:
-        work = _Finished()
-        _FINISHED.extend((work, work.boxed()))
-    return _FINISHED[0]
+    """A work that is over. One for all, as a box does not keep its Python half."""
+    return _Finished()
+
+
+@functools.cache
+def finished_work() -> Any:
+    """The same boxed, as kernels in Python return it."""
+    return finished().boxed()
 
 
 def all_to_all(output: Any, source: Any, group: Any) -> None:

@@ -9,25 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "COPY_INS",
-    "REPLACED",
-    "can_be_replaced",
-    "comm_bases",
-    "comms",
-    "group_methods",
-    "has_copy_in",
-    "has_direct_seam",
-    "has_torchs_methods",
-    "in_step",
-    "one_mesh",
-    "param_groups",
-    "release_gather",
-    "set_comms",
-    "shards",
-    "watch_copy_in",
-]
-
 
 def param_groups(module: Any) -> list[Any]:
     """The parameter groups that FSDP2 manages for ``module``, an ``FSDPModule``."""

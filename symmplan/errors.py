@@ -11,6 +11,7 @@ A message that comes out of a distributed call starts with ``[group g, rank r]``
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -73,27 +74,20 @@ class SymmplanError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors cross process boundaries whole, with their text written once."""
         named = {k: getattr(self, k) for k in ("expected", "got", "fix", "group", "rank")}
-        return _again, (type(self), self.what, {**self.fields, **named})
+        return functools.partial(type(self), **self.fields, **named), (self.what,)
 
     def _text(self) -> str:
         where = ""
         if self.group is not None or self.rank is not None:
             where = f"[group {self.group}, rank {self.rank}] "
         lines = [f"{where}{self.rule}: {self.what}"]
-        if self.expected is not None or self.got is not None:
-            parts = []
-            if self.expected is not None:
-                parts.append(f"expected {self.expected}")
-            if self.got is not None:
-                parts.append(f"got {self.got}")
-            lines.append("  " + "; ".join(parts))
+        values = {"expected": self.expected, "got": self.got}
+        told = [f"{name} {value}" for name, value in values.items() if value is not None]
+        if told:
+            lines.append("  " + "; ".join(told))
         if self.fix is not None:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
-
-
-def _again(kind: type[SymmplanError], what: str, fields: dict[str, Any]) -> SymmplanError:
-    return kind(what, **fields)
 
 
 class DeclarationError(SymmplanError, ValueError):

@@ -11,8 +11,8 @@ import torch
 
 import symmplan
 from symmplan import registry
+from symmplan.cli import main
 from symmplan.cli import ops as command
-from symmplan.cli.shell import run_command
 from symmplan.errors import DeclarationError
 from symmplan.registry import _upstream, catalogue, inventory
 from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
@@ -151,7 +151,7 @@ def new_ops():
 def test_a_new_op_breaks_nothing_and_is_shown(new_ops, capsys):
     op = "symm_mem::symmtest_new_op"
     assert symmplan.requirements(op) is None
-    assert run_command(["ops"]) == 0
+    assert main(["ops"]) == 0
     assert re.search(rf"Not declared: not catalogued.*\n +{op}", capsys.readouterr().out)
     with registry.isolated():
         symmplan.register_symm_mem_args(op, ["x"])
@@ -175,7 +175,7 @@ def test_a_changed_op_breaks_nothing_and_is_shown(monkeypatch):
 def run(capsys, monkeypatch):
     def call(*words, columns=200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        code = run_command(["ops", *words])
+        code = main(["ops", *words])
         return code, capsys.readouterr()
 
     with registry.isolated():

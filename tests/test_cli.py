@@ -327,10 +327,10 @@ def test_doctor_looks_at_everything(capsys):
 
 
 def test_doctor_says_what_to_fix(monkeypatch, capsys, tmp_path):
-    from symmplan.cli import machine
+    from symmplan.cli import doctor
 
-    monkeypatch.setattr(machine, "_SHM", tmp_path / "none")
-    monkeypatch.setattr(machine, "cxx_compiler", lambda: None)
+    monkeypatch.setattr(doctor, "_SHM", tmp_path / "none")
+    monkeypatch.setattr(doctor, "cxx_compiler", lambda: None)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "does not exist" in shown
@@ -338,11 +338,11 @@ def test_doctor_says_what_to_fix(monkeypatch, capsys, tmp_path):
 
 
 def test_doctor_finds_too_little_shared_memory(monkeypatch):
-    from symmplan.cli import machine
+    from symmplan.cli import doctor
 
     stat = types.SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384)  # Docker's 64 MiB
-    monkeypatch.setattr(machine.os, "statvfs", lambda path: stat)
-    check = machine._shared_memory()[0]
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: stat)
+    check = doctor._shared_memory()[0]
     assert (check.status, check.detail) == (
         "fix",
         "64 MiB free of 64 MiB: too little for a model's segments",

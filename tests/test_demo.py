@@ -194,7 +194,7 @@ def test_without_a_compiler_the_demo_runs_op_by_op_and_says_so(tmp_path, monkeyp
 def test_a_difference_is_seen():
     import torch
 
-    from symmplan.cli.demo.compare import Difference, relative
+    from symmplan.cli.demo.train import Difference, relative
 
     same = {"w": torch.tensor([1.0, 2.0])}
     difference = Difference()

@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 import symmplan
 from symmplan.testing import TinyBuffer, TinyCall, TinyPlan, TinyProgram, explore
 from symmplan.testing.explorer.behaviours import BEHAVIOURS
-from symmplan.testing.explorer.machine import Machine, Post, Read, Symbols, Thread, Wait
+from symmplan.testing.explorer.machine import (
+    Machine,
+    Post,
+    Read,
+    Symbols,
+    Thread,
+    Wait,
+    lockstep,
+    search,
+)
 from symmplan.testing.explorer.program import threads_of
-from symmplan.testing.explorer.search import lockstep, search
 
 # -- every order -------------------------------------------------------------------------------
 

@@ -262,7 +262,8 @@ def _modules() -> list[str]:
 def test_what_a_module_exports_is_there_and_documented(name):
     module = importlib.import_module(name)
     assert module.__doc__
-    for public in getattr(module, "__all__", ()):
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == name]
+    for public in getattr(module, "__all__", [n for n in own if not n.startswith("_")]):
         value = getattr(module, public)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"

@@ -17,9 +17,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.machine import hardware
 from symmplan.errors import RunError
 from symmplan.place.choice import CHOOSE
+from symmplan_bench.machine import hardware
 from symmplan_bench.processes import run_ranks
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ import os
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.machine import hardware
 from symmplan.errors import RunError
 from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
 from symmplan_bench.fsdp_ranks import measure, worst
+from symmplan_bench.machine import hardware
 from symmplan_bench.processes import run_ranks
 
 if TYPE_CHECKING:

@@ -6,17 +6,44 @@ line that says fix the exit code is 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import asdict
+from attrs import asdict, frozen
 
 from symmplan import __version__
-from symmplan.report.format import table
+from symmplan.report.format import size, table
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_arguments", "render", "run"]
+__all__ = ["Check", "add_arguments", "cxx_compiler", "render", "run"]
+
+#: Where POSIX shared memory lives on Linux.
+_SHM = Path("/dev/shm")  # noqa: S108
+#: Below this, two ranks' segments of an ordinary model do not fit.
+_SHM_WANTED = 256 << 20
+
+
+@frozen
+class Check:
+    """One line of the doctor.
+
+    Attributes:
+        name: What was looked at.
+        status: As in the module's docstring.
+        detail: What was found, or what it turns off.
+        fix: One action, where there is one.
+    """
+
+    name: str
+    status: Literal["ok", "missing", "fix"]
+    detail: str
+    fix: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every probe."""
-    from symmplan.cli.machine import checks
-
+    """Run every probe, from the ground up. None of them raises."""
     del args
-    found = checks()
+    python = f"{platform.python_version()} on {platform.platform(terse=True)}"
+    # What the process may use, which in a container is less than what the machine has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = [Check("python", "ok", python), Check("cores", "ok", f"{cores} usable")]
+    found += [*_shared_memory(), _compiler(), *_torch()]
     return {
         "ok": all(check.status != "fix" for check in found),
         "symmplan": __version__,
@@ -46,3 +75,147 @@ def render(result: dict[str, Any]) -> str:
         if check["fix"]:
             lines.append(f"           fix: {check['fix']}")
     return "\n".join(lines)
+
+
+def _shared_memory() -> list[Check]:
+    if not _SHM.is_dir():
+        return [Check(str(_SHM), "fix", "does not exist", 'use Linux, or memory="local"')]
+    stat = os.statvfs(_SHM)
+    total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    room = Check(str(_SHM), "ok", f"{size(free)} free of {size(total)}")
+    if free < _SHM_WANTED:
+        detail = f"{room.detail}: too little for a model's segments"
+        fix = "mount -o remount,size=4G /dev/shm, or docker run --shm-size=4g"
+        room = Check(str(_SHM), "fix", detail, fix)
+    try:
+        os.close(os.open(_SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600))
+    except (AttributeError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        detail = f"{reason}: segments are named, then unlinked"
+        return [room, Check("O_TMPFILE", "missing", detail)]
+    return [room, Check("O_TMPFILE", "ok", "segments need never have a name")]
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler that Inductor will call, or None if it finds none."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        return str(get_cpp_compiler())
+    except Exception:  # noqa: BLE001 - whatever went wrong, Inductor would meet it too
+        return None
+
+
+def _compiler() -> Check:
+    found = cxx_compiler()
+    if found is not None:
+        return Check("C++ compiler", "ok", f"{found}: Inductor can compile for the CPU")
+    return Check(
+        "C++ compiler",
+        "missing",
+        'Inductor cannot compile for the CPU; the demo uses inner="eager"',
+        "install g++ (apt-get install g++), or set CXX",
+    )
+
+
+def _torch() -> list[Check]:
+    fix = "python -m pip install 'torch>=2.11'"
+    try:
+        import torch
+    except ImportError as error:
+        return [Check("torch", "fix", f"cannot be imported: {error}", fix)]
+    version = str(torch.__version__)
+    recent = tuple(int(p) for p in version.split(".", 2)[:2] if p.isdigit()) >= (2, 11)
+    found = Check("torch", "ok", version) if recent else Check("torch", "fix", version, fix)
+    return [found, *_distributed(), *_features(), _symmetric_memory(), _entry_point()]
+
+
+def _distributed() -> list[Check]:
+    import torch.distributed as dist
+
+    none, fix = "not in this build", "install an official wheel of torch"
+    if not dist.is_available():
+        return [Check("torch.distributed", "fix", none, fix)]
+    if not dist.is_gloo_available():
+        return [Check("gloo", "fix", none, fix), _nccl()]
+    return [Check("gloo", "ok", "ranks on the CPU can meet"), _nccl()]
+
+
+def _nccl() -> Check:
+    try:
+        import torch.cuda.nccl
+
+        version = torch.cuda.nccl.version()
+    except Exception:  # noqa: BLE001 - CPU builds lack the symbol and say so in several ways
+        return Check("NCCL", "missing", 'not in this build: memory="nccl" is off')
+    text = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    if isinstance(version, tuple) and version < (2, 27):
+        return Check("NCCL", "missing", f"{text}: symmetric memory needs 2.27 or later")
+    return Check("NCCL", "ok", text)
+
+
+def _features() -> list[Check]:
+    """Private or recent names of torch that some paths of symmplan use when they are there."""
+    import torch
+
+    def check(name: str, present: bool, without: str) -> Check:
+        return Check(name, "ok" if present else "missing", "found" if present else without)
+
+    try:
+        from torch.distributed.fsdp import FSDPModule
+
+        fsdp = hasattr(FSDPModule, "set_symm_mem_for_comm")
+    except ImportError:
+        fsdp = False
+    try:
+        import torch._functorch.config as functorch
+
+        together = hasattr(functorch, "force_non_lazy_backward_lowering")
+    except ImportError:
+        together = False
+    return [
+        check(
+            "torch.library.Library.register_symm_mem_args",
+            hasattr(torch.library.Library, "register_symm_mem_args"),
+            "not in this torch (2.13+): there is no upstream registry to adopt",
+        ),
+        check("FSDPModule.set_symm_mem_for_comm", fsdp, "not in this torch (2.13+)"),
+        check(
+            "backward compiled with its forward",
+            together,
+            "not in this torch: forward and backward get segments of their own",
+        ),
+    ]
+
+
+def _symmetric_memory() -> Check:
+    """Torch's own symmetric memory; all of it needs GPUs."""
+    import torch
+
+    name = "torch symmetric memory"
+    try:
+        import torch.distributed._symmetric_memory as symm
+    except ImportError as error:
+        return Check(name, "missing", f"cannot be imported: {error}")
+    if not torch.cuda.is_available():
+        off = 'no GPU: memory="nccl", "cuda" and "nvshmem" are off; "shm" and "local" work'
+        return Check(name, "missing", off)
+    found = ["CUDA"]
+    with contextlib.suppress(Exception):  # an old or odd build: then it is not available
+        found += ["NVSHMEM"] if symm.is_nvshmem_available() else []
+    found += ["NCCL"] if _nccl().status == "ok" else []
+    gpus = f"{torch.cuda.device_count()} GPUs, {torch.cuda.get_device_name(0)}"
+    return Check(name, "ok", f"backends {', '.join(found)}; {gpus}")
+
+
+def _entry_point() -> Check:
+    name = 'torch.compile(backend="symmplan")'
+    group = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    if any(point.name == "symmplan" for point in group):
+        return Check(name, "ok", "the dynamo entry point is installed")
+    return Check(
+        name,
+        "fix",
+        "the dynamo entry point is not installed",
+        "install the package (python -m pip install .) instead of putting it on PYTHONPATH",
+    )

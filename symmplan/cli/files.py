@@ -1,31 +1,31 @@
-"""Read problems and plans, write reports: shared by the commands."""
+"""Read and write the files of the commands."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from symmplan.errors import PlanFormatError
-from symmplan.model import Plan, Problem
+from symmplan.report import plan_facts, plan_summary
 
 if TYPE_CHECKING:
     import argparse
     from typing import Any
 
-__all__ = ["add_output_arguments", "read_plan", "read_problem", "write_reports", "write_text"]
+    from symmplan.model import Plan
+
+__all__ = ["add_output_arguments", "plan_result", "read_text", "render_plan", "write_text"]
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--html`` and ``-o``, which `write_reports` serves."""
+    """``--html`` and ``-o``, which `plan_result` serves."""
     parser.add_argument("--html", metavar="OUT", type=Path, help="write a picture of the plan")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write the plan as JSON")
 
 
-def write_reports(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """Write what the options ask for; the paths written, for the result."""
+def plan_result(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    """What a command says of a verified plan, once what the options ask for is written."""
     written: dict[str, Any] = {}
     if args.html is not None:
         plan.to_html(args.html)
@@ -33,7 +33,17 @@ def write_reports(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     if args.output is not None:
         write_text(args.output, plan.to_json())
         written["plan"] = str(args.output)
-    return written
+    facts = {"ok": True, **plan_facts(plan), "verified": True}
+    return {**facts, "written": written, "summary": plan_summary(plan)}
+
+
+def render_plan(result: dict[str, Any]) -> str:
+    """The plan's summary, the times if it was planned here, and what was written."""
+    lines = [result["summary"]]
+    if "plan_s" in result:
+        planned, verified = result["plan_s"], result["verify_s"]
+        lines.append(f"planned in {planned:.3f} s, verified in {verified:.3f} s")
+    return "\n".join([*lines, *(f"wrote {path}" for path in result["written"].values())])
 
 
 def write_text(path: Path, text: str) -> None:
@@ -42,43 +52,20 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     # A name of its own, so that ranks that write the same file do not mix their bytes.
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # mkstemp is private; a report is an ordinary file
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def read_problem(path: Path) -> Problem:
-    """A problem from CSV (``id,lower,upper,size``) or from its JSON; the content decides.
+def read_text(path: Path) -> str:
+    """The text of a file.
 
     Raises:
-        ProblemError: The CSV has a bad line.
-        PlanFormatError: The JSON is not a problem.
+        PlanFormatError: It is none.
     """
-    if _text(path).lstrip()[:1] in ("{", "["):
-        return Problem.from_json(_text(path))
-    return Problem.from_csv(path)
-
-
-def read_plan(path: Path) -> Plan:
-    """A plan from its JSON, verified.
-
-    Raises:
-        PlanFormatError: It is not a plan.
-        VerificationError: It is one, but wrong.
-    """
-    return Plan.from_json(_text(path))
-
-
-def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -7,12 +7,14 @@ import importlib
 import shutil
 import sys
 import textwrap
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
 from symmplan.errors import DeclarationError
+from symmplan.model import DEFAULT_ALIGN
 
 if TYPE_CHECKING:
     import argparse
@@ -58,12 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """List what is declared.
-
-    Returns:
-        ``ops``: what is declared; ``left_out``: ops of torch's communication namespaces without
-        declaration, and why; ``not_catalogued``: those that this symmplan does not know;
-        ``all``: whether people want to see all of it.
+    """List what is declared, what of torch's communication ops is not and why, what is not known.
 
     Raises:
         DeclarationError: A module cannot be imported, or a name matches nothing.
@@ -137,21 +134,11 @@ def _defined(name: str) -> list[Entry]:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    spec = entry.spec
-    assert spec is not None
-    return {
-        "op": spec.op,
-        "symmetric": [asdict(r) for r in spec.requirements],
-        "group": spec.group,
-        "signal_pad": any(r.signal_pad for r in spec.requirements),
-        "handshake": spec.handshake,
-        "release": spec.release,
-        "meets": spec.meets,
-        "asynchronous": spec.asynchronous,
-        "out": spec.out,
-        "origin": spec.origin,
-        "note": entry.note,
-    }
+    assert entry.spec is not None
+    row = asdict(entry.spec)
+    row["symmetric"] = row.pop("requirements")
+    row["signal_pad"] = any(r["signal_pad"] for r in row["symmetric"])
+    return {**row, "note": entry.note}
 
 
 def _reason(entry: Entry) -> dict[str, str]:
@@ -183,40 +170,37 @@ def _tables(ops: list[dict[str, Any]], columns: int) -> list[str]:
 
 
 def _table(namespace: str, ops: list[dict[str, Any]], columns: int) -> str:
-    heading = (f"{namespace}::", *_HEADINGS)
+    heading = [f"{namespace}::", *_HEADINGS]
     rows = [_cells(op) for op in ops]
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     widths[1] = min(widths[1], _MAX_SYMMETRIC)
     room = columns - sum(widths) - 2 * len(widths)
     below = room < _MIN_NOTE
-    lines = [_line(heading, widths).rstrip() if below else f"{_line(heading, widths)}  note"]
+    widths.append(0)
+    lines = [_line([*heading, "" if below else "note"], widths)]
     lines.append("-" * len(lines[0]))
     for cells, op in zip(rows, ops, strict=True):
-        symmetric = textwrap.wrap(cells[1], widths[1])
-        notes = [] if below else textwrap.wrap(op["note"], room)
-        for i in range(max(len(symmetric), len(notes), 1)):
-            shown = ["" if i else c for c in cells]
-            shown[1] = symmetric[i] if i < len(symmetric) else ""
-            note = notes[i] if i < len(notes) else ""
-            lines.append(f"{_line(shown, widths)}  {note}".rstrip())
+        wrapped = [[cell] for cell in cells]
+        wrapped[1] = textwrap.wrap(cells[1], widths[1])
+        wrapped.append([] if below else textwrap.wrap(op["note"], room))
+        lines += [_line(shown, widths) for shown in zip_longest(*wrapped, fillvalue="")]
         if below and op["note"]:
             lines += _indented(op["note"], columns)
     return "\n".join(lines)
 
 
-def _cells(op: Mapping[str, Any]) -> tuple[str, ...]:
-    name = _short(op["op"])
-    out = _short(op["out"]) if op["out"] else "-"
-    return (
+def _cells(op: Mapping[str, Any]) -> list[str]:
+    name, out = _short(op["op"]), _short(op["out"] or "::-")
+    return [
         name,
-        _symmetric(op),
+        _symmetric(op["symmetric"]),
         op["group"],
         "yes" if op["signal_pad"] else "-",
         _facts(op),
         "yes" if op["asynchronous"] else "-",
         out.replace(name, "*", 1) if out.startswith(name) else out,
         op["origin"],
-    )
+    ]
 
 
 def _facts(op: Mapping[str, Any]) -> str:
@@ -224,9 +208,8 @@ def _facts(op: Mapping[str, Any]) -> str:
     tensors = op["symmetric"]
     shown = [k for k in ("handshake", "release") if op[k]]
     shown += ["meets"] if op["meets"] and not shown else []
-    implied = {"enters": "handshake", "releases": "release"}
-    for fact, by in implied.items():
-        if tensors and all(t[fact] for t in tensors) and not op[by]:
+    for fact, implied_by in (("enters", "handshake"), ("releases", "release")):
+        if tensors and all(t[fact] for t in tensors) and not op[implied_by]:
             shown.append(fact)
     return " ".join(shown) or "-"
 
@@ -235,10 +218,7 @@ def _short(op: str) -> str:
     return op.partition("::")[2].removesuffix(".default")
 
 
-def _symmetric(op: Mapping[str, Any]) -> str:
-    from symmplan.model import DEFAULT_ALIGN
-
-    tensors = op["symmetric"]
+def _symmetric(tensors: list[dict[str, Any]]) -> str:
     some = not all(t["signal_pad"] for t in tensors)
     shown = [
         t["where"]
@@ -250,7 +230,7 @@ def _symmetric(op: Mapping[str, Any]) -> str:
 
 
 def _line(cells: Iterable[str], widths: list[int]) -> str:
-    return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True))
+    return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
 
 
 def _reasons(title: str, entries: list[dict[str, str]], columns: int) -> str:

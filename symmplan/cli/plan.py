@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import add_output_arguments, read_problem, write_reports
-from symmplan.report import plan_facts, plan_summary
+from symmplan.cli.files import add_output_arguments, plan_result, read_text
+from symmplan.cli.files import render_plan as render
+from symmplan.model import Problem
 
 if TYPE_CHECKING:
     import argparse
@@ -50,33 +51,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, verify, write."""
     from symmplan.planner import plan as make_plan
 
-    problem = read_problem(args.file)
-    print(
-        f"planning {len(problem.buffers):,} buffers, effort {args.effort} ...",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = read_text(args.file)
+    is_json = text.lstrip()[:1] in ("{", "[")
+    problem = Problem.from_json(text) if is_json else Problem.from_csv(args.file)
+    what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
+    print(what, file=sys.stderr, flush=True)
     begin = time.perf_counter()
     plan = make_plan(problem, effort=args.effort, capacity=args.capacity)
     middle = time.perf_counter()
     plan.verify()
     end = time.perf_counter()
-    return {
-        "ok": True,
-        **plan_facts(plan),
-        "plan_s": round(middle - begin, 6),
-        "verify_s": round(end - middle, 6),
-        "verified": True,
-        "written": write_reports(plan, args),
-        "summary": plan_summary(plan),
-    }
-
-
-def render(result: dict[str, Any]) -> str:
-    """The plan's summary, the times and what was written."""
-    lines = [
-        result["summary"],
-        f"planned in {result['plan_s']:.3f} s, verified in {result['verify_s']:.3f} s",
-    ]
-    lines += [f"wrote {path}" for path in result["written"].values()]
-    return "\n".join(lines)
+    times = {"plan_s": round(middle - begin, 6), "verify_s": round(end - middle, 6)}
+    return {**plan_result(plan, args), **times}

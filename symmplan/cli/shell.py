@@ -31,8 +31,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from symmplan import __version__
 from symmplan.errors import SymmplanError
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-__all__ = ["EXIT_CODES", "CommandError", "benches", "run_command"]
+__all__ = ["EXIT_CODES", "CommandError", "benches", "main"]
 
 #: Name -> one line for ``--help``, in the order in which a newcomer needs them.
 COMMANDS = {
@@ -64,14 +62,6 @@ class CommandError(SymmplanError):
     rule = "command cannot run"
 
 
-@frozen
-class _Command:
-    """A command as found on the command line: ``words`` name it, ``module`` implements it."""
-
-    words: tuple[str, ...]
-    module: str
-
-
 def benches() -> dict[str, str]:
     """The benchmarks that exist: name -> first line of the module's docstring.
 
@@ -90,8 +80,15 @@ def benches() -> dict[str, str]:
     return found
 
 
-def run_command(argv: Sequence[str] | None = None) -> int:
-    """Run the command named by ``argv`` and return its exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The words after ``symmplan``; those of the process if None.
+
+    Returns:
+        The exit code: see `symmplan.cli.shell`.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     command = _find(words)
     debug = "--debug" in words
@@ -129,40 +126,54 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _find(words: list[str]) -> _Command | None:
-    """The command that ``words`` name, or None for ``--help``, ``--version`` and mistakes."""
+def _find(words: list[str]) -> str:
+    """The command that ``words`` name, such as ``"bench planner"``.
+
+    Empty for ``--help``, ``--version`` and mistakes.
+    """
     names = [word for word in words if not word.startswith("-")]
-    if not names or names[0] not in COMMANDS:
-        return None
-    if names[0] != "bench":
-        return _Command((names[0],), f"symmplan.cli.{names[0]}")
-    if len(names) > 1 and names[1] in benches():
-        return _Command(("bench", names[1]), f"symmplan_bench.bench_{names[1]}")
-    return None
+    if names[:1] == ["bench"]:
+        return f"bench {names[1]}" if len(names) > 1 and names[1] in benches() else ""
+    return names[0] if names and names[0] in COMMANDS else ""
 
 
-def _load(command: _Command) -> ModuleType:
-    name = " ".join(command.words)
-    if importlib.util.find_spec(command.module) is None:
+def _load(command: str) -> ModuleType:
+    bench = command.partition(" ")[2]
+    name = f"symmplan_bench.bench_{bench}" if bench else f"symmplan.cli.{command}"
+    if importlib.util.find_spec(name) is None:
         raise CommandError(
-            f"symmplan {name} is not part of this installation",
-            expected=f"a module {command.module}",
+            f"symmplan {command} is not part of this installation",
+            expected=f"a module {name}",
             fix="install symmplan again: python -m pip install --force-reinstall symmplan",
         )
     try:
-        return importlib.import_module(command.module)
+        return importlib.import_module(name)
     except ImportError as error:
         raise CommandError(
-            f"symmplan {name} needs something that cannot be imported: {error}",
+            f"symmplan {command} needs something that cannot be imported: {error}",
             fix="install what is missing, or see `symmplan doctor`",
         ) from error
 
 
-def _parser(command: _Command | None, module: ModuleType | None) -> argparse.ArgumentParser:
+def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
     """The whole parser, with the options of the one command that will run."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as JSON")
     common.add_argument("--debug", action="store_true", help="show tracebacks of reported errors")
+
+    def add(to: Any, words: str, line: str, *parents: argparse.ArgumentParser) -> Any:
+        chosen = module if words == command else None
+        parser = to.add_parser(
+            words.rpartition(" ")[2],
+            help=line,
+            description=(chosen.__doc__ if chosen else None) or line,
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=parents,
+        )
+        if chosen is not None:
+            chosen.add_arguments(parser)
+        return parser
 
     parser = argparse.ArgumentParser(
         prog="symmplan",
@@ -170,55 +181,23 @@ def _parser(command: _Command | None, module: ModuleType | None) -> argparse.Arg
         epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"symmplan {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, line in COMMANDS.items():
-        chosen = command is not None and command.words == (name,)
-        sub = subparsers.add_parser(
-            name,
-            help=line,
-            description=_description(module, line) if chosen else line,
-            epilog=EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[] if name == "bench" else [common],
-        )
-        if name == "bench":
-            _add_benches(sub, common, command, module)
-        elif chosen and module is not None:
-            module.add_arguments(sub)
+        if name != "bench":
+            add(commands, name, line, common)
+            continue
+        bench = add(commands, name, line)
+        names = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
+        for each, about in benches().items():
+            add(names, f"bench {each}", about, common)
     return parser
 
 
-def _add_benches(
-    parser: argparse.ArgumentParser,
-    common: argparse.ArgumentParser,
-    command: _Command | None,
-    module: ModuleType | None,
-) -> None:
-    subparsers = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
-    for name, line in benches().items():
-        chosen = command is not None and command.words == ("bench", name)
-        sub = subparsers.add_parser(
-            name,
-            help=line,
-            description=_description(module, line) if chosen else line,
-            epilog=EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[common],
-        )
-        if chosen and module is not None:
-            module.add_arguments(sub)
-
-
-def _description(module: ModuleType | None, line: str) -> str:
-    return (module.__doc__ if module is not None else None) or line
-
-
 def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any]) -> int:
-    render = getattr(module, "render", None)
     if args.json:
         text = json.dumps(result, indent=2)
-    elif render is not None:
-        text = str(render(result))
+    elif hasattr(module, "render"):
+        text = str(module.render(result))
     else:
         text = "\n".join(f"{key}: {value}" for key, value in result.items())
     sys.stdout.write(text if text.endswith("\n") else text + "\n")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import add_output_arguments, read_plan, write_reports
-from symmplan.report import plan_facts, plan_summary
+from symmplan.cli.files import add_output_arguments, plan_result, read_text
+from symmplan.cli.files import render_plan as render
+from symmplan.model import Plan
 
 if TYPE_CHECKING:
     import argparse
@@ -25,16 +26,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Read, verify, write."""
-    plan = read_plan(args.file)
-    return {
-        "ok": True,
-        **plan_facts(plan),
-        "verified": True,
-        "written": write_reports(plan, args),
-        "summary": plan_summary(plan),
-    }
-
-
-def render(result: dict[str, Any]) -> str:
-    """The plan's summary and what was written."""
-    return "\n".join([result["summary"], *(f"wrote {path}" for path in result["written"].values())])
+    return plan_result(Plan.from_json(read_text(args.file)), args)

@@ -305,7 +305,7 @@ def _is_full(splits: Sequence[int], given: torch.Tensor) -> bool:
 def _group_of(bound: dict[str, Any]) -> str:
     for value in bound.values():
         if isinstance(value, torch.ScriptObject):
-            group = compat.unboxed_if_group(value)
+            group = compat.unboxed_group(value)
             if group is not None:
                 return compat.group_name(group)
     return str(bound.get("group_name", ""))

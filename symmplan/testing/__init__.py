@@ -1,21 +1,25 @@
 """For tests of planners, ours and others': strategies, oracles and a conformance kit.
 
-`symmplan.testing.strategies` and `symmplan.testing.conformance` are the only modules that need
-Hypothesis (extra ``test``).
-
 >>> from symmplan.planner import plan
 >>> from symmplan.testing import check_packer
 >>> check_packer(lambda p: {n: x.offset for n, x in plan(p).placements.items()}, examples=5)
 """
 
-from symmplan.testing.conformance import Packer, check_offsets, check_packer
+from symmplan.testing.conformance import (
+    Packer,
+    check_offsets,
+    check_packer,
+    interval_lists,
+    interval_problems,
+    problems,
+)
 from symmplan.testing.declaration import (
     Contradiction,
     DeclarationReport,
     Fact,
     check_declaration,
 )
-from symmplan.testing.explorer import (
+from symmplan.testing.explorer.program import (
     TinyBuffer,
     TinyCall,
     TinyPlan,
@@ -32,7 +36,6 @@ from symmplan.testing.oracles import (
     lowest_peak,
     unsynchronised,
 )
-from symmplan.testing.strategies import interval_lists, interval_problems, problems
 
 __all__ = [
     "Contradiction",

@@ -1,18 +1,193 @@
-"""The conformance kit: any packer, ours or a third party's, can be run through it."""
+"""The conformance kit: strategies for problems, through which any packer can be run.
+
+It alone needs Hypothesis (extra ``test``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import combinations
 
+from attrs import evolve
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from symmplan.errors import VerificationError
-from symmplan.model import Problem
+from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.testing.oracles import conflicts
-from symmplan.testing.strategies import interval_problems, problems
 
-__all__ = ["Packer", "check_offsets", "check_packer"]
+__all__ = [
+    "Packer",
+    "check_offsets",
+    "check_packer",
+    "interval_lists",
+    "interval_problems",
+    "problems",
+]
+
+
+@st.composite
+def interval_lists(
+    draw: st.DrawFn, *, max_buffers: int = 12, max_time: int = 12, max_bytes: int = 16
+) -> list[tuple[str, int, int, int]]:
+    """Lists for `Problem.from_intervals`: names, half-open intervals, sizes in bytes."""
+    count = draw(st.integers(1, max_buffers))
+    rows = []
+    for i in range(count):
+        begin = draw(st.integers(0, max_time - 1))
+        end = draw(st.integers(begin + 1, max_time))
+        rows.append((f"b{i}", begin, end, draw(st.integers(1, max_bytes))))
+    return rows
+
+
+def interval_problems(
+    *, max_buffers: int = 12, max_time: int = 12, max_bytes: int = 16
+) -> st.SearchStrategy[Problem]:
+    """Totally ordered problems with alignment 1; arguments as for `interval_lists`."""
+    return interval_lists(max_buffers=max_buffers, max_time=max_time, max_bytes=max_bytes).map(
+        Problem.from_intervals
+    )
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    *,
+    max_operations: int = 6,
+    max_buffers: int = 6,
+    max_streams: int = 3,
+    max_bytes: int = 12,
+    aligns: tuple[int, ...] = (1, 2, 4),
+    groups: tuple[str, ...] = ("g", "h"),
+    remote: bool = True,
+    constraints: bool = True,
+    pins: bool = True,
+) -> Problem:
+    """Problems on a partial order: streams, edges, peers, and every kind of constraint.
+
+    Constraints may contradict each other; then planning raises `PlanningError`.
+
+    Args:
+        draw: Given by Hypothesis.
+        max_operations: Most operations.
+        max_buffers: Most buffers.
+        max_streams: Most streams.
+        max_bytes: Largest size.
+        aligns: Alignments in bytes to choose from.
+        groups: Process groups to choose from.
+        remote: Whether peers take part.
+        constraints: Whether buffers are together, apart, persistent or use signal pads.
+        pins: Whether some buffers have fixed offsets.
+    """
+    flags = st.booleans() if remote else st.just(False)
+    streams = draw(st.integers(1, max_streams))
+    count = draw(st.integers(1, max_operations))
+    on = [draw(st.integers(0, streams - 1)) for _ in range(count)]
+    operations = tuple(
+        Operation(
+            name=f"o{i}",
+            stream=f"s{on[i]}",
+            group=draw(st.sampled_from((None, *groups))) if remote else None,
+            handshake=draw(flags),
+            release=draw(flags),
+            meets=draw(flags),
+            ends=draw(_ends(on, i)) if remote else (),
+        )
+        for i in range(count)
+    )
+    operations = _once(operations)
+    forward = list(combinations(range(count), 2))
+    edges = draw(st.lists(st.sampled_from(forward), max_size=count)) if forward else []
+    buffers: list[Buffer] = []
+    accesses: list[Access] = []
+    for i in range(draw(st.integers(1, max_buffers))):
+        buffers.append(draw(_buffer(f"b{i}", max_bytes, aligns, groups, constraints, pins)))
+        touched = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True))
+        accesses.extend(
+            Access(
+                f"o{o}",
+                f"b{i}",
+                write=draw(st.booleans()),
+                remote=draw(flags),
+                enters=draw(flags),
+                releases=draw(flags),
+            )
+            for o in touched
+        )
+    accesses += _at_ends(operations, accesses)
+    together: list[tuple[str, str]] = []
+    apart: list[tuple[str, str]] = []
+    if constraints and len(buffers) > 1:
+        pairs = [(a.name, b.name) for a, b in combinations(buffers, 2)]
+        alike = [(a.name, b.name) for a, b in combinations(buffers, 2) if a.group == b.group]
+        if alike and draw(st.integers(0, 3)) == 0:
+            together = draw(st.lists(st.sampled_from(alike), max_size=2))
+        if draw(st.integers(0, 3)) == 0:
+            apart = draw(st.lists(st.sampled_from(pairs), max_size=2))
+    shared = [groups] if len(groups) > 1 and draw(st.booleans()) else []
+    return Problem(
+        buffers=buffers,
+        operations=operations,
+        accesses=accesses,
+        edges=[(f"o{a}", f"o{b}") for a, b in edges],
+        together=together,
+        apart=apart,
+        shared_groups=shared,
+    )
+
+
+def _ends(on: list[int], at: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """Calls of the same stream that may end at an operation."""
+    earlier = [f"o{i}" for i in range(at) if on[i] == on[at]]
+    if not earlier:
+        return st.just(())
+    return st.one_of(st.just(()), st.sampled_from(earlier).map(lambda name: (name,)))
+
+
+def _once(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """Each call ends once, and what ends one is none itself."""
+    ended: set[str] = set()
+    kept: list[Operation] = []
+    for operation in operations:
+        ending = {o.name for o in kept if o.ends}
+        ends = tuple(name for name in operation.ends if name not in ended | ending)
+        ended.update(ends)
+        plain = evolve(operation, handshake=False, release=False, meets=False)
+        kept.append(evolve(plain if ends else operation, ends=ends))
+    return tuple(kept)
+
+
+def _at_ends(operations: tuple[Operation, ...], accesses: list[Access]) -> list[Access]:
+    """What calls touch they touch until they end."""
+    ends = {name: o.name for o in operations for name in o.ends}
+    listed = {(a.operation, a.buffer) for a in accesses}
+    missing = {(ends[o], b): None for o, b in sorted(listed) if o in ends}
+    return [Access(o, b) for o, b in missing if (o, b) not in listed]
+
+
+@st.composite
+def _buffer(
+    draw: st.DrawFn,
+    name: str,
+    max_bytes: int,
+    aligns: tuple[int, ...],
+    groups: tuple[str, ...],
+    constraints: bool,
+    pins: bool,
+) -> Buffer:
+    align = draw(st.sampled_from(aligns))
+    rare = st.integers(0, 5).map(lambda k: k == 0) if constraints else st.just(False)
+    pinned = pins and draw(st.integers(0, 9)) == 0
+    return Buffer(
+        name=name,
+        nbytes=draw(st.integers(1, max_bytes)),
+        group=draw(st.sampled_from(groups)),
+        align=align,
+        offset=align * draw(st.integers(0, 6)) if pinned else None,
+        persistent=draw(rare),
+        signal_pad=draw(rare),
+    )
+
 
 #: Gives byte offsets by buffer name for a problem with one group.
 Packer = Callable[[Problem], Mapping[str, int]]
@@ -22,7 +197,7 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
     """Check byte offsets in one segment and return their peak in bytes.
 
     Args:
-        problem: One group, a small partial order or any total order.
+        problem: One group, at most some hundred operations and buffers.
         offsets: Offset in bytes by buffer name.
 
     Raises:
@@ -30,6 +205,7 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
             below zero, or two that conflict share bytes; ``kind`` says which.
     """
     buffers = {b.name: b for b in problem.buffers}
+    clashes = conflicts(problem)
 
     def wrong(kind: str, what: str) -> VerificationError:
         return VerificationError(what, kind=kind, fix="correct the packer")
@@ -48,24 +224,9 @@ def check_offsets(problem: Problem, offsets: Mapping[str, int]) -> int:
     for x, y in combinations(sorted(buffers), 2):
         low = max(offsets[x], offsets[y])
         high = min(offsets[x] + buffers[x].nbytes, offsets[y] + buffers[y].nbytes)
-        if low < high and frozenset((x, y)) in _conflicts_of(problem):
+        if low < high and frozenset((x, y)) in clashes:
             raise wrong("overlap", f"buffers {x!r} and {y!r} share bytes [{low}, {high})")
     return max((offsets[n] + b.nbytes for n, b in buffers.items()), default=0)
-
-
-def _conflicts_of(problem: Problem) -> set[frozenset[str]]:
-    if len({o.stream for o in problem.operations}) > 1 or problem.together:
-        return conflicts(problem)
-    place = {o.name: i for i, o in enumerate(problem.operations)}
-    live: dict[str, list[int]] = {}
-    for a in problem.accesses:
-        live.setdefault(a.buffer, []).append(place[a.operation])
-    persistent = {b.name for b in problem.buffers if b.persistent}
-    return {
-        frozenset((x, y))
-        for x, y in combinations(sorted(live), 2)
-        if {x, y} & persistent or (max(live[x]) >= min(live[y]) and max(live[y]) >= min(live[x]))
-    }
 
 
 def check_packer(

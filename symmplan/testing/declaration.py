@@ -22,16 +22,16 @@ import warnings
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from symmplan.errors import DeclarationError, PeerTimeoutError, RunError
 from symmplan.registry import requirements
-from symmplan.testing.late_ranks import Call, Job, run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from symmplan.registry.schema import OpRef
+    from symmplan.testing.late_ranks import Call, Job
 
 __all__ = ["Contradiction", "DeclarationReport", "Fact", "check_declaration"]
 
@@ -197,6 +197,8 @@ def check_declaration(
             fix="pass ranks=3",
             op=spec.op,
         )
+    from symmplan.testing.late_ranks import Job
+
     calls = _run(Job(spec.op, inputs, ranks, rounds, setup, 2 * timeout), timeout)
     return _judge(spec, calls, ranks)
 
@@ -205,32 +207,31 @@ def _run(job: Job, timeout: float) -> list[list[Call]]:
     """What each rank did, call by call."""
     from torch._C._distributed_c10d import TCPStore
 
+    from symmplan.testing.late_ranks import run_rank
+
     context: Any = multiprocessing.get_context("fork" if job.setup is None else "spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     progress = context.RawArray("q", 2 * job.ranks)
-    pipes = [context.Pipe(duplex=False) for _ in range(job.ranks)]
-    processes: list[Any] = [
-        context.Process(
-            target=run_rank, args=(job, rank, store.port, progress, pipes[rank][1]), daemon=True
-        )
-        for rank in range(job.ranks)
-    ]
     deadline = time.monotonic() + timeout
-    with _ended(processes), warnings.catch_warnings():
+    with contextlib.ExitStack() as ended, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forked: the child makes no threads
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
+        waiting: dict[Any, int] = {}
+        for rank in range(job.ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            args = (job, rank, store.port, progress, theirs)
+            process = context.Process(target=run_rank, args=args, daemon=True)
             process.start()
+            ended.callback(process.join)
+            ended.callback(process.kill)
             theirs.close()
+            waiting[ours] = rank
         found: dict[int, list[Call]] = {}
-        while len(found) < job.ranks:
-            waiting: dict[Any, int] = {
-                ours: r for r, (ours, _) in enumerate(pipes) if r not in found
-            }
-            ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        while waiting:
+            ready: list[Any] = wait([*waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise _late(job, sorted(waiting.values()), timeout)
             for connection in ready:
-                rank = waiting[connection]
+                rank = waiting.pop(connection)
                 found[rank] = _received(job, rank, connection)
         return [found[rank] for rank in range(job.ranks)]
 
@@ -264,17 +265,6 @@ def _late(job: Job, missing: list[int], timeout: float) -> PeerTimeoutError:
     )
 
 
-@contextlib.contextmanager
-def _ended(processes: list[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-
-
 # What the calls say. Times are of one clock; an access is at least as late as it was noted.
 
 
@@ -286,16 +276,11 @@ def _judge(spec: Any, ranks: list[list[Call]], size: int) -> DeclarationReport:
     found: dict[str, Contradiction] = {}
     for number, calls in enumerate(zip(*ranks, strict=True)):
         for name, contradiction in _contradictions(calls, named):
-            found.setdefault(name, _placed(contradiction, number))
+            text = f"{contradiction.text} (call {number})"
+            found.setdefault(name, evolve(contradiction, text=text))
     facts = tuple(Fact(n, says, n in declared, found.get(n)) for n, says in _SAYS.items())
     seen = sum(len(call.accesses) for calls in ranks for call in calls)
     return DeclarationReport(spec.op, size, len(ranks[0]), seen, facts)
-
-
-def _placed(contradiction: Contradiction, number: int) -> Contradiction:
-    from attrs import evolve
-
-    return evolve(contradiction, text=f"{contradiction.text} (call {number})")
 
 
 def _contradictions(calls: Sequence[Call], named: set[str]) -> Iterator[tuple[str, Contradiction]]:
@@ -307,28 +292,21 @@ def _contradictions(calls: Sequence[Call], named: set[str]) -> Iterator[tuple[st
         yield "meets", Contradiction(text, first, last)
     made = [(a.time, rank, a) for rank, call in enumerate(calls) for a in call.accesses]
     for when, rank, a in sorted(made, key=lambda m: m[:2]):
+        mine, owner = a.owner == rank, calls[a.owner]
         what = f"rank {rank} {'wrote' if a.write else 'read'} bytes [{a.low}, {a.high}) of "
-        what += "its own " if a.owner == rank else f"rank {a.owner}'s "
+        what += "its own " if mine else f"rank {a.owner}'s "
         what += f"{a.tensor!r} in {a.op}" + (f" at {a.line}" if a.line else "")
-        own = (a.tensor, a.low, a.high, a.write, a.op, a.line)
-        peer = last if a.owner == rank else a.owner
-        if when < calls[last].began:
-            text = f"{what} before rank {last} had begun the call"
-            yield "handshake", Contradiction(text, rank, peer, *own)
-        if when > calls[first].ended:
-            peer = first if a.owner == rank else a.owner
-            text = f"{what} after rank {first} had ended the call"
-            yield "release", Contradiction(text, rank, peer, *own)
-        if a.write and not a.mutable:
-            text = f"{what}, which the schema does not say"
-            yield "writes", Contradiction(text, rank, a.owner, *own)
-        if a.owner == rank:
-            continue
-        if when < calls[a.owner].began:
-            text = f"{what} before rank {a.owner} had begun the call"
-            yield "enters", Contradiction(text, rank, a.owner, *own)
-        if when > calls[a.owner].ended:
-            text = f"{what} after rank {a.owner} had ended the call"
-            yield "releases", Contradiction(text, rank, a.owner, *own)
-        if a.tensor.partition(".")[0] not in named:
-            yield "reads", Contradiction(f"{what}, which is not declared", rank, a.owner, *own)
+        undeclared = a.tensor.partition(".")[0] not in named
+        not_begun, over = " before rank {} had begun the call", " after rank {} had ended the call"
+        for is_so, fact, how, peer in (
+            (when < calls[last].began, "handshake", not_begun.format(last), last),
+            (when > calls[first].ended, "release", over.format(first), first),
+            (a.write and not a.mutable, "writes", ", which the schema does not say", a.owner),
+            (not mine and when < owner.began, "enters", not_begun.format(a.owner), a.owner),
+            (not mine and when > owner.ended, "releases", over.format(a.owner), a.owner),
+            (not mine and undeclared, "reads", ", which is not declared", a.owner),
+        ):
+            if is_so:
+                whose = a.owner if not mine else peer
+                where = (a.tensor, a.low, a.high, a.write, a.op, a.line)
+                yield fact, Contradiction(what + how, rank, whose, *where)

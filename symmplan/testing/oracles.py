@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import combinations, permutations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,36 +29,27 @@ def linear_extensions(problem: Problem) -> Iterator[tuple[str, ...]]:
     Args:
         problem: Its operations and edges are used.
     """
-    earlier: dict[str, set[str]] = {o.name: set() for o in problem.operations}
-    latest: dict[str, str] = {}
-    for o in problem.operations:
-        if o.stream in latest:
-            earlier[o.name].add(latest[o.stream])
-        latest[o.stream] = o.name
-    for a, b in problem.edges:
-        earlier[b].add(a)
-
-    def extend(done: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        if len(done) == len(earlier):
-            yield done
-        for name, needed in earlier.items():
-            if name not in done and needed <= set(done):
-                yield from extend((*done, name))
-
-    return extend(())
+    return map(tuple, nx.all_topological_sorts(_graph(problem)))
 
 
 def happens_before(problem: Problem) -> set[tuple[str, str]]:
     """Pairs (earlier, later) of operations that are in this order in every linear extension.
 
     Args:
-        problem: Small enough for `linear_extensions`.
+        problem: Its operations and edges are used.
     """
-    always: set[tuple[str, str]] | None = None
-    for extension in linear_extensions(problem):
-        ordered = set(combinations(extension, 2))
-        always = ordered if always is None else always & ordered
-    return always or set()
+    return set(nx.transitive_closure_dag(_graph(problem)).edges)
+
+
+def _graph(problem: Problem) -> Any:
+    graph = nx.DiGraph(problem.edges)
+    latest: dict[str, str] = {}
+    for o in problem.operations:
+        graph.add_node(o.name)
+        if o.stream in latest:
+            graph.add_edge(latest[o.stream], o.name)
+        latest[o.stream] = o.name
+    return graph
 
 
 def conflicts(problem: Problem) -> set[frozenset[str]]:
@@ -65,7 +59,7 @@ def conflicts(problem: Problem) -> set[frozenset[str]]:
     conflict with each other.
 
     Args:
-        problem: Small enough for `linear_extensions`.
+        problem: At most some hundred operations and buffers.
     """
     before = happens_before(problem)
     pools = _pools(problem)
@@ -82,11 +76,9 @@ def conflicts(problem: Problem) -> set[frozenset[str]]:
 
 
 def _pools(problem: Problem) -> list[frozenset[str]]:
-    pools = [frozenset((b.name,)) for b in problem.buffers]
-    for a, b in problem.together:
-        joined = frozenset().union(*(p for p in pools if a in p or b in p))
-        pools = [p for p in pools if not p & joined] + [joined]
-    return pools
+    graph = nx.Graph(problem.together)
+    graph.add_nodes_from(b.name for b in problem.buffers)
+    return [frozenset(pool) for pool in nx.connected_components(graph)]
 
 
 def heaviest_set(sizes: Mapping[str, int], clashes: set[frozenset[str]]) -> int:
@@ -183,8 +175,9 @@ class _World:
         self.touches = sorted(
             (n, o) for n, o in listed if not any((n, s) in listed for s in self.calls[o].ends)
         )
-        self.next: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
-        self._after: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
+        #: What comes before what. From an access nothing follows: whether it happens is not known.
+        self.order = nx.DiGraph()
+        self.after: Any = functools.cache(functools.partial(nx.descendants, self.order))
         for rank, runs in product(range(4), (0, 1)):
             self._program(rank, runs, before)
         for runs, (name, op) in product((0, 1), self.touches):
@@ -209,43 +202,28 @@ class _World:
         group = self.group[buffer]
         return [(m, r) for r in range(4) for m in (self.peers(group, r) if far else (r,))]
 
-    def after(self, moment: tuple[object, ...]) -> set[tuple[object, ...]]:
-        if moment not in self._after:
-            seen: set[tuple[object, ...]] = set()
-            todo = [moment]
-            while todo:
-                for other in self.next.get(todo.pop(), ()):
-                    if other not in seen:
-                        seen.add(other)
-                        if other[0] != "touch":  # whether it happens is not known
-                            todo.append(other)
-            self._after[moment] = seen
-        return self._after[moment]
-
-    def _edge(self, first: tuple[object, ...], second: tuple[object, ...]) -> None:
-        self.next.setdefault(first, set()).add(second)
-
     def _program(self, rank: int, run: int, before: set[tuple[str, str]]) -> None:
         """Order on one rank, and where it meets others."""
         for name, op in self.calls.items():
             start, over = ("start", run, name, rank), ("over", run, self.end(name), rank)
-            self._edge(start, ("over", run, name, rank))
-            self._edge(start, over)
+            self.order.add_edge(start, ("over", run, name, rank))
+            self.order.add_edge(start, over)
             if op.meets or op.handshake or op.release:
                 for peer in self.peers(op.group, rank):
-                    self._edge(("start", run, name, peer), over)
+                    self.order.add_edge(("start", run, name, peer), over)
             reached: tuple[object, ...] = ("barred", run, name, rank)
             for k, barrier in enumerate(b for b in self.plan.barriers if b.before == name):
                 for peer in self.peers(barrier.group, rank):
-                    self._edge(("barrier", run, name, k, peer), ("behind", run, name, k, rank))
-                self._edge(reached, ("barrier", run, name, k, rank))
+                    self.order.add_edge(
+                        ("barrier", run, name, k, peer), ("behind", run, name, k, rank)
+                    )
+                self.order.add_edge(reached, ("barrier", run, name, k, rank))
                 reached = ("behind", run, name, k, rank)
-            self._edge(reached, start)
-            self._edge(("over", 0, name, rank), ("barred", 1, name, rank))
+            self.order.add_edge(reached, start)
             for other in self.calls:
-                self._edge(("over", 0, other, rank), ("barred", 1, name, rank))
+                self.order.add_edge(("over", 0, other, rank), ("barred", 1, name, rank))
         for a, b in before:
-            self._edge(("over", run, a, rank), ("barred", run, b, rank))
+            self.order.add_edge(("over", run, a, rank), ("barred", run, b, rank))
 
     def _accesses(self, run: int, name: str, op: str) -> None:
         call = self.calls[op]
@@ -254,17 +232,14 @@ class _World:
         releases = all(a.releases for a in facts if a.remote)
         ours = call.group == self.group[name]
         for maker, rank in self.makers(name, op):
-            touch, done = (
-                ("touch", run, op, name, maker, rank),
-                ("done", run, op, name, maker, rank),
-            )
-            self._edge(touch, done)
+            touch = ("touch", run, op, name, maker, rank)
+            done = ("done", run, op, name, maker, rank)
             begun, ended = {maker}, {maker}
             begun |= {rank} if enters else set()
             ended |= {rank} if releases else set()
             begun |= set(self.peers(call.group, maker)) if call.handshake and ours else set()
             ended |= set(self.peers(call.group, maker)) if call.release and ours else set()
             for r in begun:
-                self._edge(("start", run, op, r), touch)
+                self.order.add_edge(("start", run, op, r), touch)
             for r in ended:
-                self._edge(done, ("over", run, self.end(op), r))
+                self.order.add_edge(done, ("over", run, self.end(op), r))

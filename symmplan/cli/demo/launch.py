@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define
 
 from symmplan.errors import SymmplanError
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["DemoError", "Progress", "run_ranks"]
+__all__ = ["DemoError", "run_ranks"]
 
 #: Seconds that the other ranks get to say what they saw when one of them has ended.
 _GRACE = 5.0
@@ -53,37 +53,31 @@ class DemoError(SymmplanError, RuntimeError):
         return "\n".join([super()._text(), *(f"  then: {other}" for other in self.others)])
 
 
-class Progress:
-    """What the ranks are doing, on stderr: one line rewritten on a terminal, else one per mark.
+class _Progress:
+    """What the ranks are doing, on stderr: one line rewritten on a terminal, else one per mark."""
 
-    The ranks run in step, so rank 0 speaks for all.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._live = stream, stream.isatty()
+    def __init__(self) -> None:
+        self._live, self._open = sys.stderr.isatty(), False
         self._begin = time.monotonic()
-        self._open = False
 
     def line(self, text: str) -> None:
         """A line that stays."""
         self.close()
-        print(text, file=self._stream, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
-    def mark(self, rank: int, where: str) -> None:
-        """Rank ``rank`` is at ``where``."""
-        if rank != 0:
-            return
+    def mark(self, where: str) -> None:
+        """The ranks are at ``where``."""
         text = f"{time.monotonic() - self._begin:5.1f} s  {where}"
         if not self._live:
             self.line(text)
             return
         self._open = True
-        print(f"\r\033[K{text}", end="", file=self._stream, flush=True)
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the line that is being rewritten."""
         if self._open:
-            print(file=self._stream, flush=True)
+            print(file=sys.stderr, flush=True)
             self._open = False
 
 
@@ -95,39 +89,37 @@ class _Rank:
     log: Path
     buffer: bytes = b""
     mark: str = "start"
-    open: bool = True
     result: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
-    killed_by_us: bool = field(default=False)
 
-    def died(self) -> str | None:
-        """How it ended without a word, or None."""
+    def failure(self) -> str | None:
+        """What went wrong, or None: it said so, or it ended without a word."""
+        if self.error is not None:
+            return f"failed at: {self.mark}: {self.error['error']}"
         code = self.process.poll()
-        if code is None or self.result is not None or self.error is not None or self.killed_by_us:
+        if code is None or self.result is not None:
             return None
+        how = f"exited with code {code}"
         if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-code).name}"
-            return f"was killed by signal {-code}"
-        return f"exited with code {code}"
+            known = {number.value: number.name for number in signal.Signals}
+            how = f"was killed by {known.get(-code, f'signal {-code}')}"
+        return f"{how} at: {self.mark}"
 
 
-def run_ranks(
-    setup: dict[str, Any], *, world: int, timeout: float, progress: Progress
-) -> list[dict[str, Any]]:
+def run_ranks(setup: dict[str, Any], *, world: int, timeout: float) -> list[dict[str, Any]]:
     """Start ``world`` ranks, wait for all of them, return their results in the order of ranks.
 
     Args:
         setup: What every rank is told, besides its rank.
         world: How many ranks.
         timeout: Seconds for all together.
-        progress: Where to say what happens.
 
     Raises:
         DemoError: A rank failed or died, or the time is over. All ranks have ended then.
     """
     with tempfile.TemporaryDirectory(prefix="symmplan-ranks-") as folder, _ending_on_signals():
         ranks: list[_Rank] = []
+        progress = _Progress()
         try:
             for rank in range(world):
                 ranks.append(_start(setup, rank, world, Path(folder), timeout))
@@ -152,10 +144,8 @@ def _start(setup: dict[str, Any], rank: int, world: int, folder: Path, timeout: 
         "parent": os.getpid(),
     }
     environment = {
-        # Nothing leaves the machine, and no lookup of the host's name can fail.
-        "GLOO_SOCKET_IFNAME": "lo",
-        # Inductor's pool of compiling processes would outlive a rank that is killed.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",  # nothing leaves the machine, and no host's name is looked up
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool would outlive a rank that is killed
         "PYTHONUNBUFFERED": "1",
         **os.environ,
     }
@@ -172,40 +162,30 @@ def _start(setup: dict[str, Any], rank: int, world: int, folder: Path, timeout: 
             start_new_session=True,
         )
     os.close(theirs)
-    os.set_blocking(ours, False)
     return _Rank(rank, process, ours, log)
 
 
-def _watch(ranks: list[_Rank], deadline: float, progress: Progress) -> None:
+def _watch(ranks: list[_Rank], deadline: float, progress: _Progress) -> None:
     """Read what the ranks say until all have ended, or one has failed and its grace is over."""
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            selector.register(rank.pipe, selectors.EVENT_READ, rank)
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            for key, _ in selector.select(min(left, 0.2)):
-                rank = key.data
-                if not _read(rank, progress):
-                    selector.unregister(rank.pipe)
-                    rank.process.wait()  # its end of the pipe closes when it ends
-            if any(r.error is not None or r.died() for r in ranks):
-                deadline = min(deadline, time.monotonic() + _GRACE)
+    talking: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
+    while talking and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait([*talking], min(left, 0.2)):
+            if not _read(talking[pipe], progress):
+                talking.pop(pipe).process.wait()  # its end of the pipe closes when it ends
+        if any(rank.failure() for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _GRACE)
 
 
-def _read(rank: _Rank, progress: Progress) -> bool:
+def _read(rank: _Rank, progress: _Progress) -> bool:
     """Take in what ``rank`` said; False once it can say no more."""
-    try:
-        data = os.read(rank.pipe, 1 << 20)
-    except BlockingIOError:
-        return True
+    data = os.read(rank.pipe, 1 << 20)
     *lines, rank.buffer = (rank.buffer + data).split(b"\n")
     for line in lines:
         message = json.loads(line)
         if "mark" in message:
             rank.mark = message["mark"]
-            progress.mark(rank.rank, rank.mark)
+            if rank.rank == 0:  # the ranks run in step: one speaks for all
+                progress.mark(rank.mark)
         elif "result" in message:
             rank.result = message["result"]
         else:
@@ -214,16 +194,16 @@ def _read(rank: _Rank, progress: Progress) -> bool:
 
 
 def _raise_if_failed(ranks: list[_Rank], timeout: float) -> None:
-    told = [(_order(rank), rank, _what(rank)) for rank in ranks if _what(rank)]
-    if told:
-        (_, first, what), *others = sorted(told, key=lambda item: item[0])
+    failed = sorted((rank for rank in ranks if rank.failure()), key=_order)
+    if failed:
+        first, *others = failed
         error = first.error or {}
         raise DemoError(
-            f"rank {first.rank} (pid {first.process.pid}) {what}",
+            f"rank {first.rank} (pid {first.process.pid}) {first.failure()}",
             expected=error.get("expected"),
             got=error.get("got"),
             fix=error.get("fix") or _advice(first),
-            others=tuple(f"rank {rank.rank} {text}" for _, rank, text in others),
+            others=tuple(f"rank {rank.rank} {rank.failure()}" for rank in others),
             failed_rank=first.rank,
             at=first.mark,
             traceback=error.get("traceback", ""),
@@ -239,15 +219,6 @@ def _raise_if_failed(ranks: list[_Rank], timeout: float) -> None:
         )
 
 
-def _what(rank: _Rank) -> str | None:
-    died = rank.died()
-    if died is not None:
-        return f"{died} at: {rank.mark}"
-    if rank.error is not None:
-        return f"failed at: {rank.mark}: {rank.error['error']}"
-    return None
-
-
 def _order(rank: _Rank) -> tuple[int, float]:
     """See [Note: whose error]."""
     if rank.error is None:
@@ -260,23 +231,15 @@ def _order(rank: _Rank) -> tuple[int, float]:
 def _advice(rank: _Rank) -> str:
     if rank.error is not None:
         return "run with --debug to see the traceback of the rank"
-    tail = _tail(rank.log)
-    return f"see what it said last: {tail}" if tail else "run it again; SIGKILL may mean no memory"
-
-
-def _tail(log: Path, lines: int = 5) -> str:
-    with contextlib.suppress(OSError):
-        return "\n    ".join(
-            log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        )
-    return ""
+    said = rank.log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
+    if not said:
+        return "run it again; SIGKILL may mean no memory"
+    return "see what it said last: " + "\n    ".join(said)
 
 
 def _end(ranks: list[_Rank]) -> None:
     """End every rank and what it started, and wait until they are gone."""
     for rank in ranks:
-        if rank.process.poll() is None:
-            rank.killed_by_us = True
         # The whole session of the rank: a compiler that it started must not go on either.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(rank.process.pid, signal.SIGKILL)

@@ -6,7 +6,9 @@ reduces and scatters it behind one; the backward pass does the opposite. The col
 out as functional ones, so they are visible in the captured graph.
 
 The loss is a cross entropy over a vocabulary that is split over the ranks. It needs the largest
-logit over all ranks, which `symmplan.cli.demo.op.peer_max` computes.
+logit over all ranks, which `peer_max` computes, an op declared with `symmplan.symm_args` that reads
+its peers' memory by itself. In the model without symmplan its argument lies in ordinary memory, and
+it falls back on a collective of torch.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from symmplan.cli.demo.op import peer_max
+import symmplan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Config", "Transformer", "sync_replicated"]
+__all__ = ["Config", "Transformer", "peer_max", "sync_replicated"]
 
 
 @frozen
@@ -39,6 +41,34 @@ class Config:
     blocks: int = 2
     seq: int = 256
     batch: int = 4
+
+
+# handshake: nobody reads a peer before the barrier below, so before every rank has written its x.
+# It has no barrier behind the reads (release is left out): the plan sees to it that nobody writes
+# over x before all ranks have read it, for which the entry of a later collective is enough.
+@symmplan.symm_args("x", group="group_name", align=64, handshake=True)
+@torch.library.custom_op("symmplan_demo::peer_max", mutates_args=())
+def peer_max(x: Tensor, group_name: str) -> Tensor:
+    """The elementwise maximum of ``x`` over the ranks of a group.
+
+    Collective: yes.
+    """
+    try:
+        placed = symmplan.handle(x, group_name)
+    except symmplan.errors.RunError:  # not placed: this is the model without symmplan
+        top = torch.ops._c10d_functional.all_reduce(x, "max", group_name)
+        return torch.ops._c10d_functional.wait_tensor(top)  # type: ignore[no-any-return]
+    placed.barrier()
+    top = placed.peer(0).clone()
+    for rank in range(1, placed.world_size):
+        torch.maximum(top, placed.peer(rank), out=top)
+    return top
+
+
+@peer_max.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    del group_name
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 class _Gather(torch.autograd.Function):
@@ -139,7 +169,7 @@ class _Block(nn.Module):
 class Transformer(nn.Module):
     """A language model over bytes; returns the mean cross entropy of the next byte."""
 
-    def __init__(self, config: Config, rank: int, group: str, seed: int = 0) -> None:
+    def __init__(self, config: Config, rank: int, group: str) -> None:
         super().__init__()
         self.config, self.rank, self.group = config, rank, group
         self.tokens = nn.Embedding(config.vocab, config.dim)
@@ -147,13 +177,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(_Block(config, group) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab // config.world, bias=False)
-        self._initialise(seed)
-
-    def _initialise(self, seed: int) -> None:
-        """Split parameters differ between ranks, replicated ones do not."""
+        # Split parameters differ between ranks, replicated ones do not.
         for index, (name, parameter) in enumerate(self.named_parameters()):
-            split = not replicated(name)
-            generator = torch.Generator().manual_seed(1000 * seed + 2 * index + split * self.rank)
+            split = not _replicated(name)
+            generator = torch.Generator().manual_seed(2 * index + split * rank)
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.05, generator=generator)
 
@@ -182,7 +209,7 @@ class Transformer(nn.Module):
         return cast("Tensor", (total.log() - target).mean())
 
 
-def replicated(name: str) -> bool:
+def _replicated(name: str) -> bool:
     """Whether all ranks hold the same values of the parameter ``name``."""
     return any(part in name for part in ("tokens", "places", "norm"))
 
@@ -192,7 +219,7 @@ def sync_replicated(model: nn.Module, group: str) -> None:
 
     Collective: yes.
     """
-    grads = [p.grad for n, p in model.named_parameters() if replicated(n) and p.grad is not None]
+    grads = [p.grad for n, p in model.named_parameters() if _replicated(n) and p.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     flat = torch.ops._c10d_functional.all_reduce(flat, "sum", group)
     flat = torch.ops._c10d_functional.wait_tensor(flat)

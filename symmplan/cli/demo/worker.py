@@ -23,35 +23,29 @@ __all__ = ["Reporter", "main"]
 class Reporter:
     """Lines to the parent. Times are of the machine's monotonic clock, so ranks compare."""
 
-    def __init__(self, descriptor: int, rank: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._pipe = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
-        self.rank = rank
 
     def mark(self, where: str) -> None:
         """Say what comes next."""
-        self._send(mark=where)
-
-    def result(self, value: dict[str, Any]) -> None:
-        """Say what came out."""
-        self._send(result=value)
+        self.send(mark=where)
 
     def error(self, error: BaseException) -> None:
         """Say what went wrong; the parent decides whose error is told first."""
         cause = _root(error)
-        if isinstance(cause, SymmplanError):
-            text, expected, got, fix = str(cause), cause.expected, cause.got, cause.fix
-        else:  # a foreign message often needs its class to be understood
-            text, expected, got, fix = f"{type(cause).__name__}: {cause}", None, None, None
-        self._send(
+        text, more = f"{type(cause).__name__}: {cause}", {}
+        if isinstance(cause, SymmplanError):  # a foreign message often needs its class, too
+            values = {"expected": cause.expected, "got": cause.got, "fix": cause.fix}
+            text, more = str(cause), {k: str(v) for k, v in values.items() if v is not None}
+        self.send(
             error=text.strip().partition("\n")[0],
-            expected=None if expected is None else str(expected),
-            got=None if got is None else str(got),
-            fix=fix,
             kinds=[kind.__name__ for kind in type(cause).__mro__],
             traceback="".join(traceback.format_exception(error)),
+            **more,
         )
 
-    def _send(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
+        """Say something."""
         self._pipe.write(json.dumps({"at": time.monotonic(), **message}) + "\n")
 
 
@@ -84,17 +78,16 @@ def main() -> int:
     """Run the rank that the command line describes."""
     setup = json.loads(sys.argv[1])
     _die_with_parent(setup["parent"])
-    reporter = Reporter(setup["pipe"], setup["rank"])
+    reporter = Reporter(setup["pipe"])
+    code = 1
     try:
         reporter.mark("import torch")
         from symmplan.cli.demo.train import run_rank
 
-        reporter.result(run_rank(setup, reporter))
+        reporter.send(result=run_rank(setup, reporter))
+        code = 0
     except BaseException as error:  # noqa: BLE001 - the parent tells it
         reporter.error(error)
-        code = 1
-    else:
-        code = 0
     sys.stderr.flush()
     # Not a return: tearing down process groups while a peer is dead may hang.
     os._exit(code)

@@ -96,7 +96,7 @@ def install_fronts(caught: Caught, ops: Iterable[Any]) -> Callable[[], None]:
         names = compat.group_method_names(METHODS.get(op._schema.name, ""))
         undo += [compat.replace_group_method(n, _method(caught, op)) for n in names]
         if op.namespace == "_c10d_functional":
-            undo.append(compat.replace_op_call(op, _call(caught, op)))
+            undo += compat.replace_op_call(op, _call(caught, op))
 
     def remove() -> None:
         for act in undo:

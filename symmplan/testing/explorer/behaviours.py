@@ -21,7 +21,7 @@ from attrs import define, field, frozen
 from symmplan.testing.explorer.machine import Cell, Flag, Post, Read, Step, Thread, Wait, Write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from symmplan.testing.explorer.program import TinyCall
 
@@ -30,14 +30,7 @@ __all__ = ["BEHAVIOURS", "Behaviour", "Parts"]
 
 @frozen
 class Behaviour:
-    """How calls of one kind behave.
-
-    Attributes:
-        run: Adds the parts of a call.
-        enters: See [Note: doors].
-        releases: See [Note: doors].
-        transports: Those it knows.
-    """
+    """How calls of one kind behave: what adds their parts, their doors, known transports."""
 
     run: Callable[[Parts], None]
     enters: bool = False
@@ -47,16 +40,7 @@ class Behaviour:
 
 @define(eq=False)
 class Parts:
-    """The parts of one call by the ranks of one group. See [Note: parts].
-
-    Attributes:
-        call: The call.
-        iteration: Which run of the program.
-        ranks: The ranks of the group.
-        cells: ``{buffer: its cells}``
-        behaviour: The habits.
-        threads: The parts so far.
-    """
+    """The parts of one call by the ranks of one group. See [Note: parts]."""
 
     call: TinyCall
     iteration: int
@@ -73,6 +57,12 @@ class Parts:
     def in_place(self) -> bool:
         """Whether it writes what it reads."""
         return self.call.reads == self.call.writes
+
+    @property
+    def givers(self) -> tuple[int, ...]:
+        """The ranks whose input a collective takes."""
+        root = self.ranks[self.call.root % len(self.ranks)]
+        return (root,) if self.call.kind == "broadcast" else self.ranks
 
     def start(self, rank: int) -> Flag:
         """Said when a rank starts the call."""
@@ -97,18 +87,10 @@ class Parts:
         early: bool = False,
         late: bool = False,
     ) -> Flag:
-        """Add a part.
+        """Add a part that a rank runs; what is said when it is done.
 
-        Args:
-            rank: Who runs it.
-            name: What it is, for people.
-            steps: What it does.
-            after: What it waits for before.
-            early: It waits for no handshake.
-            late: No release waits for it, but it waits for the release.
-
-        Returns:
-            What is said when it is done.
+        It begins when ``after`` was said. An ``early`` one waits for no handshake; no release waits
+        for a ``late`` one, which waits for the release.
         """
         touched = sorted({s.cell[0] for s in steps if isinstance(s, Read | Write)} - {rank})
         waits = [self.start(rank)]
@@ -144,52 +126,64 @@ class Parts:
             for i, (cell, rank) in enumerate(zip(cells, ranks, strict=True))
         ]
 
-    def mine(self, rank: int) -> Flag:
-        """Add a part that reads the rank's own inputs, at once."""
-        steps = [Read(cell) for cell in self.own(self.call.reads, rank)]
-        return self.part(rank, "own input", steps, early=self.call.early)
+    def mine(self, ranks: Sequence[int]) -> dict[int, Flag]:
+        """Add for each of some ranks a part that reads its own inputs, at once."""
+        return {
+            rank: self.part(rank, "own input", self.read(rank), early=self.call.early)
+            for rank in ranks
+        }
+
+    def read(self, rank: int) -> list[Step]:
+        """Read the inputs of a rank."""
+        return [Read(cell) for cell in self.own(self.call.reads, rank)]
 
 
 def _local(parts: Parts) -> None:
     """An ordinary op: what torch runs on a stream or a CPU thread."""
     for rank in parts.ranks:
-        reads = [Read(cell) for cell in parts.own(parts.call.reads, rank)]
-        parts.part(rank, "run", [*reads, *parts.write(parts.own(parts.call.writes, rank))])
+        written = parts.write(parts.own(parts.call.writes, rank))
+        parts.part(rank, "run", [*parts.read(rank), *written])
 
 
 def _copy(parts: Parts) -> None:
     """``aten::copy_``: each cell as it is. What symmplan adds to programs is this."""
     for rank in parts.ranks:
-        sources = parts.own(parts.call.reads, rank)
-        steps: list[Step] = [Read(cell) for cell in sources]
         targets = parts.own(parts.call.writes, rank)
-        steps += [Write(cell, of=(i,)) for i, cell in enumerate(targets)]
-        parts.part(rank, "run", steps)
+        copied = [Write(cell, of=(i,)) for i, cell in enumerate(targets)]
+        parts.part(rank, "run", [*parts.read(rank), *copied])
 
 
-def _push(parts: Parts) -> None:
-    """Writes a result into peers' bytes, as README's how-to for declaring an op does.
-
-    A result with a cell for each rank gets one from each; else its first cell comes from the rank
-    before and the others from the rank itself.
-    """
-    mine = {rank: parts.mine(rank) for rank in parts.ranks}
-    _write_peers(parts, mine)
+def _read(parts: Parts) -> None:
+    """Reads peers' bytes where they lie and writes a result of this rank's own."""
+    for rank, flags in _read_peers(parts).items():
+        parts.part(rank, "result", parts.write(parts.own(parts.call.writes, rank)), after=flags)
 
 
-def _push_next(parts: Parts) -> None:
-    """Writes all of a result into the bytes of the next rank."""
-    mine = {rank: parts.mine(rank) for rank in parts.ranks}
-    _write_next(parts, mine)
+def _read_peers(parts: Parts) -> dict[int, list[Flag]]:
+    return {
+        rank: [parts.part(rank, f"read of {peer}", parts.read(peer)) for peer in parts.ranks]
+        for rank in parts.ranks
+    }
+
+
+def _read_all(parts: Parts) -> dict[int, Flag]:
+    read = _read_peers(parts)
+    return {rank: parts.part(rank, "joined", [], after=flags) for rank, flags in read.items()}
 
 
 def _write_next(parts: Parts, sources: Mapping[int, Flag]) -> None:
+    """All of a result into the bytes of the next rank."""
     for rank, peer in zip(parts.ranks, (*parts.ranks[1:], parts.ranks[0]), strict=True):
         steps = parts.write(parts.own(parts.call.writes, peer))
         parts.part(rank, f"write to {peer}", steps, after=[sources[rank]])
 
 
 def _write_peers(parts: Parts, sources: Mapping[int, Flag]) -> None:
+    """A result into peers' bytes, as README's how-to for declaring an op does.
+
+    A result with a cell for each rank gets one from each; else its first cell comes from the rank
+    before and the others from the rank itself.
+    """
     size = len(parts.ranks)
     for i, rank in enumerate(parts.ranks):
         for shift in range(size):
@@ -205,39 +199,6 @@ def _write_peers(parts: Parts, sources: Mapping[int, Flag]) -> None:
                 parts.part(rank, f"write to {peer}", steps, after=[sources[rank]])
 
 
-def _read(parts: Parts) -> None:
-    """Reads peers' bytes where they lie and writes a result of this rank's own."""
-    for rank, flags in _read_peers(parts).items():
-        parts.part(rank, "result", parts.write(parts.own(parts.call.writes, rank)), after=flags)
-
-
-def _read_peers(parts: Parts) -> dict[int, list[Flag]]:
-    return {
-        rank: [
-            parts.part(
-                rank, f"read of {peer}", [Read(c) for c in parts.own(parts.call.reads, peer)]
-            )
-            for peer in parts.ranks
-        ]
-        for rank in parts.ranks
-    }
-
-
-def _read_write(parts: Parts) -> None:
-    """Reads peers' bytes, then writes a result into peers' bytes."""
-    _write_peers(parts, _read_all(parts))
-
-
-def _read_write_next(parts: Parts) -> None:
-    """Reads peers' bytes, then writes all of a result into the bytes of the next rank."""
-    _write_next(parts, _read_all(parts))
-
-
-def _read_all(parts: Parts) -> dict[int, Flag]:
-    read = _read_peers(parts)
-    return {rank: parts.part(rank, "joined", [], after=flags) for rank, flags in read.items()}
-
-
 def _slots(cells: list[Cell], count: int) -> list[list[Cell]]:
     """A part of the cells for each rank of a group."""
     size = len(cells) // count
@@ -245,75 +206,59 @@ def _slots(cells: list[Cell], count: int) -> list[list[Cell]]:
     return [cells[i * size : (i + 1) * size] for i in range(count)]
 
 
-#: For each cell that a collective writes: what it is made of.
-_Sums = list[tuple[Cell, list[Cell]]]
+#: A cell that a collective writes, and what it is made of.
+_Sum = tuple[Cell, list[Cell]]
 
 
-def _all_gather(parts: Parts) -> None:
+def _each(targets: Iterable[Cell], sources: Iterable[Cell]) -> Iterator[_Sum]:
+    return ((to, [cell]) for to, cell in zip(targets, sources, strict=True))
+
+
+def _all_gather(parts: Parts) -> Iterator[_Sum]:
     """``all_gather_into_tensor``: everybody gets everybody's input."""
-    found: _Sums = []
     for rank in parts.ranks:
         slots = _slots(parts.own(parts.call.writes, rank), len(parts.ranks))
         for peer, slot in zip(parts.ranks, slots, strict=True):
-            sources = parts.own(parts.call.reads, peer)
-            found += [(to, [cell]) for to, cell in zip(slot, sources, strict=True)]
-    _move(parts, found)
+            yield from _each(slot, parts.own(parts.call.reads, peer))
 
 
-def _all_to_all(parts: Parts) -> None:
+def _all_to_all(parts: Parts) -> Iterator[_Sum]:
     """``all_to_all_single``; between ranks that have nothing for each other, nothing moves."""
-    found: _Sums = []
     size = len(parts.ranks)
     for i, rank in enumerate(parts.ranks):
         slots = _slots(parts.own(parts.call.writes, rank), size)
         for j, (peer, slot) in enumerate(zip(parts.ranks, slots, strict=True)):
             # Where a peer sends nothing, the rank's own part is as much larger.
-            giver, given = (rank, i) if (j, i) in parts.call.empty else (peer, i)
-            sources = _slots(parts.own(parts.call.reads, giver), size)[given]
-            found += [(to, [cell]) for to, cell in zip(slot, sources, strict=True)]
-    _move(parts, found)
+            giver = rank if (j, i) in parts.call.empty else peer
+            yield from _each(slot, _slots(parts.own(parts.call.reads, giver), size)[i])
 
 
-def _broadcast(parts: Parts) -> None:
+def _broadcast(parts: Parts) -> Iterator[_Sum]:
     """``broadcast_``: the root's bytes into everybody's."""
-    root = parts.ranks[parts.call.root % len(parts.ranks)]
-    sources = parts.own(parts.call.reads, root)
-    found: _Sums = []
+    (root,) = parts.givers
     for rank in parts.ranks:
-        if rank == root and parts.in_place:
-            continue
-        targets = parts.own(parts.call.writes, rank)
-        found += [(to, [cell]) for to, cell in zip(targets, sources, strict=True)]
-    _move(parts, found, givers=(root,))
+        if rank != root or not parts.in_place:
+            targets = parts.own(parts.call.writes, rank)
+            yield from _each(targets, parts.own(parts.call.reads, root))
 
 
-def _all_reduce(parts: Parts) -> None:
+def _all_reduce(parts: Parts) -> Iterator[_Sum]:
     """``all_reduce``, in place or not: each cell is the sum of all ranks'."""
-    found: _Sums = []
     for rank in parts.ranks:
         for i, cell in enumerate(parts.own(parts.call.writes, rank)):
-            found.append((cell, [parts.own(parts.call.reads, r)[i] for r in parts.ranks]))
-    _move(parts, found)
+            yield cell, [parts.own(parts.call.reads, r)[i] for r in parts.ranks]
 
 
-def _reduce_scatter(parts: Parts) -> None:
+def _reduce_scatter(parts: Parts) -> Iterator[_Sum]:
     """``reduce_scatter_tensor``: each rank gets its part of the sum."""
-    found: _Sums = []
     size = len(parts.ranks)
     for i, rank in enumerate(parts.ranks):
         slots = [_slots(parts.own(parts.call.reads, r), size)[i] for r in parts.ranks]
-        targets = parts.own(parts.call.writes, rank)
-        found += [(to, [s[k] for s in slots]) for k, to in enumerate(targets)]
-    _move(parts, found)
+        for k, to in enumerate(parts.own(parts.call.writes, rank)):
+            yield to, [slot[k] for slot in slots]
 
 
-def _move(parts: Parts, sums: _Sums, givers: Sequence[int] | None = None) -> None:
-    transport = parts.call.transport
-    move = {"wire": _by_wire, "push": _by_push, "pull": _by_pull, "copy": _by_copy}[transport]
-    move(parts, sums, parts.ranks if givers is None else givers)
-
-
-def _summed(parts: Parts, sums: _Sums, known: Sequence[Cell]) -> list[Step]:
+def _summed(parts: Parts, sums: Iterable[_Sum], known: Sequence[Cell]) -> list[Step]:
     """Write what each cell is made of, by a part that knows what was in some cells, in order.
 
     What is made of one value is that value.
@@ -325,14 +270,14 @@ def _summed(parts: Parts, sums: _Sums, known: Sequence[Cell]) -> list[Step]:
     ]
 
 
-def _by_wire(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
+def _by_wire(parts: Parts, sums: list[_Sum]) -> None:
     """Bytes go through sockets or scratch buffers, as Gloo's and NCCL's ring and tree kernels do.
 
     A rank reads its own input at once and writes its own result: half done first, once its own
     input was read, and whole when it has what it needs of its peers. Who only sends is through when
     it has sent.
     """
-    mine = {rank: parts.mine(rank) for rank in givers}
+    mine = parts.mine(parts.givers)
     for rank in parts.ranks:
         targets = [(to, cells) for to, cells in sums if to[0] == rank]
         if not targets:
@@ -349,14 +294,14 @@ def _by_wire(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
         parts.part(rank, "result", steps, after=own)
 
 
-def _by_push(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
+def _by_push(parts: Parts, sums: list[_Sum]) -> None:
     """Copy engines and symmetric kernels that write results where they belong, into peers, too.
 
     A sum is made by one rank for all: the cells of one place are read everywhere and written
     everywhere by one rank, so this works in place, too (a two-shot all-reduce).
     """
     if all(len(cells) == 1 for _, cells in sums):
-        mine = {rank: parts.mine(rank) for rank in givers}
+        mine = parts.mine(parts.givers)
         for place, (to, cells) in enumerate(sums):
             rank, _ = cells[0]
             steps = _summed(parts, [(to, cells)], parts.own(parts.call.reads, rank))
@@ -372,32 +317,39 @@ def _by_push(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
         parts.part(rank, f"sum {i}", [*read, *written])
 
 
-def _by_pull(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
+def _by_pull(parts: Parts, sums: list[_Sum]) -> None:
     """Copy engines and symmetric kernels that read inputs where they lie."""
-    del givers
     for place, (to, cells) in enumerate(sums):
         steps: list[Step] = [Read(cell) for cell in cells]
         parts.part(to[0], f"pull {place}", [*steps, *_summed(parts, [(to, cells)], cells)])
 
 
-def _by_copy(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
+def _by_copy(parts: Parts, sums: list[_Sum]) -> None:
     """Read inputs where they lie into a tensor of one's own, then copy that where it belongs.
 
     In place, nobody may copy before all have read.
     """
-    del givers
     pulled: dict[int, list[tuple[Cell, list[Cell], Flag]]] = {}
     for place, (to, cells) in enumerate(sums):
         read = parts.part(to[0], f"pull {place}", [Read(cell) for cell in cells])
         pulled.setdefault(to[0], []).append((to, cells, read))
     late = parts.call.late
     every = [flag for reads in pulled.values() for _, _, flag in reads]
-    if late or not parts.in_place:
-        every = []
+    every = every if parts.in_place and not late else []
     for rank, reads in pulled.items():
         for i, (to, cells, flag) in enumerate(reads):
             steps = _summed(parts, [(to, cells)], cells)
             parts.part(rank, f"copy {i}", steps, after=[flag, *every], late=late)
+
+
+_TRANSPORTS = {"wire": _by_wire, "push": _by_push, "pull": _by_pull, "copy": _by_copy}
+
+
+def _collective(sums: Callable[[Parts], Iterator[_Sum]], *transports: str) -> Behaviour:
+    def run(parts: Parts) -> None:
+        _TRANSPORTS[parts.call.transport](parts, list(sums(parts)))
+
+    return Behaviour(run, enters=True, releases=True, transports=transports)
 
 
 #: What calls of each kind do. The doors of one-sided ops are the calls' own, declared where the op
@@ -408,14 +360,14 @@ def _by_copy(parts: Parts, sums: _Sums, givers: Sequence[int]) -> None:
 BEHAVIOURS: Mapping[str, Behaviour] = {
     "local": Behaviour(_local),
     "copy": Behaviour(_copy),
-    "push": Behaviour(_push),
+    "push": Behaviour(lambda parts: _write_peers(parts, parts.mine(parts.ranks))),
+    "push_next": Behaviour(lambda parts: _write_next(parts, parts.mine(parts.ranks))),
     "read": Behaviour(_read),
-    "read_write": Behaviour(_read_write),
-    "push_next": Behaviour(_push_next),
-    "read_write_next": Behaviour(_read_write_next),
-    "all_gather": Behaviour(_all_gather, True, True, ("wire", "push", "pull")),
-    "all_to_all": Behaviour(_all_to_all, True, True, ("wire", "push", "pull")),
-    "broadcast": Behaviour(_broadcast, True, True, ("wire", "push", "pull")),
-    "all_reduce": Behaviour(_all_reduce, True, True, ("wire", "push", "pull", "copy")),
-    "reduce_scatter": Behaviour(_reduce_scatter, True, True, ("wire", "pull", "copy")),
+    "read_write": Behaviour(lambda parts: _write_peers(parts, _read_all(parts))),
+    "read_write_next": Behaviour(lambda parts: _write_next(parts, _read_all(parts))),
+    "all_gather": _collective(_all_gather, "wire", "push", "pull"),
+    "all_to_all": _collective(_all_to_all, "wire", "push", "pull"),
+    "broadcast": _collective(_broadcast, "wire", "push", "pull"),
+    "all_reduce": _collective(_all_reduce, "wire", "push", "pull", "copy"),
+    "reduce_scatter": _collective(_reduce_scatter, "wire", "pull", "copy"),
 }

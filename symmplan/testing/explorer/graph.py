@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
-from symmplan.testing.explorer.explore import Verdict, explore
-from symmplan.testing.explorer.machine import Symbols
+from symmplan.testing.explorer.machine import Symbols, lockstep
 from symmplan.testing.explorer.program import (
     TinyBuffer,
     TinyCall,
     TinyPlan,
     TinyProgram,
+    Verdict,
+    explore,
     threads_of,
 )
-from symmplan.testing.explorer.search import lockstep
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
-__all__ = ["GraphOp", "explore_graph", "program_of_graph"]
+__all__ = ["GraphOp", "explore_graph"]
 
 #: Bytes of a cell; sizes of elements and offsets are multiples of it.
 WORD = 4
@@ -125,13 +126,13 @@ def explore_graph(
     Collective: no.
     """
     symbols = Symbols()
-    programs = (
-        program_of_graph(m, ranks, groups, segments, ops, transport) for m in (original, module)
+    wanted, got = (
+        _Reader(m, segments, ops, transport).program(ranks, groups) for m in (original, module)
     )
-    (wanted, _), (got, program) = ((_results(p, plan, symbols), (p, plan)) for p, plan in programs)
-    if wanted != got:
+    if _results(*wanted, symbols) != _results(*got, symbols):
         return Verdict("other results", 0)
-    return explore(program[0], program[1], reference=program[1], limit=limit)
+    program, plan = got
+    return explore(program, plan, reference=plan, limit=limit)
 
 
 def _results(program: TinyProgram, plan: TinyPlan, symbols: Symbols) -> dict[Hashable, list[int]]:
@@ -145,35 +146,8 @@ def _results(program: TinyProgram, plan: TinyPlan, symbols: Symbols) -> dict[Has
     return found
 
 
-def program_of_graph(
-    module: fx.GraphModule,
-    ranks: int,
-    groups: Mapping[str, tuple[tuple[int, ...], ...]],
-    segments: Mapping[str, tuple[str, int]],
-    ops: Mapping[str, GraphOp],
-    transport: str = "wire",
-) -> tuple[TinyProgram, TinyPlan]:
-    """A graph as a tiny program, and where its tensors lie.
-
-    Args: as in `explore_graph`.
-
-    Returns:
-        The program, in which every tensor that a node touches is a buffer of its own, and their
-        cells: words of segments and storages.
-    """
-    reader = _Reader(module, segments, ops, transport)
-    reader.read()
-    buffers = tuple(TinyBuffer(name, len(cells)) for name, cells in reader.cells.items())
-    program = TinyProgram(ranks, buffers, tuple(reader.calls), groups)
-    return program, TinyPlan(reader.cells)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -203,16 +177,18 @@ class _Reader(fx.Interpreter):
         self._pending: dict[int, list[str]] = {}
         self._kept: list[torch.Tensor] = []  # so that no storage's number is used again
 
-    def read(self) -> None:
-        """Run the graph."""
+    def program(
+        self, ranks: int, groups: Mapping[str, tuple[tuple[int, ...], ...]]
+    ) -> tuple[TinyProgram, TinyPlan]:
+        """The graph as a program, in which every tensor that a node touches is a buffer of its own.
+
+        Their cells are words of segments and storages.
+        """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        inputs = []
-        own = []
-        for node in self.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        inputs, own = [], []
+        for node in self.graph.find_nodes(op="placeholder"):
             like = node.meta["val"]
             with mode:
                 made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -230,6 +206,8 @@ class _Reader(fx.Interpreter):
         self.calls.append(TinyCall("output", "local", (*outputs, *own)))
         for key in list(self._pending):
             self._end(key)
+        buffers = tuple(TinyBuffer(name, len(cells)) for name, cells in self.cells.items())
+        return TinyProgram(ranks, buffers, tuple(self.calls), groups), TinyPlan(self.cells)
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -302,7 +280,7 @@ class _Reader(fx.Interpreter):
         others: list[Any] = []
         for argument in target._schema.arguments:
             value = given.get(argument.name)
-            found = [*_tensors(value)]
+            found = _tensors(value)
             written = argument.alias_info is not None and argument.alias_info.is_write
             only = argument.is_out or target._schema.name in ("aten::copy_", f"{_S}poison_")
             writes += found if written else []
@@ -310,13 +288,16 @@ class _Reader(fx.Interpreter):
             if not found and not argument.is_out:
                 others.append(str(value))
         known = {_key(t) for t in (*reads, *writes)}
-        fresh = [t for t in _tensors(result) if _key(t) not in known]
-        writes += fresh
+        writes += [t for t in _tensors(result) if _key(t) not in known]
         if not writes:
             return  # a view, or a size
         name = target._schema.name
-        if name in _COPIES and _alike(reads, writes):
-            self._call("copy", reads, writes)
+        if (
+            name in _COPIES
+            and len(reads) == len(writes) == 1
+            and (reads[0].shape, reads[0].dtype) == (writes[0].shape, writes[0].dtype)
+        ):
+            self._call("copy", reads, writes)  # each element as it is
             return
         name = re.sub(r"^symmplan::(b?mm|addmm)_out$", r"aten::\1", name)
         self._call("local", reads, writes, label=(name, *others))
@@ -334,7 +315,7 @@ class _Reader(fx.Interpreter):
         )
 
     def _collective(self, form: _Form, given: Mapping[str, Any], result: Any) -> None:
-        inputs = [*_tensors(given["inputs"] if "inputs" in given else given["input"])]
+        inputs = _tensors(given["inputs"] if "inputs" in given else given["input"])
         values = {**given, "return": result}
         for source, target in zip(inputs, _tensors(values[form.result]), strict=True):
             in_place = source is target or (
@@ -364,12 +345,3 @@ class _Reader(fx.Interpreter):
         if form.kind == "all_reduce" and in_place and self.transport == "pull":
             return "push"
         return self.transport
-
-
-def _alike(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> bool:
-    """Whether an op that copies gives each element as it is."""
-    return (
-        len(reads) == len(writes) == 1
-        and reads[0].shape == writes[0].shape
-        and reads[0].dtype == writes[0].dtype
-    )

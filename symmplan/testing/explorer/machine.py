@@ -1,4 +1,4 @@
-"""Threads that take one small step at a time on the memory cells of several ranks.
+"""Threads that take small steps on the memory cells of several ranks, in every order that matters.
 
 A thread is a list of steps: it reads a cell, writes a cell, posts a flag, or waits for flags. That
 is all the machine knows; what an op does as such steps is said in `behaviours`.
@@ -11,12 +11,20 @@ is all the machine knows; what an op does as such steps is said in `behaviours`.
 [Note: flags carry values]
     A flag is posted once and stays. Who waits for it may take what the poster knew: this is how
     bytes travel through a wire or a scratch buffer that no plan knows.
+
+[Note: which orders]
+    Two orders that differ only in how accesses of different cells, or reads of one cell, lie
+    between each other give every read the same value. So one of each such class is run: dynamic
+    partial-order reduction with source sets and sleep sets (Abdulla, Aronis, Jonsson, Sagonas:
+    Optimal Dynamic Partial Order Reduction, POPL 2014). After a run, each pair of accesses of one
+    cell that nothing had kept in this order is run the other way round, too. Steps are never
+    disabled by others and no thread branches, which makes the rules short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TypeAlias
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeAlias
 
 from attrs import define, field, frozen
 
@@ -24,6 +32,7 @@ __all__ = [
     "Cell",
     "Event",
     "Machine",
+    "Outcome",
     "Post",
     "Read",
     "Step",
@@ -31,6 +40,8 @@ __all__ = [
     "Thread",
     "Wait",
     "Write",
+    "lockstep",
+    "search",
 ]
 
 #: A byte cell: the rank whose memory it is in, and which of its cells.
@@ -49,13 +60,9 @@ class Read:
 
 @frozen
 class Write:
-    """Put a value into a cell.
+    """Put a value into a cell: a label and what it is made of, or the only one as it is.
 
-    Attributes:
-        cell: The cell.
-        label: With the values that it is made of, what the value is; None to copy the only one.
-        of: Which of the values that the thread knows, counted from the first, it is made of; None
-            for all.
+    ``of`` says which of the values that the thread knows, counted from the first; None for all.
     """
 
     cell: Cell
@@ -72,12 +79,7 @@ class Post:
 
 @frozen
 class Wait:
-    """Go on when all of these have been said.
-
-    Attributes:
-        flags: What has to be said.
-        takes: Whether the thread now knows what those knew who said it.
-    """
+    """Go on when all flags have been said; ``takes``: and know what those knew who said them."""
 
     flags: tuple[Flag, ...]
     takes: bool = False
@@ -88,15 +90,7 @@ Step: TypeAlias = Read | Write | Post | Wait
 
 @frozen
 class Thread:
-    """Steps that run in this order.
-
-    Attributes:
-        rank: The rank that runs it.
-        call: Name of the call that it belongs to, for people.
-        iteration: Which run of the program, from 0.
-        part: Which part of the call, for people.
-        steps: What it does.
-    """
+    """Steps that a rank runs in this order; for people, of which call, run and part they are."""
 
     rank: int
     call: str
@@ -110,26 +104,21 @@ class Symbols:
     """Numbers for values. See [Note: values]."""
 
     numbers: dict[Hashable, int] = field(factory=dict)
-    meanings: list[Hashable] = field(factory=list)
 
     def number(self, meaning: Hashable) -> int:
         """The number of a value; a new one where it was never seen."""
-        found = self.numbers.setdefault(meaning, len(self.meanings))
-        if found == len(self.meanings):
-            self.meanings.append(meaning)
-        return found
+        return self.numbers.setdefault(meaning, len(self.numbers))
+
+    def meanings(self) -> list[Any]:
+        """Each number's value: a label and the values that it is applied to."""
+        return list(self.numbers)
 
 
 @frozen
 class Event:
-    """One access that was made.
+    """One access that was made: by which step of which thread, and what was read or written.
 
     Attributes:
-        thread: Index of the thread.
-        at: Index of the step in its thread.
-        cell: The cell.
-        write: Whether it was written.
-        value: What was read or written.
         past: Which events came before on any account: bit i for event i.
         led: The same without what it owes to accesses of this cell alone.
     """
@@ -154,11 +143,13 @@ class Machine:
         threads: What runs.
         symbols: The numbers of values, shared by runs whose values are compared.
         events: The accesses made so far, in order.
+        ready: The threads that could make an access now.
     """
 
     threads: tuple[Thread, ...]
     symbols: Symbols
     events: list[Event] = field(init=False, factory=list)
+    ready: set[int] = field(init=False, factory=set)
     _at: list[int] = field(init=False)
     _known: list[tuple[int, ...]] = field(init=False)
     _past: list[int] = field(init=False)
@@ -166,7 +157,6 @@ class Machine:
     _touched: dict[Cell, list[int]] = field(init=False, factory=dict)
     _flags: dict[Flag, tuple[tuple[int, ...], int]] = field(init=False, factory=dict)
     _blocked: dict[Flag, list[int]] = field(init=False, factory=dict)
-    _ready: set[int] = field(init=False, factory=set)
 
     def __attrs_post_init__(self) -> None:
         count = len(self.threads)
@@ -174,11 +164,6 @@ class Machine:
         self._known = [()] * count
         self._past = [0] * count
         self._settle(list(range(count)))
-
-    @property
-    def ready(self) -> set[int]:
-        """The threads that could make an access now."""
-        return self._ready
 
     @property
     def stuck(self) -> list[int]:
@@ -225,12 +210,12 @@ class Machine:
     def _settle(self, threads: list[int]) -> None:
         while threads:
             thread = threads.pop()
-            self._ready.discard(thread)
+            self.ready.discard(thread)
             steps = self.threads[thread].steps
             while self._at[thread] < len(steps):
                 step = steps[self._at[thread]]
                 if isinstance(step, Read | Write):
-                    self._ready.add(thread)
+                    self.ready.add(thread)
                     break
                 if isinstance(step, Post):
                     self._flags[step.flag] = (self._known[thread], self._past[thread])
@@ -245,3 +230,159 @@ class Machine:
                         self._known[thread] += known if step.takes else ()
                         self._past[thread] |= past
                 self._at[thread] += 1
+
+
+#: A read of a program, whatever memory it runs in: thread and step.
+Site: TypeAlias = tuple[int, int]
+
+
+@frozen
+class Outcome:
+    """What all runs together show.
+
+    Attributes:
+        kind: ``"right"``, ``"wrong"``, ``"stuck"`` (some thread waits for ever) or ``"gave up"``.
+        runs: How many orders were run.
+        events: The run that is wrong or stuck, to its last access.
+        expected: What the last read of a wrong run should have seen.
+        stuck: Indices of the threads that wait for ever.
+    """
+
+    kind: str
+    runs: int
+    events: tuple[Event, ...] = ()
+    expected: int | None = None
+    stuck: tuple[int, ...] = ()
+
+
+def lockstep(threads: tuple[Thread, ...], symbols: Symbols) -> dict[Site, int]:
+    """What each read sees in threads that leave nothing to chance.
+
+    Raises:
+        ValueError: They do leave something to chance: accesses of one cell come in no fixed order.
+    """
+    machine = Machine(threads, symbols)
+    while machine.ready:
+        machine.step(min(machine.ready))
+    assert not machine.stuck
+    for later, earlier_ones in enumerate(_races(machine.events)):
+        event = machine.events[later]
+        for earlier in earlier_ones:
+            calls = [threads[t].call for t in (machine.events[earlier].thread, event.thread)]
+            raise ValueError(f"{calls[0]!r} and {calls[1]!r} race for cell {event.cell} by nature")
+    return {(e.thread, e.at): e.value for e in machine.events if not e.write}
+
+
+def search(
+    threads: tuple[Thread, ...], expected: Mapping[Site, int], symbols: Symbols, limit: int
+) -> Outcome:
+    """Run threads in all orders that matter; stop at the first wrong read.
+
+    Args:
+        threads: What runs.
+        expected: What each read must see.
+        symbols: Those that ``expected`` was made with.
+        limit: How many runs before giving up.
+    """
+    frames: list[_Frame] = []
+    for runs in range(1, limit + 1):
+        machine = Machine(threads, symbols)
+        fresh = max(len(frames) - 1, 0)
+        taken = 0
+        while True:
+            if taken == len(frames):
+                asleep = frames[-1].passed(machine.events[-1]) if frames else {}
+                choice = min((t for t in machine.ready if t not in asleep), default=None)
+                if choice is None:
+                    break
+                frames.append(_Frame(asleep, choice))
+            frame = frames[taken]
+            frame.step = machine.upcoming(frame.chosen)
+            event = machine.step(frame.chosen)
+            taken += 1
+            right = event.value if event.write else expected[event.thread, event.at]
+            if event.value != right:
+                return Outcome("wrong", runs, tuple(machine.events), right)
+        if not machine.ready and machine.stuck:
+            stuck = tuple(machine.stuck)
+            return Outcome("stuck", runs, tuple(machine.events), stuck=stuck)
+        for later, earlier_ones in enumerate(_races(machine.events, fresh), fresh):
+            for earlier in earlier_ones:
+                frames[earlier].want(_first_of(machine.events, earlier, later))
+        while frames and not frames[-1].turn():
+            frames.pop()
+        if not frames:
+            return Outcome("right", runs)
+    return Outcome("gave up", limit)
+
+
+@define(eq=False)
+class _Frame:
+    """One choice of a run.
+
+    Attributes:
+        asleep: Threads that need not go first here, as an order that was run shows the same, with
+            their next access.
+        chosen: The thread that goes now.
+        step: Its access.
+        wanted: Threads that are to go first in some order.
+    """
+
+    asleep: dict[int, Read | Write]
+    chosen: int
+    step: Read | Write | None = field(init=False, default=None)
+    wanted: set[int] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.wanted = {self.chosen}
+
+    def want(self, threads: list[int]) -> None:
+        """Let one of these go first, too, unless one of them has or will."""
+        if not self.wanted.intersection(threads):
+            self.wanted.add(threads[0])
+
+    def turn(self) -> bool:
+        """Choose another thread; False where there is none left."""
+        assert self.step is not None
+        self.asleep[self.chosen] = self.step
+        left = sorted(self.wanted - self.asleep.keys())
+        if left:
+            self.chosen = left[0]
+        return bool(left)
+
+    def passed(self, event: Event) -> dict[int, Read | Write]:
+        """The threads that still sleep after the chosen one's access."""
+        return {
+            thread: step
+            for thread, step in self.asleep.items()
+            if step.cell != event.cell or not (event.write or isinstance(step, Write))
+        }
+
+
+def _races(events: list[Event], fresh: int = 0) -> list[list[int]]:
+    """For each access from ``fresh`` on, those of the same cell that only happened to be before."""
+    found: list[list[int]] = []
+    touched: dict[Cell, list[int]] = {}
+    for later, event in enumerate(events):
+        others = touched.setdefault(event.cell, [])
+        if later >= fresh:
+            found.append([])
+            known = event.led
+            for i in reversed(others):
+                other = events[i]
+                if other.write or event.write:
+                    if not known >> i & 1:
+                        found[-1].append(i)
+                    known |= other.past | 1 << i
+                if other.write:
+                    break  # all before it came before it
+        others.append(later)
+    return found
+
+
+def _first_of(events: list[Event], earlier: int, later: int) -> list[int]:
+    """Threads of which one must go first where the earlier was, so that the later overtakes it."""
+    behind = [i for i in range(earlier + 1, later) if not events[i].past >> earlier & 1]
+    behind.append(later)
+    mask = sum(1 << i for i in behind)
+    return [events[i].thread for i in behind if not events[i].past & mask]
