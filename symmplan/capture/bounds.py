@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.capture.values import tensor_leaves
+from symmplan.capture.graphs import tensor_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

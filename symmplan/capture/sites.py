@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from symmplan.capture.graphs import Values
     from symmplan.capture.producers import Write
-    from symmplan.capture.values import Values
     from symmplan.model import OpSpec, Problem
 
 __all__ = ["Captured", "CopyKind", "Home", "Kept", "Site", "Step"]

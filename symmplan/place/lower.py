@@ -16,8 +16,8 @@ from symmplan.place.ways import overload_named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Site
-    from symmplan.capture.values import Value
     from symmplan.place.program import PlacedCall
     from symmplan.place.ways import Lowering
 

@@ -23,8 +23,8 @@ from symmplan.registry import bind_arguments
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Captured, Site
-    from symmplan.capture.values import Value
     from symmplan.place.lower import Launched
     from symmplan.place.program import PlacedCall, PlacedProgram
 

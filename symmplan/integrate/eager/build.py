@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
+    from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Captured, Home, Site
-    from symmplan.capture.values import Value
     from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.place.lower import Launched
