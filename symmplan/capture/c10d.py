@@ -97,4 +97,7 @@ def functional_form(
     bound = bind_arguments(op, args, kwargs)
     group = compat.unboxed_group(bound["process_group"])
     found = form(bound, compat.group_name(group), group.size())
-    return None if found is None else Functional(*found, bool(bound["async_op"]))
+    if found is None:
+        return None
+    target, positional, named, written, listed = found
+    return Functional(target, positional, named, written, listed, bool(bound["async_op"]))
