@@ -11,9 +11,9 @@ import zlib
 from typing import TYPE_CHECKING, NoReturn
 
 from symmplan.errors import RunError
-from symmplan.memory.kernels import REDUCTIONS
+from symmplan.memory.kernels import REDUCTIONS, copy_bytes
+from symmplan.memory.races import LIVE, WHERE
 from symmplan.memory.segment import NotSymmetricError, locate
-from symmplan.memory.touches import LIVE, WHERE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,9 +129,10 @@ class Call:
             segment=self.segment.spec.name,
         )
 
-    def parts(self, offset: int, low: int, high: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Bytes ``[low, high)`` of the tensor at ``offset`` on every rank, typed as ``like``."""
-        return parts_of(self.peers, offset, low, high, like)
+    def push(self, start: int, source: torch.Tensor, nbytes: int) -> None:
+        """Copy ``source`` to byte ``start`` of the others; no two ranks begin with the same one."""
+        for shift in range(1, self.size):
+            copy_bytes(self.peers[(self.rank + shift) % self.size], start, source, nbytes)
 
     def check_inside(
         self, tensor: torch.Tensor, where: str, offset: int, segment: Segment | None = None

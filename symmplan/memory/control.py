@@ -345,7 +345,7 @@ class Meeting(Rendezvous):
                 continue
             self._because = because
             if self._order is not None:
-                self._order.check()  # that a race was found says more
+                self._order.detector.check()  # that a race was found says more
             raise PeerLostError(
                 f"{what} while this rank waited on segment {self._segment!r}",
                 fix=fix,

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, SymmplanError
 from symmplan.memory.process import ProcessIdentity, is_gone
-from symmplan.memory.relay import error_from_data, post_error
+from symmplan.memory.relay import post_error, posted_error
 from symmplan.memory.sessions import current_keys, in_other_session, keys_of_calls, wrong_session
 
 if TYPE_CHECKING:
@@ -173,8 +173,9 @@ class _Side:
         """Whether the last rank has posted, by its own word. Raises what a peer failed with."""
         if self._store.check([f"{self.prefix}/{phase}/full"]):
             return True
-        if self._store.check([f"{self.prefix}/error"]):
-            raise error_from_data(bytes(self._store.get(f"{self.prefix}/error")), self.group)
+        error = posted_error(self.group, f"{self.prefix}/error")
+        if error is not None:
+            raise error
         return False
 
     def is_complete(self, phase: str) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmplan.memory.touches import LIVE, touch, touch_bytes
+from symmplan.memory.races import LIVE, touch, touch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

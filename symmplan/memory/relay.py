@@ -11,8 +11,7 @@ from symmplan.errors import RunError, SymmplanError
 if TYPE_CHECKING:
     from symmplan.memory.groups import Group
 
-__all__ = ["error_as_data", "error_from_data", "post_error"]
-
+__all__ = ["error_as_data", "post_error", "posted_error"]
 
 #: Ranks have other numbers in other groups.
 _OF_GROUP = ", by the numbers of group "
@@ -29,8 +28,19 @@ def post_error(group: Group, key: str, error: BaseException) -> None:
         return
 
 
+def posted_error(group: Group, key: str) -> SymmplanError | None:
+    """The error that a peer left under ``key``, if one did.
+
+    Raises:
+        RuntimeError: Of the store.
+    """
+    if not group.store.check([key]):
+        return None
+    return _from_data(bytes(group.store.get(key)), group)
+
+
 def error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
-    """An error of this rank as plain values, for `error_from_data`."""
+    """An error of this rank as plain values."""
     if not isinstance(error, SymmplanError):
         what = f"{type(error).__name__}: {error}"
         return {"rank": rank, "kind": RunError.__name__, "what": what}
@@ -46,8 +56,8 @@ def error_as_data(error: BaseException, rank: int) -> dict[str, Any]:
     }
 
 
-def error_from_data(text: bytes, group: Group) -> SymmplanError:
-    """The error that a peer posted. What it says is data: only known classes, only plain values."""
+def _from_data(text: bytes, group: Group) -> SymmplanError:
+    """What a peer says is data: only known classes, only plain values."""
     try:
         data = json.loads(text)
         failed = int(data["rank"])

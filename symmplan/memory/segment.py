@@ -51,9 +51,7 @@ class Health:
     def break_(self, error: BaseException, because: Sequence[int] = ()) -> None:
         """Make the arena unusable because of ``error``; the first one stays.
 
-        Args:
-            error: What happened.
-            because: Keys of the processes that this rank waited for in vain.
+        ``because`` are keys of the processes that this rank waited for in vain.
         """
         if self.reason is None:
             self.reason = (str(error) or repr(error)).splitlines()[0]
@@ -62,7 +60,7 @@ class Health:
 
 
 class Rendezvous:
-    """The one-time association of a segment with a group.
+    """The one-time association of a segment with a group: here one of one rank, which is alone.
 
     Attributes:
         group: The group.
@@ -71,13 +69,11 @@ class Rendezvous:
     def __init__(self, group: Group, peers: tuple[torch.Tensor, ...]) -> None:
         self.group = group
         self._peers = peers
+        self._given: list[int] = []
 
     @property
     def peers(self) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes of the segment, one-dimensional uint8, in the order of ranks.
-
-        This rank's own are among them.
-        """
+        """Each rank's bytes of the segment, also this one's: one-dimensional uint8."""
         return self._peers
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -89,18 +85,17 @@ class Rendezvous:
 
         Collective: yes.
         """
-        raise NotImplementedError
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:  # noqa: ARG002
         """Like `barrier`, and compare ``call`` with what the peers say that they run."""
-        raise NotImplementedError
+        self._given = list(free)
 
     def refuse(self, call: bytes) -> None:
         """Make the peers' `enter` fail, because this rank's call is wrong. Does not wait."""
 
     def free_words(self) -> list[list[int]]:
         """What every rank gave as ``free`` in the last `enter`."""
-        raise NotImplementedError
+        return [self._given]
 
     def leave(self) -> None:
         """The barrier that ends what `enter` began."""
@@ -212,21 +207,22 @@ class Segment:
                 segment=self.spec.name,
             )
         if group is None:
-            found = {id(r): r for r in self.rendezvous.values()}
+            found = self._meetings()
             if len(found) == 1:
-                return next(iter(found.values()))
-        else:
-            rendezvous = self.rendezvous.get(group_key(group))
-            if rendezvous is not None:
-                return rendezvous
+                return found[0]
+        elif (key := group_key(group)) in self.rendezvous:
+            return self.rendezvous[key]
+        wanted = None if group is None else group_key(group)
         raise RunError(
-            f"segment {self.spec.name!r} is not rendezvoused with group "
-            f"{None if group is None else group_key(group)!r}",
+            f"segment {self.spec.name!r} is not rendezvoused with group {wanted!r}",
             expected=f"one of {sorted(self.rendezvous)}",
-            got=repr(None if group is None else group_key(group)),
+            got=repr(wanted),
             fix="name a group that the plan gives for this segment",
             segment=self.spec.name,
         )
+
+    def _meetings(self) -> list[Rendezvous]:
+        return list(dict.fromkeys(self.rendezvous.values()))  # each stands under two names
 
     def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
         """Each rank's bytes of the segment, in the order of the group's ranks.
@@ -270,7 +266,7 @@ class Segment:
             on_release()
             self._on_release = None
         self._tensor = None
-        for rendezvous in {id(r): r for r in self.rendezvous.values()}.values():
+        for rendezvous in self._meetings():
             rendezvous.release()
         self.rendezvous.clear()
 

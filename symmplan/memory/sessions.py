@@ -15,10 +15,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
+import time
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
+from symmplan import _compat as compat
 from symmplan.errors import AgreementError
-from symmplan.memory.relay import error_from_data, post_error
+from symmplan.memory.relay import error_as_data, post_error, posted_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
 
 __all__ = [
+    "Alarm",
     "SessionKeys",
     "current_keys",
     "enter_session",
@@ -35,7 +42,7 @@ __all__ = [
     "wrong_session",
 ]
 
-_OUTSIDE = "symmplan"
+_POLL = 0.02  # seconds
 
 
 class SessionKeys:
@@ -76,10 +83,7 @@ class SessionKeys:
         Raises:
             RuntimeError: Of the store.
         """
-        key, store = f"{self._prefix}/error", self.group.store
-        if self.group.size == 1 or not store.check([key]):
-            return None
-        return error_from_data(bytes(store.get(key)), self.group)
+        return posted_error(self.group, f"{self._prefix}/error") if self.group.size > 1 else None
 
     def leave(self) -> None:
         """The session is over on this rank. Never raises."""
@@ -92,6 +96,64 @@ class SessionKeys:
                 store.set(f"symmplan/in session/{self.group.rank}", "0")
                 if store.check([key]):
                     _count_to(self.group, "calls", int(store.get(key)))
+
+
+class Alarm:
+    """One error, the first, for all ranks of a session, until its keys are renewed.
+
+    It is told outside of any exchange: what one rank rings, all ranks hear. Rings and hears nothing
+    in a group of one rank, and in a process that was forked from a rank.
+
+    Args:
+        keys: Of the session.
+
+    Attributes:
+        group: The group, with this alarm's connection to its store.
+    """
+
+    def __init__(self, keys: SessionKeys) -> None:
+        self.group = keys.group
+        self._key = f"{keys.prefix}/alarm"
+
+    @property
+    def _silent(self) -> bool:
+        return self.group.size == 1 or self.group.forked
+
+    def key(self, what: str) -> str:
+        """A key in the group's store that is the same on all ranks, and this alarm's own."""
+        return f"{self._key}/{what}"
+
+    def ring(self, error: BaseException) -> None:
+        """Tell the others of ``error``, unless somebody was first. Never raises."""
+        if self._silent:
+            return
+        with contextlib.suppress(Exception):  # the store may be what failed
+            if self.group.store.add(f"{self._key}/rung", 1) == 1:
+                self.group.store.set(self._key, json.dumps(error_as_data(error, self.group.rank)))
+
+    def listener(self) -> Alarm:
+        """The same alarm for another thread, over a connection of its own where stores have one.
+
+        A store in a file has none, and lets others in while one of them waits.
+        """
+        other = copy.copy(self)
+        if self.group.size > 1 and compat.has_connection(self.group.store):
+            with contextlib.suppress(Exception):  # not every kind of store can
+                other.group = evolve(self.group, store=self.group.store.clone())
+        return other
+
+    def heard(self, patience: float = 0.0) -> SymmplanError | None:
+        """What a peer failed with; None if nobody rang within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while not self._silent:
+            try:
+                error = posted_error(self.group, self._key)
+            except Exception:  # noqa: BLE001 (the store may be what failed)
+                return None
+            if error is not None or time.monotonic() >= deadline:
+                return error
+            time.sleep(_POLL)
+        return None
 
 
 _current: SessionKeys | None = None
@@ -174,4 +236,4 @@ def _of_session(group: Group, number: int) -> str:
 
 def keys_of_calls() -> str:
     """What the keys of exchanges begin with."""
-    return _OUTSIDE if _current is None else _current.prefix
+    return "symmplan" if _current is None else _current.prefix

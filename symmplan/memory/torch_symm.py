@@ -25,6 +25,8 @@ torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,13 +39,13 @@ from symmplan.memory.own import own_work
 from symmplan.memory.segment import Health, Rendezvous, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
     from symmplan.model import SegmentSpec
 
-__all__ = ["SPLIT_WORDS", "TorchSymmBackend", "is_whole_words", "serves_nccl"]
+__all__ = ["SPLIT_WORDS", "TorchSymmBackend", "is_whole_words", "off_default_stream", "serves_nccl"]
 
 #: The channel of the signal pad that symmplan's barriers use.
 _CHANNEL = 0
@@ -318,3 +320,31 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or repr(error)).splitlines()[0]
+
+
+@contextlib.contextmanager
+def off_default_stream(device: torch.device) -> Iterator[None]:
+    """Run what is inside on another stream if the current one is the default, in its order.
+
+    The copy engines of NCCL 2.28 do not run on CUDA's default stream ("invalid argument"), and any
+    communicator may have been asked for them. See cudaMemcpyBatchAsync in CUDA's runtime API.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    current = torch.cuda.current_stream(device)
+    if current != torch.cuda.default_stream(device):
+        yield
+        return
+    side = _side(device)
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        current.wait_stream(side)
+
+
+@functools.cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

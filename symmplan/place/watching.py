@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
-from symmplan.memory.touches import LIVE, WHERE, touch
+from symmplan.memory.races import LIVE, WHERE, touch
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _Pending:
             return
         self.over = True
         for touched in self.touches:
-            touched.segment.close(touched.record)
+            touched.end()
         for detector, number in self.numbers:
             detector.met(self.group, number, self.meets)
 
@@ -233,7 +233,7 @@ class Watching(TorchDispatchMode):
                 if touched is not None:
                     pending.touches.append(touched)
         for touched in pending.touches:
-            touched.segment.begin(touched.record)
+            touched.begin()
         return pending
 
     def _with_work(self, result: Any, pending: _Pending) -> Any:

@@ -13,7 +13,6 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
-import symmplan.memory.group_ops  # noqa: F401  (it defines what rows name)
 from symmplan.capture.graphs import overload_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words

@@ -128,7 +128,7 @@ class _Rank:
 
     def listen(self, _segment: str, owner: int, extent: Extent, op: str, write: bool) -> None:
         """An access is about to be made."""
-        from symmplan.memory.touches import source_line
+        from symmplan.memory.races import source_line
 
         if self.call is None:
             return

@@ -205,7 +205,7 @@ def for_a_while(rank, world, memory):
 
     from symmplan.errors import BackendError
     from symmplan.memory import realize
-    from symmplan.memory.streams import off_default_stream
+    from symmplan.memory.torch_symm import off_default_stream
 
     device = device_of(rank)
     again = dist.new_group([0, 1])
@@ -275,7 +275,7 @@ def split_words(rank, world, memory):
     import torch.distributed as dist
 
     from symmplan.memory import realize
-    from symmplan.memory.streams import off_default_stream
+    from symmplan.memory.torch_symm import off_default_stream
 
     device = device_of(rank)
     wrong = []

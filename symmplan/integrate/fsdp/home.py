@@ -18,7 +18,7 @@ from symmplan.memory import BACKENDS
 from symmplan.memory.lend import lend
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
-from symmplan.memory.streams import off_default_stream
+from symmplan.memory.torch_symm import off_default_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from symmplan import _compat as compat
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import own_work
-from symmplan.memory.streams import off_default_stream
+from symmplan.memory.torch_symm import off_default_stream
 from symmplan.place.ways import Lowerings
 
 if TYPE_CHECKING:
