@@ -13,10 +13,10 @@ no size, empty, symbolic without a bound                 none   `Unplanned`, wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import bound, bounded, contiguous, known, sources
@@ -33,7 +33,7 @@ from symmplan.capture.graphs import (
     tensor_leaves,
     written_arguments,
 )
-from symmplan.capture.sites import Home, Kept, Site
+from symmplan.capture.sites import Home, How, Kept, Site
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments, resolve_group_name
 
@@ -52,18 +52,24 @@ def _element(where: str, path: Path) -> str:
     return ".".join([where, *map(str, path)])
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Request:
-    """A requirement, matched with the tensor it is about."""
+    """A requirement, and the tensor it is about: a site of which nothing is decided yet."""
 
-    node: fx.Node
+    site: Site
     spec: OpSpec
     group: str
     requirement: Requirement
-    where: str
-    kind: Literal["argument", "result"]
-    value: Value
-    writes: bool
+
+    @property
+    def node(self) -> fx.Node:
+        """The declared op's node."""
+        return self.site.node
+
+    @property
+    def value(self) -> Value:
+        """The tensor."""
+        return self.site.value
 
 
 def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Request]:
@@ -75,7 +81,6 @@ def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Request
     mutated = written_arguments(overload)
     for requirement in spec.requirements:
         head, _, rest = requirement.where.partition(".")
-        common = (node, spec, group, requirement)
         if head == "return":
             index = (int(rest),) if rest else ()
             several = len(overload._schema.returns) > 1
@@ -83,13 +88,15 @@ def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Request
                 if index and (path[:1] if several else path[: len(index)]) != index:
                     continue
                 where = _element("return", path)
-                yield Request(*common, where, "result", (node, path), writes=True)
+                site = Site(node, where, "result", source=node, path=path, writes=True)
+                yield Request(site, spec, group, requirement)
             continue
         for path, source in argument_nodes(bound.get(head)):
             for value_path, _ in tensor_leaves(values.fakes.get(source)):
                 where = _element(head, (*path, *value_path))
-                value = (source, value_path)
-                yield Request(*common, where, "argument", value, writes=head in mutated)
+                writes = head in mutated
+                site = Site(node, where, "argument", source=source, path=value_path, writes=writes)
+                yield Request(site, spec, group, requirement)
 
 
 @define(eq=False)
@@ -143,7 +150,7 @@ class Decider:
             self.buffers[buffer.name] = buffer
         for kind, decide in (("result", self._result), ("argument", self._argument)):
             for request in requests:
-                if request.kind != kind:
+                if request.site.kind != kind:
                     continue
                 reason = self._unplaceable(request)
                 if reason is None:
@@ -165,36 +172,16 @@ class Decider:
         return frozenset(r for r in self._left - given if self.buffer_of(r) is not None)
 
     def _leave_out(self, request: Request, reason: str) -> None:
-        if request.kind == "argument" and request.spec.origin != "catalogue":
+        if request.site.kind == "argument" and request.spec.origin != "catalogue":
             self._left.add(self.values.find(request.value))
         nbytes = bound(self.values.tensors[request.value].untyped_storage().nbytes())
         name = f"{self.prefix}{request.value[0].name}"
-        self.unplanned.append(Unplanned(name, request.spec.op, request.where, reason, nbytes))
-        self._site(request, None, None, reason)
+        where = request.site.where
+        self.unplanned.append(Unplanned(name, request.spec.op, where, reason, nbytes))
+        self.sites.append(evolve(request.site, reason=reason))
 
-    def _site(
-        self,
-        request: Request,
-        how: Literal["bind", "stage"] | None,
-        buffer: str | None,
-        reason: str = "",
-        *,
-        stays: bool = False,
-    ) -> None:
-        self.sites.append(
-            Site(
-                node=request.node,
-                where=request.where,
-                kind=request.kind,
-                how=how,
-                buffer=buffer,
-                reason=reason,
-                source=request.value[0],
-                path=request.value[1],
-                writes=request.writes,
-                stays=stays,
-            )
-        )
+    def _place(self, request: Request, how: How, buffer: str, reason: str = "") -> None:
+        self.sites.append(evolve(request.site, how=how, buffer=buffer, reason=reason))
 
     def _unplaceable(self, request: Request) -> str | None:
         """Why no tensor like this can be placed, or None."""
@@ -229,7 +216,7 @@ class Decider:
             align=request.requirement.align,
             signal_pad=request.requirement.signal_pad,
             op=request.spec.op,
-            where=request.where,
+            where=request.site.where,
             dtype=str(fake.dtype).removeprefix("torch."),
             shape=tuple(bound(size) or 0 for size in fake.shape),
         )
@@ -261,12 +248,13 @@ class Decider:
                 self._leave_out(request, f"{reason}, and it is used other than through one wait")
                 return
             buffer = self._buffer(request, f"{name}:result", value, whole=True)
-            self._site(request, "stage", buffer.name, reason)
+            self._place(request, "stage", buffer.name, reason)
             return
         buffer = self._buffer(request, name, value, whole=True)
         self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
-        how: Literal["bind", "stage"] = "bind" if copied is None else "stage"
-        self._site(request, how, buffer.name, copied or "", stays=True)
+        how: How = "bind" if copied is None else "stage"
+        site = evolve(request.site, how=how, buffer=buffer.name, reason=copied or "", stays=True)
+        self.sites.append(site)
 
     def _why_copied(self, request: Request) -> str | None:
         """Why a result is copied into its placement, or None if the op writes it there."""
@@ -295,23 +283,23 @@ class Decider:
         if reason is None:
             name = self.buffer_of(root) or self._settle(request, root)
             self._widen(name, request.requirement)
-            self._site(request, "bind", name)
+            self._place(request, "bind", name)
             return
-        if request.writes and not self._is_last_alias(request, root):
+        if request.site.writes and not self._is_last_alias(request, root):
             self._leave_out(request, "the op writes it, and other views of it are used later")
             return
-        if request.writes and self._origin(root)[0].op == "call_function":
+        if request.site.writes and self._origin(root)[0].op == "call_function":
             self.copied.add(root)
-        name = f"{request.node.name}.{request.where}"
+        name = f"{request.node.name}.{request.site.where}"
         buffer = self._buffer(request, name, request.value, whole=False)
-        self._site(request, "stage", buffer.name, reason)
+        self._place(request, "stage", buffer.name, reason)
 
     def _settle(self, request: Request, root: Value) -> str:
         """Let a storage live in a placement from its first byte; the buffer's name."""
         origin = node, path = self._origin(root)
         buffer = self._buffer(request, _element(node.name, path), origin, whole=True)
         if node.op == "placeholder":
-            self.kept[root] = Kept(node, request.group, request.spec.op, request.where)
+            self.kept[root] = Kept(node, request.group, request.spec.op, request.site.where)
             self.buffers[buffer.name] = evolve(buffer, persistent=True)
         else:
             write = self.producer(node)

@@ -67,7 +67,7 @@ def capture_recorded(
         captured = capture_fx(
             recorder.graph,
             lookup=lookup,
-            producer=lambda node: producer(node, recorder.write_of),
+            producer=lambda node: producer(node, recorder.writes.get),
             skip=skip,
             refused=refused,
         )

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from symmplan.capture.graphs import Values
+    from symmplan.capture.graphs import Path, Value, Values
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Problem
 
-__all__ = ["Captured", "CopyKind", "Home", "Kept", "Site", "Step"]
+__all__ = ["Captured", "CopyKind", "Home", "How", "Kept", "Site", "Step"]
+
+#: ``"bind"``: no copy. ``"stage"``: copied.
+How: TypeAlias = Literal["bind", "stage"]
 
 #: The copies that a program makes of its declared tensors.
 CopyKind: TypeAlias = Literal["copy in", "copy out", "copy back"]
@@ -29,11 +32,11 @@ class Site:
         node: The declared op's node.
         where: ``"input"``, ``"inputs.0"``, ``"return"``, ``"return.1"``, ...
         kind: Whether it is an argument or a result.
-        how: ``"bind"`` (no copy), ``"stage"`` (copied), or None (left out).
-        buffer: Name of its buffer, or None if it was left out.
-        reason: Why it is staged or left out.
         source: The node that holds the value (of an argument), or the op's node (of a result).
         path: Where the value sits in the result of ``source``.
+        how: How it gets there, or None if it was left out.
+        buffer: Name of its buffer, or None if it was left out.
+        reason: Why it is staged or left out.
         writes: Whether the op writes it (arguments only).
         stays: Whether a staged result is copied into its placement rather than out of it.
     """
@@ -41,13 +44,18 @@ class Site:
     node: fx.Node
     where: str
     kind: Literal["argument", "result"]
-    how: Literal["bind", "stage"] | None
-    buffer: str | None
+    source: fx.Node
+    path: Path = ()
+    how: How | None = None
+    buffer: str | None = None
     reason: str = ""
-    source: fx.Node | None = None
-    path: tuple[int, ...] = ()
     writes: bool = False
     stays: bool = False
+
+    @property
+    def value(self) -> Value:
+        """The tensor."""
+        return self.source, self.path
 
     @property
     def head(self) -> str:

@@ -109,8 +109,7 @@ class Steps:
 
     def _source(self, site: Site) -> str | None:
         """The buffer in which a site's value lies before it is copied, if any."""
-        assert site.source is not None
-        return self.decider.buffer_of(self.decider.values.find((site.source, site.path)))
+        return self.decider.buffer_of(self.decider.values.find(site.value))
 
     def _filled(self, site: Site) -> str | Literal[False] | None:
         """The buffer from which an op fills a result before it works there in place.

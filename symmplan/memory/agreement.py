@@ -11,6 +11,8 @@ import json
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from attrs import asdict
+
 from symmplan.errors import AgreementError, BackendError
 from symmplan.memory.difference import first_difference
 from symmplan.memory.exchange import Exchange
@@ -72,7 +74,7 @@ def compare_notes(plan: Plan, exchange: Exchange, *, memory: str) -> None:
     note = {
         "fingerprint": plan.fingerprint,
         "memory": memory,
-        "process": this_process().to_dict(),
+        "process": asdict(this_process()),
     }
     answers = exchange.round("hello", json.dumps(note).encode())
     for name, texts in answers.items():
@@ -89,8 +91,7 @@ def compare_notes(plan: Plan, exchange: Exchange, *, memory: str) -> None:
                 expected=f"{notes[0]['memory']!r} (rank 0)",
                 got=f"{notes[differs]['memory']!r} (rank {differs})",
                 fix="pass the same memory= and the same kind of device on every rank",
-                group=group.name,
-                rank=group.rank,
+                **group.here,
                 ranks=(0, differs),
             )
 
@@ -111,8 +112,7 @@ def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
         raise AgreementError(
             f"rank {rank} sent something that is no note of this version of symmplan",
             fix="run the same version of symmplan on every rank",
-            group=group.name,
-            rank=group.rank,
+            **group.here,
             ranks=(group.rank, rank),
         ) from error
 
@@ -129,8 +129,7 @@ def _disagreement(
         expected=f"{difference.values[0]} (rank {ranks[0]})",
         got=f"{difference.values[1]} (rank {ranks[1]})",
         fix="run the same program with the same shapes on every rank of the group",
-        group=group.name,
-        rank=group.rank,
+        **group.here,
         ranks=ranks,
         op=difference.op,
         buffer=difference.buffer,

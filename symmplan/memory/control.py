@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from symmplan.errors import PeerLostError, PeerTimeoutError, RunError
+from symmplan.errors import PeerLostError, RunError
+from symmplan.memory.groups import listed
 from symmplan.memory.process import ProcessIdentity, is_gone
 from symmplan.memory.segment import Rendezvous
 
@@ -329,7 +330,7 @@ class Meeting(Rendezvous):
             if status == _BROKEN:
                 because = self._areas[rank].because or because
                 what, lost = self._gave_up(rank)
-                fix = f"see the error of rank {_listed(lost)}"
+                fix = f"see the error of rank {listed(lost)}"
             elif counter[0] >= self._count:
                 continue
             elif status == _RELEASED:
@@ -349,8 +350,7 @@ class Meeting(Rendezvous):
             raise PeerLostError(
                 f"{what} while this rank waited on segment {self._segment!r}",
                 fix=fix,
-                group=self.group.name,
-                rank=self.group.rank,
+                **self.group.here,
                 lost_rank=lost[0],
                 segment=self._segment,
             )
@@ -365,7 +365,7 @@ class Meeting(Rendezvous):
             return f"rank {rank} gave up{' waiting for this one' if named else ''}", [rank]
         if not lost:
             return f"rank {rank} gave up waiting for a rank of another group", [rank]
-        return f"rank {_listed(lost)} did not come, rank {rank} gave up", lost
+        return f"rank {listed(lost)} did not come, rank {rank} gave up", lost
 
     def _give_up(self, timeout: float) -> None:
         missing = self._absent()
@@ -373,18 +373,8 @@ class Meeting(Rendezvous):
             return
         self._because = [self._processes[rank].key for rank in missing]
         # Raised without a name: a frame that holds its own error would hold the memory, too.
-        raise PeerTimeoutError(
-            f"rank {_listed(missing)} did not come: rank {self.group.rank} waited {timeout:g} s "
-            f"on segment {self._segment!r}",
-            expected=f"all {self.group.size} ranks of the group",
-            got=f"{self.group.size - len(missing)}",
-            fix="check that every rank of the group makes the same calls, or raise timeout=",
-            group=self.group.name,
-            rank=self.group.rank,
-            missing=tuple(missing),
-            segment=self._segment,
-            timeout=timeout,
-        )
+        where = f"on segment {self._segment!r}"
+        raise self.group.timed_out(missing, where, timeout, segment=self._segment)
 
     def _mismatch(self, other: int, mine: bytes, theirs: bytes) -> RunError:
         from symmplan.memory.calls import describe
@@ -395,12 +385,7 @@ class Meeting(Rendezvous):
             expected=f"{describe(mine)} (rank {self.group.rank})",
             got=f"{describe(theirs)} (rank {other})",
             fix="make the same calls with the same sizes and offsets on every rank",
-            group=self.group.name,
-            rank=self.group.rank,
+            **self.group.here,
             ranks=(self.group.rank, other),
             segment=self._segment,
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

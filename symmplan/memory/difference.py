@@ -6,27 +6,19 @@ reading its text as a plan would verify it first, while all that is wanted is wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["Difference", "first_difference"]
 
 #: What a plan is made of, causes before consequences: a buffer of another size moves offsets.
 _ORDER = (
-    "format",
-    "version",
-    "problem",
-    "buffers",
-    "operations",
-    "accesses",
-    "edges",
-    "together",
-    "apart",
-    "shared_groups",
-    "segments",
-    "placements",
-    "barriers",
+    *("format", "version", "problem", "buffers", "operations", "accesses", "edges"),
+    *("together", "apart", "shared_groups", "segments", "placements", "barriers"),
 )
 #: Names of process groups differ over a mesh; their order of appearance does not.
 _GROUP_KEYS = frozenset({"group", "groups", "shared_groups"})
@@ -59,15 +51,10 @@ def first_difference(left: Any, right: Any) -> Difference:
     """Compare the parsed JSON of two plans, causes before consequences."""
     if not isinstance(left, dict) or not isinstance(right, dict):
         return Difference("their texts cannot be read", "", "", "", ("?", "?"))
-    found = _compare(_relabelled(left, {}), _relabelled(right, {}), ())
+    found = next(_differences(_relabelled(left, {}), _relabelled(right, {}), ()), None)
     if found is None:
-        return Difference(
-            "their texts are equal, so the fingerprints were made by different versions",
-            "",
-            "",
-            "",
-            ("?", "?"),
-        )
+        why = "their texts are equal, so the fingerprints were made by different versions"
+        return Difference(why, "", "", "", ("?", "?"))
     path, values = found
     buffer, op = _about(left, path, values)
     subject = f"buffer {buffer!r}" if buffer else ".".join(path[:-1]).replace(".[", "[")
@@ -95,23 +82,22 @@ def _rank(key: str) -> tuple[int, str]:
     return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
 
 
-def _compare(
+def _differences(
     left: Any, right: Any, path: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[Any, Any]] | None:
+) -> Iterator[tuple[tuple[str, ...], tuple[Any, Any]]]:
+    """Yield ``(path, values)`` of all, causes before consequences."""
     if isinstance(left, dict) and isinstance(right, dict):
-        for key in sorted({*left, *right} - _PEOPLE, key=_rank):
-            found = _compare(left.get(key, _ABSENT), right.get(key, _ABSENT), (*path, key))
-            if found is not None:
-                return found
-        return None
-    if isinstance(left, list) and isinstance(right, list):
-        ours, theirs = _keyed(left), _keyed(right)
-        for key in [*ours, *(k for k in theirs if k not in ours)]:
-            found = _compare(ours.get(key, _ABSENT), theirs.get(key, _ABSENT), (*path, f"[{key}]"))
-            if found is not None:
-                return found
-        return None
-    return None if left == right and type(left) is type(right) else (path, (left, right))
+        labels = {key: key for key in sorted({*left, *right} - _PEOPLE, key=_rank)}
+    elif isinstance(left, list) and isinstance(right, list):
+        left, right = _keyed(left), _keyed(right)
+        labels = {key: f"[{key}]" for key in (*left, *right)}
+    else:
+        if left != right or type(left) is not type(right):
+            yield path, (left, right)
+        return
+    for key, label in labels.items():
+        values = (left.get(key, _ABSENT), right.get(key, _ABSENT))
+        yield from _differences(*values, (*path, label))
 
 
 def _keyed(items: list[Any]) -> dict[str, Any]:

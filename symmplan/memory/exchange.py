@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, SymmplanError
+from symmplan.errors import AgreementError, PeerLostError, SymmplanError
 from symmplan.memory.process import ProcessIdentity, is_gone
 from symmplan.memory.relay import post_error, posted_error
 from symmplan.memory.sessions import current_keys, in_other_session, keys_of_calls, wrong_session
@@ -75,7 +75,7 @@ class Exchange:
                     self._sides[name] = _Side(group, keys)
 
     def know(self, name: str, processes: Sequence[ProcessIdentity]) -> None:
-        """Remember which processes are the ranks of group ``name``, now and in later exchanges."""
+        """Remember which processes are a group's ranks, now and in later exchanges."""
         if name in self._sides:
             side = self._sides[name]
             side.processes = _KNOWN[side.group.process_group] = tuple(processes)
@@ -192,14 +192,8 @@ class _Side:
             self._require_same_session(phase, missing)
         for rank in missing if self.processes else ():
             if is_gone(self.processes[rank]):
-                raise PeerLostError(
-                    f"rank {rank} (process {self.processes[rank].pid}) ended during {phase!r}",
-                    fix="see why that process ended; its own output says more",
-                    group=self.group.name,
-                    rank=self.group.rank,
-                    lost_rank=rank,
-                    phase=phase,
-                )
+                pid = self.processes[rank].pid
+                raise self.group.ended(rank, pid, f"during {phase!r}", phase=phase)
         return not missing and self._add(phase, 0) <= self.group.size
 
     def values(self, phase: str) -> list[bytes]:
@@ -218,18 +212,7 @@ class _Side:
         if self._add(phase, size) >= 2 * size:
             return
         missing = self._missing(phase)
-        raise PeerTimeoutError(
-            f"rank {_list(missing)} did not come: rank {self.group.rank} waited {timeout:g} s "
-            f"in {phase!r}",
-            expected=f"all {size} ranks of the group",
-            got=f"{size - len(missing)}",
-            fix="check that every rank of the group makes the same call, or raise timeout=",
-            group=self.group.name,
-            rank=self.group.rank,
-            missing=tuple(missing),
-            phase=phase,
-            timeout=timeout,
-        )
+        raise self.group.timed_out(missing, f"in {phase!r}", timeout, phase=phase)
 
     def clean_up(self) -> None:
         """Delete all keys. The last rank to come here does it: nobody reads any more."""
@@ -259,8 +242,7 @@ class _Side:
                     expected=f"{mine!r} (rank {group.rank})",
                     got=f"{theirs!r} (rank {rank})",
                     fix="run the same program with the same shapes on every rank of the group",
-                    group=group.name,
-                    rank=group.rank,
+                    **group.here,
                     ranks=(group.rank, rank),
                 )
 
@@ -296,12 +278,6 @@ def _store_errors(group: Group) -> Iterator[None]:
         raise PeerLostError(
             f"the group's store does not answer: {str(error).splitlines()[0]}",
             fix="see why the process that hosts the store ended",
-            group=group.name,
-            rank=group.rank,
+            **group.here,
             lost_rank=None,
         ) from error
-
-
-def _list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 from attrs import field, frozen
 
 from symmplan import _compat as compat
-from symmplan.errors import BackendError, RunError
+from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Group", "group_key", "resolve_groups"]
+__all__ = ["Group", "group_key", "listed", "resolve_groups"]
 
 #: Process group -> the process that is its rank here: the first that asked.
 _RANKS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -43,15 +43,20 @@ class Group:
     pid: int = field(factory=os.getpid, eq=False, repr=False)
 
     @property
+    def here(self) -> dict[str, Any]:
+        """What errors say of where they were found: the group, and this rank of it."""
+        return {"group": self.name, "rank": self.rank}
+
+    @property
     def forked(self) -> bool:
         """Whether this process was forked from the rank: what it shares with peers is not ours."""
         return self.size > 1 and self.pid != os.getpid()
 
     def require_own(self) -> None:
-        """Raise if this process was forked from the rank.
+        """See that this process is the rank.
 
         Raises:
-            RunError: It was.
+            RunError: It was forked from it.
         """
         if self.forked:
             raise RunError(
@@ -61,9 +66,39 @@ class Group:
                 got=f"process {os.getpid()}",
                 fix="use symmetric memory in the ranks only; start other processes with "
                 "multiprocessing's 'spawn' or 'forkserver'",
-                group=self.name,
-                rank=self.rank,
+                **self.here,
             )
+
+    def ended(self, rank: int, pid: int, when: str, **fields: Any) -> PeerLostError:
+        """The error about a rank whose process ended."""
+        return PeerLostError(
+            f"rank {rank} (process {pid}) ended {when}",
+            fix="see why that process ended; its own output says more",
+            **self.here,
+            lost_rank=rank,
+            **fields,
+        )
+
+    def timed_out(
+        self, missing: Sequence[int], where: str, timeout: float, **fields: Any
+    ) -> PeerTimeoutError:
+        """The error about ranks that did not come within ``timeout`` seconds."""
+        return PeerTimeoutError(
+            f"rank {listed(missing)} did not come: rank {self.rank} waited {timeout:g} s {where}",
+            expected=f"all {self.size} ranks of the group",
+            got=f"{self.size - len(missing)}",
+            fix="check that every rank of the group makes the same calls, or raise timeout=",
+            **self.here,
+            missing=tuple(missing),
+            timeout=timeout,
+            **fields,
+        )
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks, for people."""
+    shown = ", ".join(str(r) for r in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
 
 
 def group_key(group: str | Any) -> str:

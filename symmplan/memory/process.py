@@ -11,7 +11,6 @@ import hashlib
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 from attrs import asdict, field, frozen
 from attrs.validators import instance_of
@@ -42,12 +41,8 @@ class ProcessIdentity:
     @property
     def key(self) -> int:
         """A word of 8 bytes that stands for it, never 0."""
-        text = repr(sorted(self.to_dict().items())).encode()
+        text = repr(sorted(asdict(self).items())).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON."""
-        return asdict(self)
 
 
 def this_process() -> ProcessIdentity:
@@ -74,9 +69,7 @@ def _state(pid: int) -> tuple[str, int]:
     """State letter and start time of ``pid``; ``("X", 0)`` where there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
-        return "X", 0
-    except OSError:  # ESRCH: it ended while we read
+    except OSError:  # there is none, or it ended while we read
         return "X", 0
     # The second field is the command's name in parentheses and may itself hold any character.
     rest = text[text.rindex(")") + 2 :].split()

@@ -83,8 +83,7 @@ def _from_data(text: bytes, group: Group) -> SymmplanError:
         expected=data.get("expected"),
         got=data.get("got"),
         fix=data.get("fix"),
-        group=group.name,
-        rank=group.rank,
+        **group.here,
         failed_rank=failed,
         **plain,
     )

@@ -185,10 +185,9 @@ class Segment:
         self.rendezvous[rendezvous.group.torch_name] = rendezvous
 
     def meeting(self, group: str | Any | None = None) -> Rendezvous:
-        """The rendezvous with ``group``; the only one if it is None.
+        """The rendezvous with ``group``, a name (the plan's or torch's) or torch's group.
 
-        Args:
-            group: A group's name (the plan's or torch's) or torch's group.
+        If it is None, the only one.
 
         Raises:
             ReleasedError: The segment was released.
@@ -225,24 +224,13 @@ class Segment:
         return list(dict.fromkeys(self.rendezvous.values()))  # each stands under two names
 
     def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes of the segment, in the order of the group's ranks.
-
-        Raises:
-            ReleasedError, RunError: As `meeting`.
-        """
+        """Each rank's bytes of the segment, in the order of the group's ranks; see `meeting`."""
         return self.meeting(group).peers
 
     def barrier(self, group: str | Any | None = None, timeout: float | None = None) -> None:
         """Wait until every rank of ``group`` is here; what they wrote before is then visible.
 
-        Args:
-            group: As for `meeting`.
-            timeout: Seconds; the arena's by default.
-
-        Raises:
-            PeerTimeoutError: Ranks did not arrive; ``missing`` names them.
-            PeerLostError: A rank's process ended.
-            ReleasedError, RunError: As `meeting`.
+        ``timeout`` is in seconds, the arena's by default. See `Rendezvous.barrier` and `meeting`.
 
         Collective: yes.
         """

@@ -204,8 +204,7 @@ def wrong_session(group: Group, rank: int, exchange: int) -> AgreementError:
         expected="all ranks in the same session, or all outside",
         got=f"session {theirs} of the group (rank {rank}), {mine} (rank {group.rank})",
         fix="enter and leave sessions at the same places of the program on every rank",
-        group=group.name,
-        rank=group.rank,
+        **group.here,
         ranks=(group.rank, rank),
     )
     if _current is None:

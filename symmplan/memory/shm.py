@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import asdict, define, evolve, field, frozen
 
-from symmplan.errors import BackendError, PeerLostError
+from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
 from symmplan.memory.process import ProcessIdentity, is_gone, this_process
 from symmplan.memory.race_log import RaceLog, log_nbytes
@@ -73,10 +73,10 @@ class _Offer:
 
     file: SharedFile
     process: ProcessIdentity
-    nbytes: int
-    start: int
-    log: int
-    world_rank: int
+    nbytes: int = field(converter=int)
+    start: int = field(converter=int)
+    log: int = field(converter=int)
+    world_rank: int = field(converter=int)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -85,15 +85,9 @@ class _Offer:
     def from_json(text: bytes, group: Group, rank: int) -> _Offer:
         try:
             data: dict[str, Any] = json.loads(text)
-            return _Offer(
-                file=SharedFile(**data["file"]),
-                process=ProcessIdentity(**data["process"]),
-                nbytes=int(data["nbytes"]),
-                start=int(data["start"]),
-                log=int(data["log"]),
-                world_rank=int(data["world_rank"]),
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            file = SharedFile(**data.pop("file"))
+            return _Offer(file, ProcessIdentity(**data.pop("process")), **data)
+        except (AttributeError, ValueError, TypeError, KeyError) as error:
             raise _not_ours(group, f"rank {rank}") from error
 
 
@@ -199,21 +193,15 @@ class ShmBackend:
             fd = open_peer(offer.file)
         except OSError as error:
             if is_gone(offer.process):
-                raise PeerLostError(
-                    f"rank {rank} (process {offer.process.pid}) ended during the rendezvous",
-                    fix="see why that process ended; its own output says more",
-                    group=group.name,
-                    rank=group.rank,
-                    lost_rank=rank,
-                ) from None
+                when = "during the rendezvous"
+                raise group.ended(rank, offer.process.pid, when) from None
             if not offer.file.name:  # there is another way
                 raise
             raise BackendError(
                 f"cannot open the shared memory of rank {rank}: {error.strerror}",
                 expected="one /dev/shm, or one pid namespace, for all ranks",
                 fix="run the ranks in one container, as one user",
-                group=group.name,
-                rank=group.rank,
+                **group.here,
             ) from error
         with closing_fd(fd):
             own.mapped[key] = map_file(fd, offer.file.nbytes)
@@ -282,8 +270,7 @@ def _not_ours(group: Group, who: str) -> BackendError:
     return BackendError(
         f"{who} sent something that is no offer of shared memory",
         fix="run the same version of symmplan on every rank",
-        group=group.name,
-        rank=group.rank,
+        **group.here,
     )
 
 
@@ -298,16 +285,14 @@ def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
             f"rank {rank} made the segment of another size",
             expected=f"{mine.nbytes} bytes",
             got=f"{theirs.nbytes} bytes",
-            group=group.name,
-            rank=group.rank,
+            **group.here,
         )
     if theirs.process.host != mine.process.host:
         raise BackendError(
             f"memory='shm': ranks {group.rank} and {rank} run on different hosts",
             expected="all ranks of the group on one host",
             fix="use memory='nccl' with CUDA devices, or groups within one host",
-            group=group.name,
-            rank=group.rank,
+            **group.here,
             ranks=(group.rank, rank),
         )
     if theirs.process.namespace != mine.process.namespace:

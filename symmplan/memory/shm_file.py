@@ -80,9 +80,6 @@ def unguessable_name() -> str:
 def create(nbytes: int) -> tuple[int, SharedFile]:
     """Make a nameless file of ``nbytes`` zero bytes, mode 0600, all of them really allocated.
 
-    Args:
-        nbytes: Size in bytes.
-
     Returns:
         An open descriptor, and what peers must know.
 
@@ -93,6 +90,13 @@ def create(nbytes: int) -> tuple[int, SharedFile]:
     """
     try:
         fd = _open_nameless()
+        try:
+            os.fchmod(fd, _MODE)  # whatever the umask took away
+            os.posix_fallocate(fd, 0, nbytes)
+            info = os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            raise
     except OSError as error:
         if error.errno in _FULL:
             raise _no_room(nbytes) from error
@@ -101,18 +105,6 @@ def create(nbytes: int) -> tuple[int, SharedFile]:
             fix=f"mount a tmpfs at {DIRECTORY} that this user may write to",
             errno=error.errno,
         ) from error
-    try:
-        os.fchmod(fd, _MODE)  # whatever the umask took away
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno in _FULL:
-                raise _no_room(nbytes) from error
-            raise
-        info = os.fstat(fd)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd, SharedFile(os.getpid(), fd, info.st_dev, info.st_ino, nbytes)
 
 

@@ -107,8 +107,7 @@ class TorchRendezvous(Rendezvous):
                 raise BackendError(
                     "temporary segments have no peer views",
                     fix="use collectives on the segment, or realize the plan without temporary=",
-                    group=self.group.name,
-                    rank=self.group.rank,
+                    **self.group.here,
                 )
             try:
                 self._peers = tuple(
@@ -121,8 +120,7 @@ class TorchRendezvous(Rendezvous):
                 raise BackendError(
                     f"this device cannot address the peers' memory: {_first_line(error)}",
                     fix="use collectives on the segment instead of peer views, or a newer NCCL",
-                    group=self.group.name,
-                    rank=self.group.rank,
+                    **self.group.here,
                 ) from error
         return self._peers
 
@@ -138,8 +136,7 @@ class TorchRendezvous(Rendezvous):
             raise BackendError(
                 "this op exchanges sizes between hosts, which only memory='shm' can",
                 fix="use torch.distributed's collective on the placement",
-                group=self.group.name,
-                rank=self.group.rank,
+                **self.group.here,
             )
         self.barrier()
 
@@ -256,8 +253,7 @@ class TorchSymmBackend:
                 f"cannot be registered with group {group.name!r}: {_first_line(error)}",
                 fix="check that the devices of the group reach each other (NVLink or PCIe peer "
                 "access on one host), or use another memory=",
-                group=group.name,
-                rank=group.rank,
+                **group.here,
                 segment=segment.spec.name,
             ) from error
         by_collective = self.name == "nccl" or (

@@ -252,7 +252,6 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
 
 
 def _fake(site: Site) -> torch.Tensor:
-    assert site.source is not None
     value: Any = site.source.meta["val"]
     for i in site.path:
         value = value[i]

@@ -48,8 +48,7 @@ def rewrite(
     """
     captured = program.captured
     site = next(s for s in captured.sites if s.buffer is not None)
-    assert site.source is not None
-    device = captured.values.tensors[(site.source, site.path)].device
+    device = captured.values.tensors[site.value].device
     given: dict[str, list[fx.Node]] = {}
     for node, buffer in captured.given.items():
         given.setdefault(buffer, []).append(node)

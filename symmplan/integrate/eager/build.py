@@ -181,8 +181,7 @@ class _Builder:
         if site.kind != "argument":
             return
         assert site.buffer is not None
-        assert site.source is not None
-        like = self.captured.values.tensors[(site.source, site.path)]
+        like = self.captured.values.tensors[site.value]
         if site.how == "stage":
             view = self._flat(site.buffer, like)
             event.stages.append(Stage(site.head, site.index, view, call.reads(site), site.writes))
