@@ -28,9 +28,8 @@ from symmplan.memory import (
 )
 from symmplan.memory.calls import OPS, describe, note
 from symmplan.memory.groups import Group
-from symmplan.memory.nccl_pool import NcclPoolBackend
 from symmplan.memory.process import is_gone, this_process
-from symmplan.memory.torch_symm import TorchSymmBackend
+from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
 
 CPU = torch.device("cpu")
 

@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Steps", "copy_name", "join", "plan_poison"]
 
-_SUFFIXES = {"copy in": "in", "copy out": "out", "copy back": "back"}
-
 
 def copy_name(kind: CopyKind, prefix: str, site: Site) -> str:
     """Name of the operation that copies a declared tensor. See `Step`."""
-    return f"{prefix}{site.node.name}.{site.where}:{_SUFFIXES[kind]}"
+    return f"{prefix}{site.node.name}.{site.where}:{kind.removeprefix('copy ')}"
 
 
 @define(eq=False)

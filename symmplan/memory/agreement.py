@@ -56,14 +56,9 @@ def agree(
     Collective: yes, over every group of the plan and of ``groups``.
     """
     names = [group for spec in plan.segments for group in spec.groups]
-    exchange = Exchange(resolve_groups([*names, *(groups or ())], groups), timeout, watch)
-    try:
+    with Exchange(resolve_groups([*names, *(groups or ())], groups), timeout, watch) as exchange:
         compare_notes(plan, exchange, memory="")
         exchange.round("agreed", b"")
-        exchange.finish()
-    except BaseException as error:
-        exchange.fail(error)
-        raise
 
 
 def compare_notes(plan: Plan, exchange: Exchange, *, memory: str) -> None:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NoReturn
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS, copy_bytes
 from symmplan.memory.races import LIVE, WHERE
-from symmplan.memory.segment import NotSymmetricError, locate
+from symmplan.memory.segment import located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from symmplan.memory.segment import Rendezvous, Segment
+    from symmplan.memory.segment import Segment
 
 __all__ = ["OPS", "REFUSED", "Call", "describe", "note", "parts_of"]
 
@@ -92,20 +92,15 @@ class Call:
     def __init__(self, op: str, tensor: torch.Tensor, where: str, group_name: str) -> None:
         self.op = op
         self.group_name = group_name
-        found = locate(tensor)
-        if found is None:
-            raise NotSymmetricError(
-                f"symmplan::{op}: {where!r} of shape {tuple(tensor.shape)} lies in no live segment",
-                expected=f"{where!r} in symmetric memory",
-                got=f"ordinary memory at {tensor.data_ptr():#x}",
-                fix="let the plan place it, or keep its arena until nothing uses it any more",
-                group=group_name,
-                op=f"symmplan::{op}",
-                buffer=where,
-            )
-        self.segment: Segment = found[0]
-        self.offset: int = found[1]
-        self.rendezvous: Rendezvous = self.segment.meeting(group_name)
+        self.segment, self.offset = located(
+            tensor,
+            f"symmplan::{op}: {where!r}",
+            fix="let the plan place it, or keep its arena until nothing uses it any more",
+            group=group_name,
+            op=f"symmplan::{op}",
+            buffer=where,
+        )
+        self.rendezvous = self.segment.meeting(group_name)
         self.rank = self.rendezvous.group.rank
         self.size = self.rendezvous.group.size
         self.peers = self.rendezvous.peers

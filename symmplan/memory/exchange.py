@@ -30,6 +30,8 @@ from symmplan.memory.sessions import current_keys, in_other_session, keys_of_cal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from typing_extensions import Self
+
     from symmplan.memory.groups import Group
 
 __all__ = ["Exchange", "processes_of", "was_told"]
@@ -44,6 +46,8 @@ _KNOWN: WeakKeyDictionary[Any, tuple[ProcessIdentity, ...]] = WeakKeyDictionary(
 
 class Exchange:
     """A series of rounds over groups. See [Note: rounds].
+
+    Also a context manager: leaving it finishes the exchange, by an error fails it.
 
     Args:
         groups: Every group that takes part; groups of one rank cost nothing.
@@ -73,6 +77,15 @@ class Exchange:
             if group.size > 1:
                 with _store_errors(group):
                     self._sides[name] = _Side(group, keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.fail(error)
 
     def know(self, name: str, processes: Sequence[ProcessIdentity]) -> None:
         """Remember which processes are a group's ranks, now and in later exchanges."""

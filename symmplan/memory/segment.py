@@ -319,6 +319,24 @@ def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     return _LIVE.find(address)
 
 
+def located(tensor: torch.Tensor, name: str, *, fix: str, **fields: Any) -> tuple[Segment, int]:
+    """As `locate`, of a tensor that errors call ``name``.
+
+    Raises:
+        NotSymmetricError: It lies in no live segment.
+    """
+    found = locate(tensor)
+    if found is None:
+        raise NotSymmetricError(
+            f"{name} of shape {tuple(tensor.shape)} lies in no live segment",
+            expected=f"{name.rpartition(': ')[2]} in symmetric memory",
+            got=f"ordinary memory at {tensor.data_ptr():#x}",
+            fix=fix,
+            **fields,
+        )
+    return found
+
+
 @frozen
 class PlacedTensor:
     """A tensor that lies in a segment, and the same tensor on its peers.
@@ -381,16 +399,12 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
     Raises:
         SymmplanError: It lies in no live segment, or its segment did not meet that group.
     """
-    found = locate(tensor)
-    if found is None:
-        raise NotSymmetricError(
-            f"a tensor of shape {tuple(tensor.shape)} lies in no live segment",
-            expected="a tensor in symmetric memory",
-            got=f"ordinary memory at {tensor.data_ptr():#x}",
-            fix="let the plan place it: declare it with symmplan.symm_args, or copy it into "
-            "a placement",
-        )
-    segment, offset = found
+    segment, offset = located(
+        tensor,
+        "a tensor",
+        fix="let the plan place it: declare it with symmplan.symm_args, or copy it into "
+        "a placement",
+    )
     rendezvous = segment.meeting(group)
     return PlacedTensor(
         tensor=tensor,

@@ -68,6 +68,7 @@ _MEET_C10D = ("barrier", "allgather_", "allgather_into_tensor_coalesced_", "allg
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.001
 
+#: The innermost last.
 _ACTIVE: list[Watching] = []
 
 
@@ -190,13 +191,7 @@ class Watching(TorchDispatchMode):
     # Collectives of process groups.
 
     def collective(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A collective of a process group starts.
-
-        Args:
-            func: The op.
-            args: Its arguments.
-            kwargs: The same by name.
-            run: Runs it.
+        """A collective of a process group starts; ``run`` runs it.
 
         Raises:
             RaceError: What it accesses at its start is not ordered behind what others did.
@@ -282,24 +277,19 @@ def _who_meets(
 ) -> tuple[int, ...]:
     """The ranks whose start precedes this rank's wait."""
     name = op._schema.name.partition("::")[2]
-    if op.namespace == "c10d":
-        if name == "alltoall_base_":
-            return others if _is_full([*bound["output_split_sizes"]], bound["input"]) else ()
-        return others if name in _MEET_C10D else ()
-    if name in _MEET:
+    if name in (_MEET_C10D if op.namespace == "c10d" else _MEET):
         return others
-    if name in ("broadcast", "broadcast_"):
+    if name in ("broadcast", "broadcast_") and op.namespace != "c10d":
         root = ranks[bound["src"]]
         return (root,) if root in others else ()
-    if name == "all_to_all_single":
-        splits = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
-        return others if _is_full(splits, bound["input"]) else ()
+    if name in ("alltoall_base_", "all_to_all_single"):
+        splits = [*bound["output_split_sizes"]]
+        if op.namespace != "c10d":
+            splits += bound["input_split_sizes"]
+        # Every rank sends to every other.
+        full = len(set(splits)) <= 1 and 0 not in splits and bool(bound["input"].numel())
+        return others if full else ()
     return ()
-
-
-def _is_full(splits: Sequence[int], given: torch.Tensor) -> bool:
-    """Whether every rank of an all-to-all sends to every other."""
-    return len(set(splits)) <= 1 and 0 not in splits and bool(given.numel())
 
 
 def _group_of(bound: dict[str, Any]) -> str:
