@@ -23,23 +23,14 @@ __all__ = ["NAMES", "Functional", "functional_form"]
 
 @frozen
 class Functional:
-    """A call of a functional collective that does what a call of ``c10d::`` does.
+    """A call of a functional collective that does what a call of ``c10d::`` does."""
 
-    Attributes:
-        op: The functional collective.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-        written: The tensor that it writes.
-        listed: Whether the original returns its tensor in a list.
-        asynchronous: Whether the caller holds a ``Work`` to wait for.
-    """
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    written: torch.Tensor
-    listed: bool
-    asynchronous: bool
+    op: Any  # the functional collective
+    args: tuple[Any, ...]  # its positional arguments
+    kwargs: dict[str, Any]  # its arguments by name
+    written: torch.Tensor  # the tensor that it writes
+    listed: bool  # whether the original returns its tensor in a list
+    asynchronous: bool  # whether the caller holds a ``Work`` to wait for
 
     def results(self, work: Any) -> tuple[Any, Any]:
         """What the original op returns."""

@@ -101,28 +101,17 @@ def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Request
 
 @define(eq=False)
 class Decider:
-    """Decides request by request.
-
-    Attributes:
-        prefix: What buffer names start with.
-        values: The graph's tensors.
-        escaping: Representatives of the storages that leave the graph.
-        waits: ``{asynchronous node: {path of a result: its wait}}``.
-        producer: Says how a node can write into memory it is given, or None.
-        skip: Gives the reason why a requirement is not to be met, or None.
-        refused: ``{node: why its tensors are to be left out}``.
-        keep: The inputs that may lie in symmetric memory from run to run.
-        shunned: Representatives of storages that stay in ordinary memory. See [Note: left out].
-    """
+    """Decides request by request. What is not said here is as for `capture_fx`."""
 
     prefix: str
     values: Values
-    escaping: set[Value]
-    waits: dict[fx.Node, dict[Path, fx.Node]]
+    escaping: set[Value]  # representatives of the storages that leave the graph
+    waits: dict[fx.Node, dict[Path, fx.Node]]  # of asynchronous nodes, by path of the result
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
     refused: Mapping[fx.Node, str]
     keep: frozenset[fx.Node]
+    #: Representatives of storages that stay in ordinary memory. See [Note: left out].
     shunned: frozenset[Value]
 
     homes: dict[Value, Home] = field(init=False, factory=dict)

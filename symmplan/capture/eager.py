@@ -53,53 +53,33 @@ def opaque(*_args: Any) -> None:
 
 @define(eq=False)
 class Storage:
-    """A storage that the program uses.
+    """A storage that the program uses."""
 
-    Attributes:
-        meta: Its stand-in on the meta device.
-        nodes: ``{(offset, size, stride, dtype): the last node with that view}``, the view that was
-            made or used last at the end.
-        origin: The first node.
-        made: Whether an op of the iteration made it.
-        stream: Name of the stream on which it was made.
-        dropped: When it was released; 0 while it lives.
-        users: Names of streams that may use it until then, by ``record_stream``.
-    """
-
-    meta: Any
-    origin: fx.Node
-    made: bool
+    meta: Any  # its stand-in on the meta device
+    origin: fx.Node  # the first node
+    made: bool  # whether an op of the iteration made it
+    #: ``{(offset, size, stride, dtype): the last node with that view}``, the view that was made or
+    #: used last at the end.
     nodes: dict[Any, fx.Node] = field(factory=dict)
-    stream: str = MAIN
-    dropped: int = 0
+    stream: str = MAIN  # name of the stream on which it was made
+    dropped: int = 0  # when it was released; 0 while it lives
+    #: Names of streams that may use it until then, by ``record_stream``.
     users: list[str] = field(factory=list)
 
 
 @define(eq=False)
 class Recorded:
-    """What a program asked the session for: a declared op, or memory.
+    """What a program asked the session for: a declared op, or memory."""
 
-    Attributes:
-        node: Its node.
-        op: The op as the program called it, None for memory.
-        form: The op that stands for it in the graph.
-        kind: ``"op"``, ``"empty"`` or ``"out"``.
-        args: Positional arguments, tensors as ``(shape, dtype)``.
-        kwargs: The same by name.
-        line: Where in the user's program, ``"file:line"``.
-        stream: Name of the stream that was current.
-        asynchronous: Whether the program got a ``Work`` to wait for.
-    """
-
-    node: fx.Node
-    op: Any
-    form: Any
-    kind: str
-    args: Any = ()
-    kwargs: Any = field(factory=dict)
-    line: str = ""
-    stream: str = MAIN
-    asynchronous: bool = False
+    node: fx.Node  # its node
+    op: Any  # the op as the program called it, None for memory
+    form: Any  # the op that stands for it in the graph
+    kind: str  # ``"op"``, ``"empty"`` or ``"out"``
+    args: Any = ()  # positional arguments, tensors as ``(shape, dtype)``
+    kwargs: Any = field(factory=dict)  # the same by name
+    line: str = ""  # where in the user's program, ``"file:line"``
+    stream: str = MAIN  # name of the stream that was current
+    asynchronous: bool = False  # whether the program got a ``Work`` to wait for
 
 
 class Scratch(Protocol):

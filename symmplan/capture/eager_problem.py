@@ -134,11 +134,7 @@ def _drops(
 ) -> list[tuple[str, str]]:
     """Name and stream of the accesses that stand for a release. See [Note: held tensors].
 
-    Args:
-        buffer: The buffer.
-        storage: What was released.
-        before: When the operations before the release ran.
-        last: When the last one ran that uses the buffer.
+    The operations ``before`` it ran at those moments, the last that uses the buffer at ``last``.
     """
     held = before and before[-1][0] > last[0]
     names = [(f"{buffer}:drop", storage.stream)] if held or last[1] != storage.stream else []

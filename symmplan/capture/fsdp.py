@@ -52,21 +52,13 @@ _UNDECLARED = "it is not declared that its buffer must be symmetric"
 
 @frozen
 class Key:
-    """By what a collective is recognised in a later step; equal on all ranks.
+    """By what a collective is recognised in a later step; equal on all ranks."""
 
-    Attributes:
-        site: Name of the FSDP module in the model.
-        kind: ``"all_gather"`` or ``"reduce_scatter"``.
-        numel: Elements of the all-gather's output, or of the reduce-scatter's input.
-        dtype: Element type, as torch prints it.
-        backward: Whether autograd was running.
-    """
-
-    site: str
-    kind: Kind
-    numel: int
-    dtype: str
-    backward: bool
+    site: str  # name of the FSDP module in the model
+    kind: Kind  # ``"all_gather"`` or ``"reduce_scatter"``
+    numel: int  # elements of the all-gather's output, or of the reduce-scatter's input
+    dtype: str  # element type, as torch prints it
+    backward: bool  # whether autograd was running
 
 
 @frozen
@@ -102,40 +94,25 @@ class Way:
 
 @frozen
 class Planned:
-    """A collective of a problem.
+    """A collective of a problem."""
 
-    Attributes:
-        call: Which.
-        buffer: Name of its buffer in the problem; None if it was left out.
-        received: Name of the buffer of an all-to-all's output; None if it needs none.
-        way: How it runs.
-        direct: Whether its buffer is the parameters themselves.
-    """
-
-    call: Call
-    buffer: str | None
+    call: Call  # which
+    buffer: str | None  # name of its buffer in the problem; None if it was left out
+    #: Name of the buffer of an all-to-all's output; None if it needs none.
     received: str | None = None
-    way: Way = Way("symmetric")
-    direct: bool = False
+    way: Way = Way("symmetric")  # how it runs
+    direct: bool = False  # whether its buffer is the parameters themselves
 
 
 @frozen
 class GuestBytes:
-    """What somebody else needs of the segments while it runs.
+    """What somebody else needs of the segments while it runs."""
 
-    Attributes:
-        name: Of its segment.
-        nbytes: Size in bytes.
-        group: The process group that meets there.
-        align: What it must begin at a multiple of, in bytes.
-        user: Who it is, for people.
-    """
-
-    name: str
-    nbytes: int
-    group: str
-    align: int
-    user: str
+    name: str  # of its segment
+    nbytes: int  # size in bytes
+    group: str  # the process group that meets there
+    align: int  # what it must begin at a multiple of, in bytes
+    user: str  # who it is, for people
 
 
 @define(eq=False)

@@ -76,39 +76,25 @@ class Site:
 
 @frozen(eq=False)
 class Home:
-    """A storage made in the graph that lives in a placement from its first byte.
+    """A storage made in the graph that lives in a placement from its first byte."""
 
-    Attributes:
-        buffer: Name of its buffer.
-        node: The node that makes it.
-        path: Where it sits in the node's result.
-        write: How the producer writes there; ``"declared"`` if it is a declared op, ``"given"`` if
-            it lies there before the graph begins.
-    """
-
-    buffer: str
-    node: fx.Node
-    path: tuple[int, ...]
+    buffer: str  # name of its buffer
+    node: fx.Node  # the node that makes it
+    path: tuple[int, ...]  # where it sits in the node's result
+    #: How the producer writes there; ``"declared"`` if it is a declared op, ``"given"`` if it lies
+    #: there before the graph begins.
     write: Write | Literal["given"]
 
 
 @frozen(eq=False)
 class Kept:
-    """An input that is to lie in symmetric memory from run to run.
+    """An input that is to lie in symmetric memory from run to run."""
 
-    Attributes:
-        node: Its placeholder; also the name of its buffer.
-        group: The process group.
-        op: The first op that takes it.
-        where: As which argument.
-        written: Whether the graph writes it.
-    """
-
-    node: fx.Node
-    group: str
-    op: str
-    where: str
-    written: bool = False
+    node: fx.Node  # its placeholder; also the name of its buffer
+    group: str  # the process group
+    op: str  # the first op that takes it
+    where: str  # as which argument
+    written: bool = False  # whether the graph writes it
 
 
 @frozen(eq=False)

@@ -38,10 +38,6 @@ class Steps:
 
     Every copy is an operation of its own, with a read and a write. What is copied in counts as in
     use until the op has ended, too: an eager caller holds its arguments that long.
-
-    Attributes:
-        decider: Says where the graph's tensors lie.
-        specs: What is declared of nodes.
     """
 
     decider: Decider
@@ -55,12 +51,9 @@ class Steps:
     after: dict[fx.Node, list[Site]] = field(init=False, factory=dict)
 
     def node(self, node: fx.Node, sites: list[Site], touched: dict[str, bool]) -> None:
-        """Add one node of the graph.
+        """Add one node of the graph, with its declared tensors.
 
-        Args:
-            node: The node.
-            sites: Its declared tensors.
-            touched: Buffers it touches as any op would -> whether it may write them.
+        ``touched`` are buffers it touches as any op would -> whether it may write them.
         """
         placed = [s for s in sites if s.buffer is not None]
         for site in placed:

@@ -62,21 +62,14 @@ class Mark:
 
 @define(eq=False)
 class Timeline:
-    """What a recording knows about streams. See [Note: what is seen of streams].
+    """What a recording knows about streams. See [Note: what is seen of streams]."""
 
-    Attributes:
-        watch: Tells which stream is current; None where there are no streams.
-        at: ``{name of a node: when it ran}``, counted from the start.
-        streams: ``{name of a node: name of its stream}``.
-        marks: All marks, in the order of the program.
-        edges: Pairs of names of marks.
-    """
-
-    watch: Watch | None = None
+    watch: Watch | None = None  # tells which stream is current; None where there are no streams
+    #: ``{name of a node: when it ran}``, counted from the start.
     at: dict[str, int] = field(factory=dict)
-    streams: dict[str, str] = field(factory=dict)
-    marks: list[Mark] = field(factory=list)
-    edges: list[tuple[str, str]] = field(factory=list)
+    streams: dict[str, str] = field(factory=dict)  # ``{name of a node: name of its stream}``
+    marks: list[Mark] = field(factory=list)  # all marks, in the order of the program
+    edges: list[tuple[str, str]] = field(factory=list)  # pairs of names of marks
     _names: dict[int, str] = field(factory=dict)
     _host: list[str] = field(factory=list)
     _clock: int = 0

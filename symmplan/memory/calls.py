@@ -50,15 +50,10 @@ def note(
     nbytes: int = 0,
     extra: int = 0,
 ) -> bytes:
-    """A call's note.
+    """A call's note: the op, one of `OPS`, and what must be equal on all ranks.
 
-    Args:
-        op: One of `OPS`.
-        kind: Element type and reduction.
-        out_offset: Offset in bytes of ``out`` in its segment; -1 where it may differ.
-        in_offset: The same of ``input``.
-        nbytes: Size in bytes that must be equal on all ranks.
-        extra: Anything else that must be equal.
+    ``kind`` is the element type and reduction; offsets, in bytes in their segments, are -1 where
+    they may differ.
     """
     return _FORMAT.pack(
         OPS.index(op), zlib.crc32(kind.encode()), out_offset, in_offset, nbytes, extra, 0
@@ -82,11 +77,7 @@ def describe(text: bytes) -> str:
 class Call:
     """One call of an op: which rendezvous it runs on, and how it fails.
 
-    Args:
-        op: Its name.
-        tensor: The tensor whose segment the ranks meet on.
-        where: The argument that ``tensor`` is.
-        group_name: Torch's or the plan's name of the group.
+    Ranks meet on the segment of ``tensor``, which is the argument ``where``.
     """
 
     def __init__(self, op: str, tensor: torch.Tensor, where: str, group_name: str) -> None:

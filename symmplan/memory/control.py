@@ -140,19 +140,11 @@ class ControlArea:
 
 
 class Meeting(Rendezvous):
-    """A meeting in shared memory.
+    """A meeting in shared memory: of every rank its bytes, its control area and its process.
 
-    Args:
-        group: The group.
-        peers: Every rank's bytes of the segment, in the order of ranks.
-        areas: Every rank's control area.
-        starts: The word at which this group's part starts in each of them.
-        processes: Every rank's process.
-        segment: Name of the segment, for messages.
-        timeout: Seconds that a barrier may take unless it says otherwise.
-        on_failure: Called with the error of a failed barrier, and with the keys of the processes
-            that were waited for in vain.
-        order: Told of arrivals and meetings, if the segment is watched for races.
+    In each area the group's part begins at the word that ``starts`` says. ``on_failure`` is called
+    with the error of a failed barrier, and with the keys of the processes that were waited for in
+    vain. ``order`` is told of arrivals and meetings, if the segment is watched for races.
     """
 
     def __init__(

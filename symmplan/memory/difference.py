@@ -30,21 +30,13 @@ _ABSENT = "nothing"
 
 @frozen
 class Difference:
-    """Where two plans part.
+    """Where two plans part."""
 
-    Attributes:
-        where: For people: the thing and its field.
-        path: The same for machines, such as ``"problem.buffers[x].nbytes"``.
-        op: Qualified name of the op concerned, or empty.
-        buffer: Name of the buffer concerned, or empty.
-        values: The two values.
-    """
-
-    where: str
-    path: str
-    op: str
-    buffer: str
-    values: tuple[Any, Any]
+    where: str  # for people: the thing and its field
+    path: str  # the same for machines, such as ``"problem.buffers[x].nbytes"``
+    op: str  # qualified name of the op concerned, or empty
+    buffer: str  # name of the buffer concerned, or empty
+    values: tuple[Any, Any]  # the two values
 
 
 def first_difference(left: Any, right: Any) -> Difference:

@@ -22,24 +22,16 @@ _RANKS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 @frozen
 class Group:
-    """A process group.
+    """A process group."""
 
-    Attributes:
-        name: What the plan calls it.
-        torch_name: What torch calls it; equal to ``name`` unless the plan was made elsewhere.
-        rank: This process's rank in it.
-        size: How many ranks it has.
-        store: The group's key-value store, None for a group of one without torch.distributed.
-        process_group: Torch's group, None likewise.
-        pid: The process that is this rank. One that is forked from it is not.
-    """
-
-    name: str
-    torch_name: str
-    rank: int = 0
-    size: int = 1
+    name: str  # what the plan calls it
+    torch_name: str  # what torch calls it; equal to ``name`` unless the plan was made elsewhere
+    rank: int = 0  # this process's rank in it
+    size: int = 1  # how many ranks it has
+    #: The group's key-value store, None for a group of one without torch.distributed.
     store: Any = field(default=None, eq=False, repr=False)
-    process_group: Any = field(default=None, eq=False, repr=False)
+    process_group: Any = field(default=None, eq=False, repr=False)  # Torch's group, None likewise
+    #: The process that is this rank. One that is forked from it is not.
     pid: int = field(factory=os.getpid, eq=False, repr=False)
 
     @property

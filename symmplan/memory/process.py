@@ -22,21 +22,15 @@ _ENDED = frozenset("ZXx")  # a killed process stays visible as a zombie until it
 
 @frozen
 class ProcessIdentity:
-    """A process, named so that ranks on the same host can recognise it.
+    """A process, named so that ranks on the same host can recognise it."""
 
-    Attributes:
-        pid: Process id, in its own pid namespace.
-        started: Start time in clock ticks since boot, 0 where it is not known.
-        namespace: The pid namespace.
-        host: The host's boot, or its name where that is not known.
-        user: Effective user id.
-    """
-
-    pid: int = field(validator=instance_of(int))
+    pid: int = field(validator=instance_of(int))  # process id, in its own pid namespace
+    #: Start time in clock ticks since boot, 0 where it is not known.
     started: int = field(validator=instance_of(int))
-    namespace: str = field(validator=instance_of(str))
+    namespace: str = field(validator=instance_of(str))  # the pid namespace
+    #: The host's boot, or its name where that is not known.
     host: str = field(validator=instance_of(str))
-    user: int = field(validator=instance_of(int))
+    user: int = field(validator=instance_of(int))  # effective user id
 
     @property
     def key(self) -> int:

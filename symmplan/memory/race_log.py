@@ -124,30 +124,19 @@ class Extent:
 
 @frozen
 class Record:
-    """An access, as its rank wrote it down.
+    """An access, as its rank wrote it down."""
 
-    Attributes:
-        number: How many records its rank made before.
-        owner: Whose bytes.
-        extent: Which bytes of the segment.
-        write: Whether they were written.
-        text: Op, line and buffer.
-    """
-
-    number: int
-    owner: int
-    extent: Extent
-    write: bool
-    text: tuple[str, str, str]
+    number: int  # how many records its rank made before
+    owner: int  # whose bytes
+    extent: Extent  # which bytes of the segment
+    write: bool  # whether they were written
+    text: tuple[str, str, str]  # op, line and buffer
 
 
 class RaceLog:
     """One rank's log of one segment, mine or a peer's. See [Note: race logs].
 
-    Args:
-        memory: The file of the segment.
-        start: Where in it the log begins, in bytes.
-        size: Components of a clock.
+    It begins at byte ``start`` of the segment's file; clocks have ``size`` components.
 
     Attributes:
         clock: What the owner published last.

@@ -114,25 +114,16 @@ class Touch:
 
 @define(eq=False)
 class WatchedSegment:
-    """A segment whose accesses are written down.
+    """A segment whose accesses are written down."""
 
-    Attributes:
-        name: The segment's.
-        detector: Of its arena.
-        log: This rank's log of it.
-        health: Of its arena.
-        placements: ``(first byte, end, buffer)`` of what the plan puts there.
-        peers: The logs of the others, by rank.
-        open: This rank's accesses that last, by number.
-    """
-
-    name: str
-    detector: RaceDetector
-    log: RaceLog
-    health: Health
+    name: str  # the segment's
+    detector: RaceDetector  # of its arena
+    log: RaceLog  # this rank's log of it
+    health: Health  # of its arena
+    #: ``(first byte, end, buffer)`` of what the plan puts there.
     placements: Sequence[tuple[int, int, str]] = ()
-    peers: dict[int, RaceLog] = field(factory=dict)
-    open: dict[int, Record] = field(factory=dict)
+    peers: dict[int, RaceLog] = field(factory=dict)  # the logs of the others, by rank
+    open: dict[int, Record] = field(factory=dict)  # this rank's accesses that last, by number
     _settled: dict[int, int] = field(factory=dict)
     _seen: set[Any] = field(factory=set)  # what was noted already, ...
     _seen_at: int = 0  # ... to end at this component
@@ -189,9 +180,7 @@ class WatchedSegment:
 class RaceDetector:
     """Finds the races on the segments of an arena. See [Note: how races are found].
 
-    Args:
-        rank: This process's rank in the default process group.
-        size: How many ranks that has.
+    ``rank`` and ``size`` are those of the default process group.
 
     Attributes:
         listener: Called with each access instead of comparing it, if it is set: with the segment's

@@ -123,17 +123,13 @@ class Rendezvous:
 
 
 class Segment:
-    """One symmetric allocation.
-
-    Args:
-        spec: What was asked for.
-        backend: Name of the memory backend.
-        tensor: This rank's bytes, uint8, one-dimensional; its storage is exactly the segment.
-        timeout: Seconds that a barrier may take unless it says otherwise.
-        health: Shared by the segments of an arena.
-        on_release: What else to do on release.
+    """One symmetric allocation. Made by a memory backend.
 
     Attributes:
+        spec: What was asked for.
+        backend: Name of the memory backend.
+        timeout: Seconds that a barrier may take unless it says otherwise.
+        health: Shared by the segments of an arena.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
     """
 

@@ -52,23 +52,15 @@ _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG})
 
 @frozen
 class SharedFile:
-    """What peers must know to open a file, and to know that it is the right one.
+    """What peers must know to open a file, and to know that it is the right one."""
 
-    Attributes:
-        pid: Process that holds it open.
-        fd: File descriptor in that process.
-        device: Device number of its file system.
-        inode: Inode number.
-        nbytes: Size in bytes.
-        name: File name in `DIRECTORY`, empty for a nameless file.
-    """
-
-    pid: int = field(validator=[instance_of(int), ge(1)])
-    fd: int = field(validator=[instance_of(int), ge(0)])
-    device: int = field(validator=instance_of(int))
-    inode: int = field(validator=instance_of(int))
-    nbytes: int = field(validator=[instance_of(int), ge(1)])
+    pid: int = field(validator=[instance_of(int), ge(1)])  # process that holds it open
+    fd: int = field(validator=[instance_of(int), ge(0)])  # file descriptor in that process
+    device: int = field(validator=instance_of(int))  # device number of its file system
+    inode: int = field(validator=instance_of(int))  # inode number
+    nbytes: int = field(validator=[instance_of(int), ge(1)])  # size in bytes
     # What a peer says becomes part of a path: no separators.
+    #: File name in `DIRECTORY`, empty for a nameless file.
     name: str = field(default="", validator=matches_re(r"(symmplan-[0-9a-f]{32})?"))
 
 

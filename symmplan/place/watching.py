@@ -130,9 +130,8 @@ class _Work:
 class Watching(TorchDispatchMode):
     """Reports accesses while it is active. See [Note: what is seen].
 
-    Args:
-        timeout: Seconds that peers may take to start a collective.
-        serves: Whether an op that comes now is run by somebody else, who reports what it does.
+    Peers may take ``timeout`` seconds to start a collective. ``serves`` says whether an op that
+    comes now is run by somebody else, who reports what it does.
     """
 
     def __init__(self, timeout: float, serves: Callable[[Any], bool] = lambda _: False) -> None:
