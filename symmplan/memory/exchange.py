@@ -24,8 +24,14 @@ from weakref import WeakKeyDictionary
 
 from symmplan.errors import AgreementError, PeerLostError, SymmplanError
 from symmplan.memory.process import ProcessIdentity, is_gone
-from symmplan.memory.relay import post_error, posted_error
-from symmplan.memory.sessions import current_keys, in_other_session, keys_of_calls, wrong_session
+from symmplan.memory.sessions import (
+    current_keys,
+    in_other_session,
+    keys_of_calls,
+    post_error,
+    posted_error,
+    wrong_session,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
