@@ -15,8 +15,7 @@ from attrs import asdict, frozen
 
 from symmplan.errors import AgreementError, BackendError
 from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.process import ProcessIdentity, this_process
+from symmplan.memory.groups import ProcessIdentity, resolve_groups, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from symmplan.errors import PeerLostError, RunError
-from symmplan.memory.groups import listed
-from symmplan.memory.process import ProcessIdentity, is_gone
+from symmplan.memory.groups import ProcessIdentity, is_gone, listed
 from symmplan.memory.segment import Rendezvous
 
 if TYPE_CHECKING:

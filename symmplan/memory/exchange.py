@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from symmplan.errors import AgreementError, PeerLostError, SymmplanError
-from symmplan.memory.process import ProcessIdentity, is_gone
+from symmplan.memory.groups import ProcessIdentity, is_gone
 from symmplan.memory.sessions import (
     current_keys,
     in_other_session,

@@ -16,7 +16,7 @@ from attrs import asdict, define, evolve, field, frozen
 
 from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
-from symmplan.memory.process import ProcessIdentity, is_gone, this_process
+from symmplan.memory.groups import ProcessIdentity, is_gone, this_process
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.segment import Health, Segment
