@@ -248,8 +248,9 @@ class Decider:
     def _why_copied(self, request: Request) -> str | None:
         """Why a result is copied into its placement, or None if the op writes it there."""
         spec = request.spec
-        writes = spec.out is not None or self.producer(request.node) == "declared"
-        if writes or spec.origin == "catalogue":  # how those run is up to whoever runs them
+        if spec.out is not None or self.producer(request.node) == "declared":
+            return None
+        if spec.origin == "catalogue":  # how those run is up to whoever runs them
             return None
         return f"{spec.op} has no variant that writes into given memory"
 
@@ -306,11 +307,8 @@ class Decider:
     def _widen(self, name: str, requirement: Requirement) -> None:
         """One storage, several requirements: the strictest holds."""
         have = self.buffers[name]
-        self.buffers[name] = evolve(
-            have,
-            align=max(have.align, requirement.align),
-            signal_pad=have.signal_pad or requirement.signal_pad,
-        )
+        align, pad = max(have.align, requirement.align), have.signal_pad or requirement.signal_pad
+        self.buffers[name] = evolve(have, align=align, signal_pad=pad)
 
     def _why_stage(self, request: Request, root: Value) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""
@@ -319,10 +317,9 @@ class Decider:
             return "it is not contiguous"
         if root in self.copied:
             return "an op before wrote a copy of it"
-        itemsize = fake.element_size()
         if not isinstance(fake.storage_offset(), int):
             return "it begins at an offset that is not known"
-        if (fake.storage_offset() * itemsize) % request.requirement.align:
+        if (fake.storage_offset() * fake.element_size()) % request.requirement.align:
             return f"its view starts off the alignment of {request.requirement.align} bytes"
         if home is not None:
             if self.buffers[home.buffer].group != request.group:
@@ -341,10 +338,8 @@ class Decider:
             return f"its producer {target_name(origin[0])} cannot write into given memory"
         made = self.values.tensors[origin]
         numel = made.numel() * made.element_size()
-        dense = known(numel == made.untyped_storage().nbytes()) and known(
-            made.storage_offset() == 0
-        )
-        if not dense or not bounded(made, self._symbols):
+        dense = known(numel == made.untyped_storage().nbytes())
+        if not (dense and known(made.storage_offset() == 0)) or not bounded(made, self._symbols):
             return "its producer's result is not dense"
         return None
 
@@ -388,16 +383,10 @@ class Decider:
 
     def _untraceable(self, root: Value) -> bool:
         """Whether a class joins values of which more than one could be the storage's maker."""
-        origin = self._origin(root)
-        for value in self._classes[root]:
-            node = value[0]
-            if value == origin or is_pure_view(node):
+        for node, _ in self._classes[root][1:]:  # but the origin
+            if is_pure_view(node):
                 continue
             overload = called(node)
-            if overload is None or not any(
-                r.alias_info is not None for r in overload._schema.returns
-            ):
+            if overload is None or all(r.alias_info is None for r in overload._schema.returns):
                 return True
-            if overload.is_view and not overload._schema.is_mutable:
-                continue
         return False

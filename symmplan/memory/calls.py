@@ -85,7 +85,8 @@ class Call:
         self.group_name = group_name
         self.segment, self.offset = located(
             tensor,
-            f"symmplan::{op}: {where!r}",
+            repr(where),
+            by=f"symmplan::{op}: ",
             fix="let the plan place it, or keep its arena until nothing uses it any more",
             group=group_name,
             op=f"symmplan::{op}",

@@ -316,10 +316,10 @@ class Meeting(Rendezvous):
         if self._look is not None:
             self._look()
         for rank, counter in self._others:
-            process, lost = self._processes[rank], [rank]
-            status, because = self._areas[rank].status, [process.key]
+            process, lost, because = self._processes[rank], [rank], []
+            status = self._areas[rank].status
             if status == _BROKEN:
-                because = self._areas[rank].because or because
+                because = self._areas[rank].because
                 what, lost = self._gave_up(rank)
                 fix = f"see the error of rank {listed(lost)}"
             elif counter[0] >= self._count:
@@ -335,7 +335,7 @@ class Meeting(Rendezvous):
             # It may have arrived just before it ended, after we looked.
             if status != _BROKEN and counter[0] >= self._count:
                 continue
-            self._because = because
+            self._because = because or [process.key]
             if self._order is not None:
                 self._order.detector.check()  # that a race was found says more
             raise PeerLostError(

@@ -315,8 +315,10 @@ def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     return _LIVE.find(address)
 
 
-def located(tensor: torch.Tensor, name: str, *, fix: str, **fields: Any) -> tuple[Segment, int]:
-    """As `locate`, of a tensor that errors call ``name``.
+def located(
+    tensor: torch.Tensor, name: str, *, fix: str, by: str = "", **fields: Any
+) -> tuple[Segment, int]:
+    """As `locate`, of a tensor that errors call ``name``, with ``by`` before it.
 
     Raises:
         NotSymmetricError: It lies in no live segment.
@@ -324,8 +326,8 @@ def located(tensor: torch.Tensor, name: str, *, fix: str, **fields: Any) -> tupl
     found = locate(tensor)
     if found is None:
         raise NotSymmetricError(
-            f"{name} of shape {tuple(tensor.shape)} lies in no live segment",
-            expected=f"{name.rpartition(': ')[2]} in symmetric memory",
+            f"{by}{name} of shape {tuple(tensor.shape)} lies in no live segment",
+            expected=f"{name} in symmetric memory",
             got=f"ordinary memory at {tensor.data_ptr():#x}",
             fix=fix,
             **fields,
