@@ -92,7 +92,8 @@ def capture_fx(
         _require_values(node, spec, fakes)
     values = Values.of(graph, fakes)
     lying = _given(values, given or {})
-    waits = {n: _waits_of(n, values) for n, s in specs.items() if s.asynchronous}
+    ends = [n for n in graph.nodes if is_wait(n)]
+    waits = {n: _waits_of(n, values, ends) for n, s in specs.items() if s.asynchronous}
     requests = [r for node, spec in specs.items() for r in requests_of(node, spec, values)]
     shunned: frozenset[Value] = frozenset()
     while True:
@@ -119,7 +120,7 @@ def capture_fx(
         for r in hidden.requirements
     )
     sites = sorted(decider.sites, key=lambda s: values.order[s.node])
-    _run_plainly(decider, sites, specs)
+    _run_plainly(decider, sites, specs, ends)
     crossing = _saved(decider, saved)
     problem, residence, steps = _problems(decider, sites, specs, crossing, lying)
     return Captured(
@@ -167,14 +168,14 @@ def _require_values(node: fx.Node, spec: OpSpec, fakes: Mapping[fx.Node, Any]) -
             )
 
 
-def _waits_of(node: fx.Node, values: Values) -> dict[Path, fx.Node]:
+def _waits_of(node: fx.Node, values: Values, ends: Sequence[fx.Node]) -> dict[Path, fx.Node]:
     """For each result of an asynchronous node, the first wait after it."""
     roots: dict[Value, list[Path]] = {}
     for value in values.of_node(node):
         roots.setdefault(values.find(value), []).append(value[1])
     found: dict[Path, fx.Node] = {}
-    for other, at in values.order.items():
-        if at <= values.order[node] or not is_wait(other):
+    for other in ends:
+        if values.order[other] <= values.order[node]:
             continue
         for source in other.all_input_nodes:
             for value in values.of_node(source):
@@ -227,7 +228,9 @@ def _saved(decider: Decider, saved: Collection[int]) -> dict[int, str]:
     return found
 
 
-def _run_plainly(decider: Decider, sites: Sequence[Site], specs: dict[fx.Node, OpSpec]) -> None:
+def _run_plainly(
+    decider: Decider, sites: Sequence[Site], specs: dict[fx.Node, OpSpec], ends: Sequence[fx.Node]
+) -> None:
     """Ops that are left out run as they are: asynchronously, if that is what they are."""
     placed = {s.node for s in sites if s.buffer is not None}
     placed |= {h.node for h in decider.homes.values() if h.write == "declared"}
@@ -236,7 +239,7 @@ def _run_plainly(decider: Decider, sites: Sequence[Site], specs: dict[fx.Node, O
         plain = None if overload is None else spec_for(overload)
         if node in placed or plain is None or plain.asynchronous == spec.asynchronous:
             continue
-        found = _waits_of(node, decider.values)
+        found = _waits_of(node, decider.values, ends)
         if found:
             specs[node] = plain
             decider.waits[node] = found
