@@ -49,6 +49,8 @@ _POLL = 0.02  # seconds
 
 #: Ranks have other numbers in other groups.
 _OF_GROUP = ", by the numbers of group "
+#: What each error has beside its own fields.
+_GIVEN = ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields")
 
 
 class SessionKeys:
@@ -246,13 +248,9 @@ def keys_of_calls() -> str:
 
 def post_error(group: Group, key: str, error: BaseException) -> None:
     """Leave ``error`` under ``key`` in the group's store, unless one lies there. Never raises."""
-    if group.forked:
-        return
-    try:
-        if not group.store.check([key]):
+    with contextlib.suppress(Exception):  # the store may be what failed
+        if not group.forked and not group.store.check([key]):
             group.store.set(key, json.dumps(_as_data(error, group.rank)))
-    except Exception:  # noqa: BLE001 (the store may be what failed)
-        return
 
 
 def posted_error(group: Group, key: str) -> SymmplanError | None:
@@ -295,11 +293,10 @@ def _from_data(text: bytes, group: Group) -> SymmplanError:
             str(k): _tupled(v)
             for k, v in fields.items()
             if _is_plain(v) and str(k).isidentifier() and not str(k).startswith("_")
+            if k not in _GIVEN
         }
     except (ValueError, TypeError, KeyError, AttributeError):
         return RunError("a peer failed and its message cannot be read", group=group.name)
-    for taken in ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields"):
-        plain.pop(taken, None)
     known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
     if not what.startswith("rank "):
         what = f"rank {failed} failed: {what}"
