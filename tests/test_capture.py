@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import symmplan
 from symmplan.capture import capture_fx
-from symmplan.capture.values import tensor_leaves
+from symmplan.capture.graphs import tensor_leaves
 from symmplan.errors import CaptureError
 
 F = torch.ops._c10d_functional

@@ -201,17 +201,17 @@ def _elsewhere(rank, size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.shm import ShmRendezvous
+    from symmplan.memory.control import Meeting
 
     torch._dynamo.reset()
     backend = symmplan.backend(inner="eager", timeout=300.0)
     group = dist.group.WORLD.group_name
-    told = ShmRendezvous.told
+    told = Meeting.told
 
     def told_on_boards(self):
         return told(self) if self.group.name == group and self._peers[0].numel() < 1024 else []
 
-    ShmRendezvous.told = told_on_boards
+    Meeting.told = told_on_boards
     try:
 
         def model(x):
@@ -234,7 +234,7 @@ def _elsewhere(rank, size):
             dist.distributed_c10d._get_default_store().set("said", "")
         return caught.value.what
     finally:
-        ShmRendezvous.told = told
+        Meeting.told = told
         dist.barrier()
         backend.release()
 

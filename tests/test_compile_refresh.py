@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from symmplan.capture.values import Values, example_values
+from symmplan.capture.graphs import Values, example_values
 from symmplan.integrate.compile.refresh import note, refresh_changed, refresh_values
 
 A = torch.ops.aten

@@ -27,10 +27,8 @@ from symmplan.memory import (
     spares,
 )
 from symmplan.memory.calls import OPS, describe, note
-from symmplan.memory.groups import Group
-from symmplan.memory.nccl_pool import NcclPoolBackend
-from symmplan.memory.process import is_gone, this_process
-from symmplan.memory.torch_symm import TorchSymmBackend
+from symmplan.memory.groups import Group, is_gone, this_process
+from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
 
 CPU = torch.device("cpu")
 
@@ -283,7 +281,7 @@ def test_processes_are_recognised():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     import attrs
 
-    from symmplan.memory.process import _state
+    from symmplan.memory.groups import _state
 
     other = attrs.evolve(me, pid=child.pid, started=_state(child.pid)[1])
     assert not is_gone(other)

@@ -15,7 +15,6 @@ from race_programs import PROGRAMS
 from ranks import RankPool
 
 from symmplan.memory.race_log import OPEN, Extent, RaceLog, log_nbytes
-from symmplan.memory.touches import extent_of
 from symmplan.model import Access, Buffer, Operation
 
 pytestmark = pytest.mark.ranks
@@ -233,7 +232,7 @@ def _views(draw):
     spots = view.reshape(-1).tolist()
     item = view.element_size()
     used = {int(s) % 256 * item + i for s in spots for i in range(item)}
-    return extent_of(view, offset), used
+    return Extent.of(view, offset), used
 
 
 @given(_views(), _views())

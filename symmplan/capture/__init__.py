@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from symmplan.capture.fx import capture_fx
-from symmplan.capture.joint import join
 from symmplan.capture.sites import Captured, Site
+from symmplan.capture.steps import join
 
 __all__ = ["Captured", "Site", "capture_fx", "join"]

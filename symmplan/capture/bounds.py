@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.capture.values import tensor_leaves
+from symmplan.capture.graphs import tensor_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,44 +36,34 @@ def bound(number: int | torch.SymInt) -> int | None:
 def bounded(fake: torch.Tensor, given: Mapping[Any, Any]) -> bool:
     """Whether the tensor's sizes have bounds, and can be computed where the graph begins.
 
-    Args:
-        fake: A fake tensor.
-        given: What `sources` found.
+    ``given`` is what `sources` found.
     """
     numbers = [*fake.shape, *fake.stride(), fake.storage_offset()]
-    nbytes = bound(fake.untyped_storage().nbytes())
-    return nbytes is not None and all(
-        bound(n) is not None and _computable(n, given) for n in numbers
+    return bound(fake.untyped_storage().nbytes()) is not None and all(
+        isinstance(n, int) or (bound(n) is not None and _computable(n.node.expr, given))
+        for n in numbers
     )
 
 
-def _computable(number: Any, given: Mapping[Any, Any]) -> bool:
+def _computable(expr: Any, given: Mapping[Any, Any]) -> bool:
     from torch.utils._sympy.functions import FloorDiv
 
-    if isinstance(number, int):
-        return True
-    return all(
-        e in given or e.is_Integer or e.is_Add or e.is_Mul or isinstance(e, FloorDiv)
-        for e in _parts(number.node.expr)
-    )
-
-
-def _parts(expr: Any) -> list[Any]:
-    return [expr, *(p for a in expr.args for p in _parts(a))]
+    plain = expr in given or expr.is_Integer or expr.is_Add or expr.is_Mul
+    plain = plain or isinstance(expr, FloorDiv)
+    return plain and all(_computable(part, given) for part in expr.args)
 
 
 def sources(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int | None]]:
     """Where the graph's inputs give its symbols: ``{symbol: (input, dimension or None)}``."""
-    found: dict[Any, tuple[fx.Node, int | None]] = {}
     inputs = [(n, n.meta.get("val")) for n in graph.nodes if n.op == "placeholder"]
+    numbers: list[tuple[Any, fx.Node, int | None]] = [(v, node, None) for node, v in inputs]
     for node, value in inputs:
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            found.setdefault(value.node.expr, (node, None))
-    for node, value in inputs:
-        sizes: list[Any] = list(value.shape) if isinstance(value, torch.Tensor) else []
-        for i, size in enumerate(sizes):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                found.setdefault(size.node.expr, (node, i))
+        if isinstance(value, torch.Tensor):
+            numbers += [(size, node, i) for i, size in enumerate(value.shape)]
+    found: dict[Any, tuple[fx.Node, int | None]] = {}
+    for number, node, dimension in numbers:
+        if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol:
+            found.setdefault(number.node.expr, (node, dimension))
     return found
 
 

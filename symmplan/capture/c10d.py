@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 
 from symmplan import _compat as compat
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,71 +23,51 @@ __all__ = ["NAMES", "Functional", "functional_form"]
 
 @frozen
 class Functional:
-    """A call of a functional collective that does what a call of ``c10d::`` does.
+    """A call of a functional collective that does what a call of ``c10d::`` does."""
 
-    Attributes:
-        op: The functional collective.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-        written: The tensor that it writes.
-        listed: Whether the original returns its tensor in a list.
-        asynchronous: Whether the caller holds a ``Work`` to wait for.
-    """
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    written: torch.Tensor
-    listed: bool
-    asynchronous: bool
+    op: Any  # the functional collective
+    args: tuple[Any, ...]  # its positional arguments
+    kwargs: dict[str, Any]  # its arguments by name
+    written: torch.Tensor  # the tensor that it writes
+    listed: bool  # whether the original returns its tensor in a list
+    asynchronous: bool  # whether the caller holds a ``Work`` to wait for
 
     def results(self, work: Any) -> tuple[Any, Any]:
         """What the original op returns."""
         return ([self.written] if self.listed else self.written), work
 
 
-def _group(given: Any) -> tuple[str, int]:
-    group = compat.unboxed_group(given)
-    return compat.group_name(group), group.size()
-
-
-def _all_gather(bound: dict[str, Any]) -> tuple[Any, ...] | None:
-    name, size = _group(bound["process_group"])
-    out = bound["output_tensor"]
+def _all_gather(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...]:
     op = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    out = bound["output_tensor"]
     return op, (bound["input_tensor"], size, name), {"out": out}, out, False
 
 
-def _reduce_scatter(bound: dict[str, Any]) -> tuple[Any, ...] | None:
-    name, size = _group(bound["process_group"])
-    reduction = compat.reduction_name(bound["reduce_op"])
+def _reduce_scatter(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...] | None:
+    op = torch.ops._c10d_functional.reduce_scatter_tensor_out.default
+    reduction, out = compat.reduction_name(bound["reduce_op"]), bound["output_tensor"]
     if reduction is None:
         return None
-    out = bound["output_tensor"]
-    op = torch.ops._c10d_functional.reduce_scatter_tensor_out.default
     return op, (bound["input_tensor"], reduction, size, name), {"out": out}, out, False
 
 
-def _all_reduce(bound: dict[str, Any]) -> tuple[Any, ...] | None:
-    name, _ = _group(bound["process_group"])
-    reduction = compat.reduction_name(bound["reduce_op"])
-    tensors = bound["tensors"]
+def _all_reduce(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
+    op = torch.ops._c10d_functional.all_reduce_.default
+    reduction, tensors = compat.reduction_name(bound["reduce_op"]), bound["tensors"]
     if reduction is None or len(tensors) != 1 or bound["sparse_indices"] is not None:
         return None
-    op = torch.ops._c10d_functional.all_reduce_.default
     return op, (tensors[0], reduction, name), {}, tensors[0], True
 
 
-def _broadcast(bound: dict[str, Any]) -> tuple[Any, ...] | None:
-    name, _ = _group(bound["process_group"])
-    tensors = bound["tensors"]
+def _broadcast(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
+    op, tensors = torch.ops._c10d_functional.broadcast_.default, bound["tensors"]
     if len(tensors) != 1 or bound["root_tensor"] != 0:
         return None
-    op = torch.ops._c10d_functional.broadcast_.default
     return op, (tensors[0], bound["root_rank"], name), {}, tensors[0], True
 
 
-_FORMS: Mapping[str, Callable[[dict[str, Any]], tuple[Any, ...] | None]] = {
+#: What makes of a call's arguments those of `Functional`, all but the last; or None.
+_FORMS: Mapping[str, Callable[[dict[str, Any], str, int], tuple[Any, ...] | None]] = {
     "c10d::_allgather_base_": _all_gather,
     "c10d::_reduce_scatter_base_": _reduce_scatter,
     "c10d::allreduce_": _all_reduce,
@@ -100,20 +81,13 @@ NAMES = tuple(_FORMS)
 def functional_form(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Functional | None:
-    """The functional form of a call of ``c10d::``, or None if it has none.
-
-    Args:
-        op: The op called.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-    """
+    """The functional form of a call of ``c10d::``, or None if it has none."""
     form = _FORMS.get(op._schema.name)
     if form is None:
         return None
-    bound = {a.name: a.default_value for a in op._schema.arguments}
-    bound.update(zip(bound, args, strict=False))
-    bound.update(kwargs)
-    found = form(bound)
+    bound = bind_arguments(op, args, kwargs)
+    group = compat.unboxed_group(bound["process_group"])
+    found = form(bound, compat.group_name(group), group.size())
     if found is None:
         return None
     target, positional, named, written, listed = found

@@ -13,109 +13,106 @@ no size, empty, symbolic without a bound                 none   `Unplanned`, wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from torch import fx
 
-from symmplan.capture.bounds import bound, bounded, contiguous, known
-from symmplan.capture.graphs import argument_nodes, is_getitem, overload_of, target_name
-from symmplan.capture.sites import Home, Kept, Site
-from symmplan.capture.values import Value, Values, is_pure_view, tensor_leaves
+from symmplan.capture.bounds import bound, bounded, contiguous, known, sources
+from symmplan.capture.graphs import (
+    Path,
+    Value,
+    Values,
+    argument_nodes,
+    called,
+    is_getitem,
+    is_pure_view,
+    overload_of,
+    target_name,
+    tensor_leaves,
+    written_arguments,
+)
+from symmplan.capture.sites import Home, How, Kept, Site
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from symmplan.capture.producers import Write
 
-__all__ = ["Decider", "Request", "element_where", "requests_of"]
+__all__ = ["Decider", "Request", "requests_of"]
 
 _SHUNNED = "an op whose own argument is left out uses it, too"
 
 
-def element_where(where: str, path: tuple[int, ...]) -> str:
+def _element(where: str, path: Path) -> str:
     """``"inputs"`` and ``(0,)`` -> ``"inputs.0"``."""
     return ".".join([where, *map(str, path)])
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Request:
-    """A requirement, matched with the tensor it is about."""
+    """A requirement, and the tensor it is about: a site of which nothing is decided yet."""
 
-    node: fx.Node
+    site: Site
     spec: OpSpec
     group: str
     requirement: Requirement
-    where: str
-    kind: Literal["argument", "result"]
-    value: Value
-    writes: bool
+
+    @property
+    def node(self) -> fx.Node:
+        """The declared op's node."""
+        return self.site.node
+
+    @property
+    def value(self) -> Value:
+        """The tensor."""
+        return self.site.value
 
 
-def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterable[Request]:
+def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Request]:
     """The requirements of one op, each matched with the tensors it is about."""
     overload = overload_of(node.target)
     assert overload is not None
     bound = bind_arguments(overload, node.args, node.kwargs)
     group = resolve_group_name(spec, overload, node.args, node.kwargs)
-    mutated = {
-        a.name
-        for a in overload._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    }
+    mutated = written_arguments(overload)
     for requirement in spec.requirements:
         head, _, rest = requirement.where.partition(".")
-        common = (node, spec, group, requirement)
         if head == "return":
             index = (int(rest),) if rest else ()
             several = len(overload._schema.returns) > 1
             for path, _ in tensor_leaves(values.fakes.get(node)):
                 if index and (path[:1] if several else path[: len(index)]) != index:
                     continue
-                where = element_where("return", path)
-                yield Request(*common, where, "result", (node, path), writes=True)
+                where = _element("return", path)
+                site = Site(node, where, "result", source=node, path=path, writes=True)
+                yield Request(site, spec, group, requirement)
             continue
         for path, source in argument_nodes(bound.get(head)):
             for value_path, _ in tensor_leaves(values.fakes.get(source)):
-                where = element_where(head, (*path, *value_path))
-                value = (source, value_path)
-                yield Request(*common, where, "argument", value, writes=head in mutated)
+                where = _element(head, (*path, *value_path))
+                writes = head in mutated
+                site = Site(node, where, "argument", source=source, path=value_path, writes=writes)
+                yield Request(site, spec, group, requirement)
 
 
 @define(eq=False)
 class Decider:
-    """Decides request by request; all results before all arguments, in graph order.
-
-    Attributes:
-        prefix: What buffer names start with.
-        order: ``{node: its position}``.
-        values: The graph's tensors.
-        classes: ``{representative: all values of its storage}``.
-        escaping: Representatives of the storages that leave the graph.
-        waits: ``{asynchronous node: {path of a result: its wait}}``.
-        producer: Says how a node can write into memory it is given, or None.
-        skip: Gives the reason why a requirement is not to be met, or None.
-        refused: ``{node: why its tensors are to be left out}``.
-        symbols: Where the graph's inputs give the symbols of sizes.
-        keep: The inputs that may lie in symmetric memory from run to run.
-        shunned: Representatives of storages that stay in ordinary memory. See [Note: left out].
-    """
+    """Decides request by request. What is not said here is as for `capture_fx`."""
 
     prefix: str
-    order: dict[fx.Node, int]
     values: Values
-    classes: dict[Value, list[Value]]
-    escaping: set[Value]
-    waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
+    escaping: set[Value]  # representatives of the storages that leave the graph
+    waits: dict[fx.Node, dict[Path, fx.Node]]  # of asynchronous nodes, by path of the result
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
     refused: Mapping[fx.Node, str]
-    symbols: Mapping[Any, Any]
     keep: frozenset[fx.Node]
-    shunned: frozenset[Value] = frozenset()
+    #: Representatives of storages that stay in ordinary memory. See [Note: left out].
+    shunned: frozenset[Value]
 
     homes: dict[Value, Home] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
@@ -126,6 +123,29 @@ class Decider:
     copied: set[Value] = field(init=False, factory=set)
     #: Storages that arguments of users' ops were left out with.
     _left: set[Value] = field(init=False, factory=set)
+    _classes: dict[Value, list[Value]] = field(init=False)
+    #: Where the graph's inputs give the symbols of sizes.
+    _symbols: Mapping[Any, Any] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._classes = self.values.classes()
+        self._symbols = sources(self.values.graph)
+
+    def decide(self, requests: Sequence[Request], given: Mapping[fx.Node, Buffer]) -> None:
+        """All results before all arguments, in graph order; ``given`` lies there already."""
+        for node, buffer in given.items():
+            root = self.values.find((node, ()))
+            self.homes.setdefault(root, Home(buffer.name, node, (), "given"))
+            self.buffers[buffer.name] = buffer
+        for kind, decide in (("result", self._result), ("argument", self._argument)):
+            for request in requests:
+                if request.site.kind != kind:
+                    continue
+                reason = self._unplaceable(request)
+                if reason is None:
+                    decide(request)
+                else:
+                    self._leave_out(request, reason)
 
     def misplaced(self) -> frozenset[Value]:
         """Storages in placements that an op uses whose argument was left out.
@@ -141,42 +161,20 @@ class Decider:
         return frozenset(r for r in self._left - given if self.buffer_of(r) is not None)
 
     def _leave_out(self, request: Request, reason: str) -> None:
-        if request.kind == "argument" and request.spec.origin != "catalogue":
+        if request.site.kind == "argument" and request.spec.origin != "catalogue":
             self._left.add(self.values.find(request.value))
-        fake = self.values.tensors[request.value]
-        nbytes = bound(fake.untyped_storage().nbytes())
+        nbytes = bound(self.values.tensors[request.value].untyped_storage().nbytes())
         name = f"{self.prefix}{request.value[0].name}"
-        self.unplanned.append(Unplanned(name, request.spec.op, request.where, reason, nbytes))
-        self._site(request, None, None, reason)
+        where = request.site.where
+        self.unplanned.append(Unplanned(name, request.spec.op, where, reason, nbytes))
+        self.sites.append(evolve(request.site, reason=reason))
 
-    def _site(
-        self,
-        request: Request,
-        how: Literal["bind", "stage"] | None,
-        buffer: str | None,
-        reason: str = "",
-        *,
-        stays: bool = False,
-    ) -> None:
-        self.sites.append(
-            Site(
-                node=request.node,
-                where=request.where,
-                kind=request.kind,
-                how=how,
-                buffer=buffer,
-                reason=reason,
-                source=request.value[0],
-                path=request.value[1],
-                writes=request.writes,
-                stays=stays,
-            )
-        )
+    def _place(self, request: Request, how: How, buffer: str, reason: str = "") -> None:
+        self.sites.append(evolve(request.site, how=how, buffer=buffer, reason=reason))
 
     def _unplaceable(self, request: Request) -> str | None:
-        reason = self.refused.get(request.node)
-        if reason is None:
-            reason = self.skip(request.spec, request.requirement)
+        """Why no tensor like this can be placed, or None."""
+        reason = self.refused.get(request.node) or self.skip(request.spec, request.requirement)
         if reason is not None:
             return reason
         if request.node in self.waits and not self.waits[request.node]:
@@ -186,7 +184,7 @@ class Decider:
             return f"is a {type(fake).__name__}, not a plain tensor"
         if fake.layout is not torch.strided:
             return f"has layout {fake.layout}"
-        if not bounded(fake, self.symbols):
+        if not bounded(fake, self._symbols):
             return (
                 f"its size {tuple(fake.shape)} is symbolic without an upper bound; set one with "
                 "torch._dynamo.mark_dynamic(tensor, dim, max=...), or compile with dynamic=False"
@@ -207,25 +205,19 @@ class Decider:
             align=request.requirement.align,
             signal_pad=request.requirement.signal_pad,
             op=request.spec.op,
-            where=request.where,
+            where=request.site.where,
             dtype=str(fake.dtype).removeprefix("torch."),
             shape=tuple(bound(size) or 0 for size in fake.shape),
         )
         self.buffers[buffer.name] = buffer
         return buffer
 
-    def result(self, request: Request) -> None:
-        """Decide a declared result."""
-        reason = self._unplaceable(request)
-        if reason is not None:
-            self._leave_out(request, reason)
-            return
+    def _result(self, request: Request) -> None:
         value = request.value
         root = self.values.find(value)
-        origin = self._origin(root)
-        if origin != value:
+        if self._origin(root) != value:
             return  # an in-place op returns its argument, whose own site speaks for it
-        name = element_where(value[0].name, value[1])
+        name = _element(value[0].name, value[1])
         if request.spec.origin == "catalogue" and not contiguous(self.values.tensors[value]):
             self._leave_out(request, "it is not contiguous")
             return
@@ -245,18 +237,20 @@ class Decider:
                 self._leave_out(request, f"{reason}, and it is used other than through one wait")
                 return
             buffer = self._buffer(request, f"{name}:result", value, whole=True)
-            self._site(request, "stage", buffer.name, reason)
+            self._place(request, "stage", buffer.name, reason)
             return
         buffer = self._buffer(request, name, value, whole=True)
         self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
-        how: Literal["bind", "stage"] = "bind" if copied is None else "stage"
-        self._site(request, how, buffer.name, copied or "", stays=True)
+        how: How = "bind" if copied is None else "stage"
+        site = evolve(request.site, how=how, buffer=buffer.name, reason=copied or "", stays=True)
+        self.sites.append(site)
 
     def _why_copied(self, request: Request) -> str | None:
         """Why a result is copied into its placement, or None if the op writes it there."""
         spec = request.spec
-        writes = spec.out is not None or self.producer(request.node) == "declared"
-        if writes or spec.origin == "catalogue":  # how those run is up to whoever runs them
+        if spec.out is not None or self.producer(request.node) == "declared":
+            return None
+        if spec.origin == "catalogue":  # how those run is up to whoever runs them
             return None
         return f"{spec.op} has no variant that writes into given memory"
 
@@ -273,49 +267,35 @@ class Decider:
             readers = [n for n in value[0].users if is_getitem(n) and n.args[1] == value[1][0]]
         return {user for n in readers for user in n.users} == {ends.get(value[1])}
 
-    def argument(self, request: Request) -> None:
-        """Decide a declared argument."""
-        reason = self._unplaceable(request)
-        if reason is not None:
-            self._leave_out(request, reason)
-            return
+    def _argument(self, request: Request) -> None:
         root = self.values.find(request.value)
-        home = self.homes.get(root)
-        reason = self._why_stage(request, root, home)
-        if reason is None and home is None and self._origin(root)[0].op == "placeholder":
-            self._keep(request, root)
-            return
-        if reason is None and home is None:
-            origin = self._origin(root)
-            write = self.producer(origin[0])
-            assert write is not None
-            name = element_where(origin[0].name, origin[1])
-            buffer = self._buffer(request, name, origin, whole=True)
-            home = self.homes[root] = Home(buffer.name, origin[0], origin[1], write)
+        reason = self._why_stage(request, root)
         if reason is None:
-            assert home is not None
-            self._widen(home.buffer, request.requirement)
-            self._site(request, "bind", home.buffer)
+            name = self.buffer_of(root) or self._settle(request, root)
+            self._widen(name, request.requirement)
+            self._place(request, "bind", name)
             return
-        if request.writes and not self._is_last_alias(request, root):
+        if request.site.writes and not self._is_last_alias(request, root):
             self._leave_out(request, "the op writes it, and other views of it are used later")
             return
-        if request.writes and self._origin(root)[0].op == "call_function":
+        if request.site.writes and self._origin(root)[0].op == "call_function":
             self.copied.add(root)
-        name = f"{request.node.name}.{request.where}"
+        name = f"{request.node.name}.{request.site.where}"
         buffer = self._buffer(request, name, request.value, whole=False)
-        self._site(request, "stage", buffer.name, reason)
+        self._place(request, "stage", buffer.name, reason)
 
-    def _keep(self, request: Request, root: Value) -> None:
-        """Let an input lie in symmetric memory from run to run."""
-        origin = self._origin(root)
-        node = origin[0]
-        if root not in self.kept:
-            self.kept[root] = Kept(node, request.group, request.spec.op, request.where)
-            buffer = self._buffer(request, node.name, origin, whole=True)
+    def _settle(self, request: Request, root: Value) -> str:
+        """Let a storage live in a placement from its first byte; the buffer's name."""
+        origin = node, path = self._origin(root)
+        buffer = self._buffer(request, _element(node.name, path), origin, whole=True)
+        if node.op == "placeholder":
+            self.kept[root] = Kept(node, request.group, request.spec.op, request.site.where)
             self.buffers[buffer.name] = evolve(buffer, persistent=True)
-        self._widen(self.prefix + node.name, request.requirement)
-        self._site(request, "bind", self.prefix + node.name)
+        else:
+            write = self.producer(node)
+            assert write is not None
+            self.homes[root] = Home(buffer.name, node, path, write)
+        return buffer.name
 
     def buffer_of(self, root: Value) -> str | None:
         """The buffer that a storage lives in from its first byte, if it does."""
@@ -327,23 +307,19 @@ class Decider:
     def _widen(self, name: str, requirement: Requirement) -> None:
         """One storage, several requirements: the strictest holds."""
         have = self.buffers[name]
-        self.buffers[name] = evolve(
-            have,
-            align=max(have.align, requirement.align),
-            signal_pad=have.signal_pad or requirement.signal_pad,
-        )
+        align, pad = max(have.align, requirement.align), have.signal_pad or requirement.signal_pad
+        self.buffers[name] = evolve(have, align=align, signal_pad=pad)
 
-    def _why_stage(self, request: Request, root: Value, home: Home | None) -> str | None:
+    def _why_stage(self, request: Request, root: Value) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""
-        fake = self.values.tensors[request.value]
+        fake, home = self.values.tensors[request.value], self.homes.get(root)
         if not contiguous(fake):
             return "it is not contiguous"
         if root in self.copied:
             return "an op before wrote a copy of it"
-        itemsize = fake.element_size()
         if not isinstance(fake.storage_offset(), int):
             return "it begins at an offset that is not known"
-        if (fake.storage_offset() * itemsize) % request.requirement.align:
+        if (fake.storage_offset() * fake.element_size()) % request.requirement.align:
             return f"its view starts off the alignment of {request.requirement.align} bytes"
         if home is not None:
             if self.buffers[home.buffer].group != request.group:
@@ -362,10 +338,8 @@ class Decider:
             return f"its producer {target_name(origin[0])} cannot write into given memory"
         made = self.values.tensors[origin]
         numel = made.numel() * made.element_size()
-        dense = known(numel == made.untyped_storage().nbytes()) and known(
-            made.storage_offset() == 0
-        )
-        if not dense or not bounded(made, self.symbols):
+        dense = known(numel == made.untyped_storage().nbytes())
+        if not (dense and known(made.storage_offset() == 0)) or not bounded(made, self._symbols):
             return "its producer's result is not dense"
         return None
 
@@ -394,30 +368,25 @@ class Decider:
         """
         if self._origin(root)[0].op != "call_function":
             return True
-        at = self.order[request.node]
+        order = self.values.order
+        at = order[request.node]
         return not any(
-            self.order[user] > at
-            for value in self.classes[root]
-            if value != request.value and self.order[value[0]] < at
+            order[user] > at
+            for value in self._classes[root]
+            if value != request.value and order[value[0]] < at
             for user in value[0].users
         )
 
     def _origin(self, root: Value) -> Value:
         """The first value of a storage class, in graph order."""
-        return min(self.classes[root], key=lambda v: (self.order[v[0]], v[1]))
+        return self._classes[root][0]
 
     def _untraceable(self, root: Value) -> bool:
         """Whether a class joins values of which more than one could be the storage's maker."""
-        origin = self._origin(root)
-        for value in self.classes[root]:
-            node = value[0]
-            if value == origin or is_pure_view(node):
+        for node, _ in self._classes[root][1:]:  # but the origin
+            if is_pure_view(node):
                 continue
-            overload = overload_of(node.target) if node.op == "call_function" else None
-            if overload is None or not any(
-                r.alias_info is not None for r in overload._schema.returns
-            ):
+            overload = called(node)
+            if overload is None or all(r.alias_info is None for r in overload._schema.returns):
                 return True
-            if overload.is_view and not overload._schema.is_mutable:
-                continue
         return False

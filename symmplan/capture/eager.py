@@ -3,6 +3,16 @@
 The iteration is written down as an FX graph while it runs: a node for each op, a placeholder for
 each tensor that came from elsewhere, an output for each storage that outlives the iteration. The
 graph then goes the way of all graphs through `capture_fx`, see `symmplan.capture.eager_problem`.
+
+[Note: recorded collectives run apart]
+    Threads of a process group may hold the tensors of a collective for a moment after its wait, so
+    that the release of a storage would be seen now here, now there. While recording, declared ops
+    therefore run on clones, to their end, and the program gets clones of their results.
+
+[Note: scratch]
+    Nothing has a placement yet, but an op that reads its peers' memory by itself needs symmetric
+    memory all the same. Its declared arguments are copied into scratch that is symmetric; the ranks
+    meet before the op and behind it, so that it needs no handshake or release of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +21,7 @@ import contextlib
 import operator
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from attrs import define, field
@@ -21,20 +31,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
-from symmplan.capture.eager_apart import run_apart
 from symmplan.capture.streams import MAIN, Timeline
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
-    from symmplan.capture.eager_apart import Scratch
+    from symmplan.capture.c10d import Functional
     from symmplan.capture.producers import Write
     from symmplan.capture.streams import Watch
     from symmplan.model import OpSpec
 
-__all__ = ["Recorded", "Recorder", "Storage", "opaque", "signature"]
+__all__ = ["Recorded", "Recorder", "Scratch", "Storage", "opaque", "signature"]
 
 
 def opaque(*_args: Any) -> None:
@@ -43,53 +53,46 @@ def opaque(*_args: Any) -> None:
 
 @define(eq=False)
 class Storage:
-    """A storage that the program uses.
+    """A storage that the program uses."""
 
-    Attributes:
-        meta: Its stand-in on the meta device.
-        nodes: ``{(offset, size, stride, dtype): the last node with that view}``, the view that was
-            made or used last at the end.
-        origin: The first node.
-        made: Whether an op of the iteration made it.
-        stream: Name of the stream on which it was made.
-        dropped: When it was released; 0 while it lives.
-        users: Names of streams that may use it until then, by ``record_stream``.
-    """
-
-    meta: Any
-    origin: fx.Node
-    made: bool
+    meta: Any  # its stand-in on the meta device
+    origin: fx.Node  # the first node
+    made: bool  # whether an op of the iteration made it
+    #: ``{(offset, size, stride, dtype): the last node with that view}``, the view that was made or
+    #: used last at the end.
     nodes: dict[Any, fx.Node] = field(factory=dict)
-    stream: str = MAIN
-    dropped: int = 0
+    stream: str = MAIN  # name of the stream on which it was made
+    dropped: int = 0  # when it was released; 0 while it lives
+    #: Names of streams that may use it until then, by ``record_stream``.
     users: list[str] = field(factory=list)
 
 
 @define(eq=False)
 class Recorded:
-    """What a program asked the session for: a declared op, or memory.
+    """What a program asked the session for: a declared op, or memory."""
 
-    Attributes:
-        node: Its node.
-        op: The op as the program called it, None for memory.
-        form: The op that stands for it in the graph.
-        kind: ``"op"``, ``"empty"`` or ``"out"``.
-        args: Positional arguments, tensors as ``(shape, dtype)``.
-        kwargs: The same by name.
-        line: Where in the user's program, ``"file:line"``.
-        stream: Name of the stream that was current.
-        asynchronous: Whether the program got a ``Work`` to wait for.
-    """
+    node: fx.Node  # its node
+    op: Any  # the op as the program called it, None for memory
+    form: Any  # the op that stands for it in the graph
+    kind: str  # ``"op"``, ``"empty"`` or ``"out"``
+    args: Any = ()  # positional arguments, tensors as ``(shape, dtype)``
+    kwargs: Any = field(factory=dict)  # the same by name
+    line: str = ""  # where in the user's program, ``"file:line"``
+    stream: str = MAIN  # name of the stream that was current
+    asynchronous: bool = False  # whether the program got a ``Work`` to wait for
 
-    node: fx.Node
-    op: Any
-    form: Any
-    kind: str
-    args: Any = ()
-    kwargs: Any = field(factory=dict)
-    line: str = ""
-    stream: str = MAIN
-    asynchronous: bool = False
+
+class Scratch(Protocol):
+    """Symmetric memory for the ops of a recording. See [Note: scratch]."""
+
+    def serves(self, spec: OpSpec) -> bool:
+        """Whether the op needs it."""
+
+    def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
+        """Symmetric copies of ``tensors``; every rank's are complete. Collective."""
+
+    def over(self) -> None:
+        """The op has ended; returns when it has on all ranks. Collective."""
 
 
 class Recorder(TorchDispatchMode):
@@ -106,6 +109,9 @@ class Recorder(TorchDispatchMode):
         graph: The graph so far.
         calls: The program's calls of declared ops and of `symmplan.empty`, in order.
         lines: ``{node: where in the user's program it was called}``.
+        writes: How makers of tensors write where they are told, by the program's own word.
+        timeline: What was seen of streams.
+        made: Storages that the iteration made, by their first value.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, Storage] = {}
         self.made: dict[tuple[fx.Node, tuple[int, ...]], Storage] = {}
         self._watches: dict[int, Any] = {}
-        self._marks: dict[fx.Node, Write] = {}
+        self.writes: dict[fx.Node, Write] = {}
         self._names = 0
         self._closed = False
 
@@ -161,38 +167,38 @@ class Recorder(TorchDispatchMode):
         if spec is not None:
             self._before(func, args, kwargs)
         given = self._arguments((args, kwargs))
-        if spec is None:
+        form = functional_form(func, args, kwargs) if func.namespace == "c10d" else None
+        if spec is None or (func.namespace == "c10d" and form is None):
             result = func(*args, **kwargs)
         else:
-            result = run_apart(func, args, kwargs, spec, self._scratch)
+            result = _run_apart(func, args, kwargs, spec, form, self._scratch)
         if func.namespace == "c10d":
-            return self._c10d(func, spec, args, kwargs, result)
-        self._write_down(func, spec, given, args, kwargs, result)
-        return result
-
-    def _write_down(
-        self, func: Any, spec: OpSpec | None, given: Any, args: Any, kwargs: Any, result: Any
-    ) -> None:
+            return self._c10d(func, spec, form, args, kwargs, result)
         if func._schema.name == "_c10d_functional::wait_tensor":
             mark = self._works.pop(_key(args[0]), None)
             if mark is not None:
                 self.timeline.wait(mark)
         node = self._node(func, given, result)
-        if spec is None:
-            return
-        self._call(node, func, func, args, kwargs)
-        if spec.asynchronous:
-            mark = self.timeline.record()
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    self._works[_key(tensor)] = mark
+        if spec is not None:
+            self._call(node, func, func, args, kwargs)
+            if spec.asynchronous:
+                mark = self.timeline.record()
+                tensors = (x for x in tree_leaves(result) if _is_tensor(x))
+                self._works.update((_key(tensor), mark) for tensor in tensors)
+        return result
 
-    def _c10d(self, func: Any, spec: OpSpec | None, args: Any, kwargs: Any, result: Any) -> Any:
-        form = functional_form(func, args, kwargs)
+    def _c10d(
+        self,
+        func: Any,
+        spec: OpSpec | None,
+        form: Functional | None,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+    ) -> Any:
         if form is None:
-            given = self._arguments((args, kwargs))
-            flat = [n for n in tree_leaves(given) if isinstance(n, fx.Node)]
-            node = self._node(opaque, (tuple(flat), {}), None)
+            given = tree_leaves(self._arguments((args, kwargs)))
+            node = self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
             if spec is not None:
                 self._call(node, func, opaque, args, kwargs)
             return result
@@ -234,27 +240,20 @@ class Recorder(TorchDispatchMode):
         storage = self._storages.get(_key(tensor))
         if storage is None or not storage.made:
             return
-        self._marks[storage.origin] = write
+        self.writes[storage.origin] = write
         args, kwargs, stream = signature(args), signature(kwargs), storage.stream
         self.calls.append(Recorded(storage.origin, None, None, kind, args, kwargs, _line(), stream))
 
-    # Tensors.
-
     def _arguments(self, given: Any) -> Any:
-        return tree_map(lambda x: self._of(x) if isinstance(x, torch.Tensor) else x, given)
+        return tree_map(lambda x: self._of(x) if _is_tensor(x) else x, given)
 
     def _of(self, tensor: torch.Tensor) -> fx.Node:
         """The node that stands for a tensor."""
         storage = self._storages.get(_key(tensor))
         if storage is None:
-            first = next(iter(self.graph.nodes), None)
-            name = f"input_{self._names}"
+            with self.graph.inserting_before():  # all else
+                node = self.graph.placeholder(f"input_{self._names}")
             self._names += 1
-            if first is None:
-                node = self.graph.placeholder(name)
-            else:
-                with self.graph.inserting_before(first):
-                    node = self.graph.placeholder(name)
             node.meta["val"] = self._enter(tensor, node, made=False)
             return node
         view = _view(tensor)
@@ -317,8 +316,6 @@ class Recorder(TorchDispatchMode):
             return [self._results(node, r, (*path, i)) for i, r in enumerate(result)]
         return result
 
-    # The end.
-
     def close(self) -> None:
         """End the recording: what is still alive leaves the graph."""
         # The last view, not the origin: that may return several storages.
@@ -327,9 +324,72 @@ class Recorder(TorchDispatchMode):
         output = self.graph.output(tuple(living))
         output.meta["val"] = None
 
-    def write_of(self, node: fx.Node) -> Write | None:
-        """How the maker of a tensor writes where it is told, by the program's own word."""
-        return self._marks.get(node)
+
+def _run_apart(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    spec: OpSpec,
+    form: Functional | None,
+    scratch: Scratch | None,
+) -> Any:
+    """Run a declared op; see [Note: recorded collectives run apart].
+
+    Returns:
+        What the op returns, after its end; nothing of it is the op's own.
+
+    Collective: as the op.
+    """
+    clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    placed = scratch is not None and scratch.serves(spec)
+    if placed:
+        assert scratch is not None
+        bound = bind_arguments(func, args, kwargs)
+        heads = {r.where.partition(".")[0] for r in spec.requirements}
+        given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if _is_tensor(x)}
+        copies = scratch.copies(str(bound[spec.group]), spec, list(given.values()))
+        clones = {id(x): (x, c) for x, c in zip(given.values(), copies, strict=True)}
+
+    def clone(x: Any) -> Any:
+        return clones.setdefault(id(x), (x, x.clone()))[1] if _is_tensor(x) else x
+
+    def finished(x: Any) -> Any:
+        if not _is_tensor(x):
+            return x
+        if spec.asynchronous or func.namespace == "_c10d_functional":
+            x = torch.ops._c10d_functional.wait_tensor(x)
+        original = originals.get(_identity(x))
+        return x.clone() if original is None else original
+
+    cloned = tree_map(clone, args), tree_map(clone, kwargs)
+    originals = {_identity(copy): x for x, copy in clones.values()}
+    result = func(*cloned[0], **cloned[1])
+    if form is not None:
+        work = torch.distributed.Work.unbox(result[1])
+        if work is not None:  # NCCL has none for what runs on the current stream
+            work.wait()
+        form.written.copy_(clones[id(form.written)][1])
+        return form.results(compat.finished_work())
+    result = tree_map(finished, result)
+    if placed:
+        assert scratch is not None
+        scratch.over()  # before anything is copied back: peers may write it until then
+    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in tree_leaves(named.get(argument.name)):
+                if _is_tensor(x):
+                    x.copy_(clones[id(x)][1])
+    return result
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _identity(x: torch.Tensor) -> tuple[Any, ...]:
+    """What an op that returns its argument gives back unchanged."""
+    return x.untyped_storage()._cdata, x.data_ptr(), tuple(x.shape), tuple(x.stride()), x.dtype
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -13,9 +13,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
-from attrs import define, evolve, field
+from attrs import evolve
 
 from symmplan.capture.fx import capture_fx
 from symmplan.capture.sites import Captured, Step
@@ -23,16 +24,19 @@ from symmplan.capture.streams import MAIN, unordered, with_streams
 from symmplan.model import Access, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from torch import fx
 
-    from symmplan.capture.eager import Recorder
+    from symmplan.capture.eager import Recorder, Storage
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Requirement
 
 __all__ = ["capture_recorded"]
+
+#: When something ran, and on which stream.
+_Moment: TypeAlias = tuple[int, str]
 
 
 def capture_recorded(
@@ -63,11 +67,11 @@ def capture_recorded(
         captured = capture_fx(
             recorder.graph,
             lookup=lookup,
-            producer=lambda node: producer(node, recorder.write_of),
+            producer=lambda node: producer(node, recorder.writes.get),
             skip=skip,
             refused=refused,
         )
-        captured = _Line(recorder, captured).run()
+        captured = _in_time(recorder, captured)
         reasons = unordered(captured.problem)
         more = {s.node: reasons[s.buffer] for s in captured.sites if s.buffer in reasons}
         more = {**partly(captured), **more}
@@ -78,68 +82,61 @@ def capture_recorded(
         refused = {**more, **refused}
 
 
-@define(eq=False)
-class _Line:
-    """The operations of a captured recording, each with its moment and its stream."""
+def _in_time(recorder: Recorder, captured: Captured) -> Captured:
+    """The operations of a captured recording, each at its moment and on its stream, and drops."""
+    problem, steps = captured.problem, dict(captured.steps)
+    moments: list[_Moment] = []
+    for operation in problem.operations:
+        at, stream = _moment(recorder, captured, steps[operation.name])
+        # A copy out follows the wait, which may be that of another result.
+        moments.append((max(at, moments[-1][0]) if moments else at, stream))
+    position = {o.name: i for i, o in enumerate(problem.operations)}
+    last: dict[str, int] = {}
+    for access in problem.accesses:
+        last[access.buffer] = max(last.get(access.buffer, -1), position[access.operation])
+    # By their position; drops before the operation there, in an order that is the same on all
+    # ranks, whenever their collectors run.
+    operations: list[tuple[tuple[int, int, int, str], Operation, _Moment]] = [
+        ((i, 1, 0, ""), operation, moments[i]) for i, operation in enumerate(problem.operations)
+    ]
+    accesses = list(problem.accesses)
+    times = [at for at, _ in moments]
+    marks = [mark.at for mark in recorder.timeline.marks]
+    for home in captured.homes:
+        storage = recorder.made.get((home.node, home.path))
+        if storage is None or not storage.dropped:
+            continue
+        end = bisect_right(times, storage.dropped)
+        for name, stream in _drops(home.buffer, storage, moments[:end], moments[last[home.buffer]]):
+            key = (end, 0, bisect_right(marks, storage.dropped), name)
+            operations.append((key, Operation(name, stream=stream), (storage.dropped, stream)))
+            accesses.append(Access(name, home.buffer))
+            steps[name] = Step("release", buffer=home.buffer)
+    operations.sort(key=itemgetter(0))
+    problem = evolve(problem, operations=[o for _, o, _ in operations], accesses=accesses)
+    declared = {call.stream for call in recorder.calls} | {MAIN}
+    placed = [moment for _, _, moment in operations]
+    problem = with_streams(problem, recorder.timeline, placed, declared)
+    return evolve(captured, problem=problem, steps=steps)
 
-    recorder: Recorder
-    captured: Captured
-    operations: list[Operation] = field(factory=list)
-    accesses: list[Access] = field(factory=list)
-    moments: list[tuple[int, str]] = field(factory=list)
-    drops: dict[str, Step] = field(factory=dict)
 
-    def run(self) -> Captured:
-        problem = self.captured.problem
-        self.operations = list(problem.operations)
-        self.accesses = list(problem.accesses)
-        for operation in self.operations:
-            now, stream = self._moment(self.captured.steps[operation.name])
-            # A copy out follows the wait, which may be that of another result.
-            now = max(now, self.moments[-1][0]) if self.moments else now
-            self.moments.append((now, stream))
-        self._add_drops()
-        problem = evolve(problem, operations=self.operations, accesses=self.accesses)
-        declared = {call.stream for call in self.recorder.calls} | {MAIN}
-        problem = with_streams(problem, self.recorder.timeline, self.moments, declared)
-        return evolve(self.captured, problem=problem, steps={**self.captured.steps, **self.drops})
+def _moment(recorder: Recorder, captured: Captured, step: Step) -> _Moment:
+    assert step.node is not None
+    timeline, name = recorder.timeline, step.node.name
+    if step.kind in ("copy out", "copy back"):
+        waits = captured.waits.get(step.node, {}).values()
+        name = max((wait.name for wait in waits), key=timeline.at.__getitem__, default=name)
+    return timeline.at.get(name, 0), timeline.streams.get(name, MAIN)
 
-    def _moment(self, step: Step) -> tuple[int, str]:
-        assert step.node is not None
-        timeline, name = self.recorder.timeline, step.node.name
-        if step.kind in ("copy out", "copy back"):
-            waits = self.captured.waits.get(step.node, {}).values()
-            name = max((wait.name for wait in waits), key=timeline.at.__getitem__, default=name)
-        return timeline.at.get(name, 0), timeline.streams.get(name, MAIN)
 
-    def _add_drops(self) -> None:
-        """See [Note: held tensors]."""
-        position = {o.name: i for i, o in enumerate(self.operations)}
-        last: dict[str, int] = {}
-        for access in self.accesses:
-            last[access.buffer] = max(last.get(access.buffer, -1), position[access.operation])
-        due: dict[int, list[tuple[int, str, str, int, str]]] = {}
-        times = [at for at, _ in self.moments]
-        marks = [mark.at for mark in self.recorder.timeline.marks]
-        for home in self.captured.homes:
-            storage = self.recorder.made.get((home.node, home.path))
-            if storage is None or not storage.dropped:
-                continue
-            end = sum(at <= storage.dropped for at in times)
-            used_at, used_on = self.moments[last[home.buffer]]
-            held = end and times[end - 1] > used_at
-            strays = used_on != storage.stream
-            # In an order that is the same on all ranks, whenever their collectors run.
-            when = bisect_right(marks, storage.dropped)
-            names = [(f"{home.buffer}:drop", storage.stream)] if held or strays else []
-            for i, stream in enumerate(dict.fromkeys(storage.users)):
-                names.append((f"{home.buffer}:drop{i + 1}", stream))
-            for name, stream in names:
-                entry = (when, name, stream, storage.dropped, home.buffer)
-                due.setdefault(end, []).append(entry)
-        for end in sorted(due, reverse=True):
-            for _, name, stream, at, buffer in sorted(due[end], reverse=True):
-                self.operations.insert(end, Operation(name, stream=stream))
-                self.moments.insert(end, (at, stream))
-                self.accesses.append(Access(name, buffer))
-                self.drops[name] = Step("release", buffer=buffer)
+def _drops(
+    buffer: str, storage: Storage, before: Sequence[_Moment], last: _Moment
+) -> list[tuple[str, str]]:
+    """Name and stream of the accesses that stand for a release. See [Note: held tensors].
+
+    The operations ``before`` it ran at those moments, the last that uses the buffer at ``last``.
+    """
+    held = before and before[-1][0] > last[0]
+    names = [(f"{buffer}:drop", storage.stream)] if held or last[1] != storage.stream else []
+    users = enumerate(dict.fromkeys(storage.users), start=1)
+    return names + [(f"{buffer}:drop{i}", stream) for i, stream in users]

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
-from symmplan.model import Access, Buffer, Operation, Problem, Unplanned, WayName
+from symmplan.model import Access, Buffer, Operation, Problem, Requirement, Unplanned, WayName
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from symmplan.model import OpSpec, Requirement
+    from symmplan.model import OpSpec
 
-__all__ = ["Call", "Collective", "GuestBytes", "Key", "Planned", "Recording", "Way", "problem_of"]
+__all__ = ["Call", "GuestBytes", "Key", "Planned", "Recording", "Way", "problem_of"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 
@@ -55,36 +55,29 @@ _UNDECLARED = "it is not declared that its buffer must be symmetric"
 
 @frozen
 class Key:
-    """By what a collective is recognised in a later step; equal on all ranks.
+    """By what a collective is recognised in a later step; equal on all ranks."""
 
-    Attributes:
-        site: Name of the FSDP module in the model.
-        kind: ``"all_gather"`` or ``"reduce_scatter"``.
-        numel: Elements of the all-gather's output, or of the reduce-scatter's input.
-        dtype: Element type, as torch prints it.
-        backward: Whether autograd was running.
-    """
-
-    site: str
-    kind: Kind
-    numel: int
-    dtype: str
-    backward: bool
+    site: str  # name of the FSDP module in the model
+    kind: Kind  # ``"all_gather"`` or ``"reduce_scatter"``
+    numel: int  # elements of the all-gather's output, or of the reduce-scatter's input
+    dtype: str  # element type, as torch prints it
+    backward: bool  # whether autograd was running
 
 
 @frozen
 class Call:
-    """A collective that ran.
+    """A collective.
 
     Attributes:
         key: See `Key`.
         nbytes: Size of its buffer in bytes.
-        group: Name of the process group.
+        group: Name of the process group. Empty until it runs: FSDP2 also asks for buffers that it
+            then uses without a collective.
     """
 
     key: Key
     nbytes: int
-    group: str
+    group: str = ""
 
 
 @frozen
@@ -106,62 +99,25 @@ class Way:
 
 @frozen
 class Planned:
-    """A collective of a problem.
+    """A collective of a problem."""
 
-    Attributes:
-        call: Which.
-        buffer: Name of its buffer in the problem; None if it was left out.
-        received: Name of the buffer of an all-to-all's output; None if it needs none.
-        way: How it runs.
-        direct: Whether its buffer is the parameters themselves.
-    """
-
-    call: Call
-    buffer: str | None
+    call: Call  # which
+    buffer: str | None  # name of its buffer in the problem; None if it was left out
+    #: Name of the buffer of an all-to-all's output; None if it needs none.
     received: str | None = None
-    way: Way = Way("symmetric")
-    direct: bool = False
-
-
-@define(eq=False)
-class Collective:
-    """A collective as it is being recorded.
-
-    Attributes:
-        key: See `Key`.
-        nbytes: Size of its buffer in bytes.
-        group: Name of the process group, None until it runs: FSDP2 also asks for buffers that it
-            then uses without a collective.
-    """
-
-    key: Key
-    nbytes: int
-    group: str | None = None
-
-    @property
-    def call(self) -> Call:
-        """The same, frozen; only for a collective that ran."""
-        assert self.group is not None
-        return Call(self.key, self.nbytes, self.group)
+    way: Way = Way("symmetric")  # how it runs
+    direct: bool = False  # whether its buffer is the parameters themselves
 
 
 @frozen
 class GuestBytes:
-    """What somebody else needs of the segments while it runs.
+    """What somebody else needs of the segments while it runs."""
 
-    Attributes:
-        name: Of its segment.
-        nbytes: Size in bytes.
-        group: The process group that meets there.
-        align: What it must begin at a multiple of, in bytes.
-        user: Who it is, for people.
-    """
-
-    name: str
-    nbytes: int
-    group: str
-    align: int
-    user: str
+    name: str  # of its segment
+    nbytes: int  # size in bytes
+    group: str  # the process group that meets there
+    align: int  # what it must begin at a multiple of, in bytes
+    user: str  # who it is, for people
 
 
 @define(eq=False)
@@ -175,19 +131,19 @@ class Recording:
             and ``("guest", number)``: a guest runs, see `symmplan.place.guests`.
     """
 
-    collectives: list[Collective] = field(factory=list)
+    collectives: list[Call] = field(factory=list)
     events: list[tuple[str, int]] = field(factory=list)
 
     def begin(self, key: Key, nbytes: int) -> int:
         """FSDP2 asks for a buffer of ``nbytes`` bytes; returns its index."""
         index = len(self.collectives)
-        self.collectives.append(Collective(key, nbytes))
+        self.collectives.append(Call(key, nbytes))
         self.events.append(("begin", index))
         return index
 
     def run(self, index: int, group: str) -> None:
         """The collective of buffer ``index`` runs over ``group``."""
-        self.collectives[index].group = group
+        self.collectives[index] = evolve(self.collectives[index], group=group)
         self.events.append(("run", index))
 
     def drop(self, index: int) -> None:
@@ -208,7 +164,7 @@ class Recording:
     @property
     def ran(self) -> tuple[int, ...]:
         """The indices of the collectives that ran."""
-        return tuple(i for i, c in enumerate(self.collectives) if c.group is not None)
+        return tuple(i for i, c in enumerate(self.collectives) if c.group)
 
     def drops(self) -> list[int | None]:
         """For each buffer, how many of the other events came before its drop; None if it lives."""
@@ -228,12 +184,10 @@ class Recording:
             if before is not None:
                 due.setdefault(before, []).append(index)
         events: list[tuple[str, int]] = []
-        before = 0
-        for event in [e for e in tuple(self.events) if e[0] != "drop"]:
-            events.extend(("drop", index) for index in due.get(before, ()))
-            events.append(event)
-            before += 1
-        events.extend(("drop", index) for index in due.get(before, ()))
+        others = [event for event in tuple(self.events) if event[0] != "drop"]
+        for before, event in enumerate([*others, None]):
+            events += [("drop", index) for index in due.get(before, ())]
+            events += [] if event is None else [event]
         return Recording(self.collectives, events)
 
 
@@ -272,26 +226,19 @@ def problem_of(
     slots: dict[str, list[Buffer]] = {}
     pushed: dict[str, int] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
+    sizes = direct or {}
     for number, recording in enumerate(recordings):
-        calls: list[Planned] = []
-        inside = {
-            i
-            for i in recording.ran
-            if recording.collectives[i].key.kind == "all_gather"
-            and recording.collectives[i].key.site in (direct or {})
-        }
+        calls = {i: recording.collectives[i] for i in recording.ran}
+        inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
         events = _released_late(recording, inside)
         dropped = {index for what, index in events if what == "drop"}
-        names = {i: _name(number, i, recording.collectives[i].key) for i in recording.ran}
-        planned: dict[int, str] = {}
-        received: dict[int, str] = {}
-        pushes: dict[int, tuple[str, str]] = {}
-        for index, name in names.items():
-            call = recording.collectives[index].call
+        planned: dict[int, Planned] = {}
+        for index, call in calls.items():
+            name, site = _name(number, index, call.key), call.key.site
             facts = declared[call.key.kind]
             way = way_of(call) if facts is not None else Way("ordinary", _UNDECLARED)
             if facts is None or way.name == "ordinary":
-                calls.append(Planned(call, None, way=way))
+                planned[index] = Planned(call, None, way=way)
                 words = (_OP[call.key.kind], _WHERE[call.key.kind], way.reason)
                 unplanned.append(Unplanned(name, *words, call.nbytes))
                 continue
@@ -299,25 +246,21 @@ def problem_of(
                 turn = pushed[call.group] = pushed.get(call.group, -1) + 1
                 mine = slots.setdefault(call.group, [])
                 slot = _slot(mine, turn, list(slots).index(call.group), call)
-                pushes[index] = name, slot
-                calls.append(Planned(call, slot, way=way))
+                planned[index] = Planned(call, slot, way=way)
                 continue
-            planned[index] = name
             made = _buffer(name, call, way, facts[1], persistent=index not in dropped)
             if index in inside:
-                assert direct is not None
-                site = call.key.site
                 where = f"{made.where}, the parameters themselves"
-                made = evolve(made, nbytes=direct[site], where=where)
-                first.setdefault(site, name)
-                if first[site] != name:
+                made = evolve(made, nbytes=sizes[site], where=where)
+                if first.setdefault(site, name) != name:
                     together.append((first[site], name))
             buffers.append(made)
+            received = None
             if way.name == "copy engine" and call.key.kind == "reduce_scatter":
-                received[index] = f"{name}.received"
-                buffers.append(_received(received[index], call, way))
-            calls.append(Planned(call, name, received.get(index), way, index in inside))
-        stretches.append(tuple(calls))
+                received = f"{name}.received"
+                buffers.append(_received(received, call, way))
+            planned[index] = Planned(call, name, received, way, index in inside)
+        stretches.append(tuple(planned.values()))
         for at, (what, index) in enumerate(events):
             if what == "guest":
                 for guest in (guests or {}).get(index, ()):
@@ -328,34 +271,33 @@ def problem_of(
                         Access(run, guest.name, write=True, remote=True, enters=True, releases=True)
                     )
                 continue
-            if index in pushes and what == "run":
-                name, slot = pushes[index]
-                call = recording.collectives[index].call
-                facts = declared[call.key.kind]
-                assert facts is not None
-                operations.append(_launch(f"{name}.run", call, facts[0]))
-                accesses.append(Access(f"{name}.run", slot, write=True, remote=True, releases=True))
-            buffer = planned.get(index)
-            if buffer is None:
+            one = planned.get(index)
+            if one is None or one.buffer is None:
                 continue
-            call = recording.collectives[index].call
-            reduces = call.key.kind == "reduce_scatter"
-            operation = f"{buffer}.{what}"
-            facts = declared[call.key.kind]
+            kind = one.call.key.kind
+            facts = declared[kind]
             assert facts is not None
             spec, requirement = facts
-            launch = _launch(operation, call, spec) if what == "run" else None
-            operations.append(launch or Operation(operation))
-            far = what == "run"
+            runs = what == "run"
+            if one.way.name == "push":
+                if runs:
+                    operation = f"{_name(number, index, one.call.key)}.run"
+                    operations.append(_launch(operation, one.call, spec))
+                    accesses.append(
+                        Access(operation, one.buffer, write=True, remote=True, releases=True)
+                    )
+                continue
+            operation = f"{one.buffer}.{what}"
+            operations.append(_launch(operation, one.call, spec) if runs else Operation(operation))
             reached = {
-                "remote": far,
-                "enters": far and requirement.enters,
-                "releases": far and requirement.releases,
+                "remote": runs,
+                "enters": runs and requirement.enters,
+                "releases": runs and requirement.releases,
             }
-            write = what == "begin" or (what == "run" and not reduces)
-            accesses.append(Access(operation, buffer, write=write, **reached))
-            if what == "run" and index in received:
-                accesses.append(Access(operation, received[index], write=True, **reached))
+            write = what == "begin" or (runs and kind == "all_gather")
+            accesses.append(Access(operation, one.buffer, write=write, **reached))
+            if runs and one.received is not None:
+                accesses.append(Access(operation, one.received, write=True, **reached))
     buffers += (
         Buffer(g.name, g.nbytes, g.group, align=g.align, op=g.user, where="carve-out")
         for g in hosted.values()
@@ -445,15 +387,8 @@ def _buffer(
 
 def _received(name: str, call: Call, way: Way) -> Buffer:
     """Where the parts of all ranks arrive that this one sums."""
-    return Buffer(
-        name,
-        call.nbytes,
-        call.group,
-        op="c10d::alltoall_base_",
-        where=f"output, {way.name}",
-        dtype=call.key.dtype,
-        shape=(call.key.numel,),
-    )
+    made = _buffer(name, call, way, Requirement("output"), persistent=False)
+    return evolve(made, op="c10d::alltoall_base_", where=f"output, {way.name}")
 
 
 def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:

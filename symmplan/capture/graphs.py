@@ -1,28 +1,48 @@
-"""Small questions about FX nodes."""
+"""FX nodes, the tensors that they return, and which of those are the same storage.
+
+[Note: aliases]
+    Two values are aliases if the schema of the op that made one says so, or if their fake tensors
+    share a storage, or if an op without a schema made one from the other. A wrong alias costs
+    bytes; a missed one corrupts. So the three are joined.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from attrs import define, field
 from torch import fx
 
+from symmplan.errors import CaptureError
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
+    "Path",
+    "Value",
+    "Values",
     "argument_nodes",
     "called",
+    "example_values",
     "hidden_calls",
     "is_getitem",
+    "is_pure_view",
     "is_wait",
     "overload_of",
     "target_name",
+    "tensor_leaves",
+    "written_arguments",
     "written_nodes",
 ]
+
+#: Where in nested lists and tuples something sits.
+Path: TypeAlias = tuple[int, ...]
+#: A tensor of a graph: the node that returns it, and where in the node's result it sits.
+Value: TypeAlias = tuple[fx.Node, Path]
 
 
 def overload_of(target: Any) -> torch._ops.OpOverload | None:
@@ -79,31 +99,245 @@ def is_wait(node: fx.Node) -> bool:
     return overload is not None and overload._schema.name == "_c10d_functional::wait_tensor"
 
 
+def is_pure_view(node: fx.Node) -> bool:
+    """Whether the node only makes another view of its input, touching no byte."""
+    if is_getitem(node):
+        return isinstance(node.args[0], fx.Node)
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return is_wait(node) or (bool(target.is_view) and not target._schema.is_mutable)
+
+
 def target_name(node: fx.Node) -> str:
     """What the node calls, for people."""
     overload = overload_of(node.target)
     return overload.name() if overload is not None else str(node.target)
 
 
-def written_nodes(overload: Any, node: fx.Node) -> set[fx.Node]:
+def written_arguments(overload: torch._ops.OpOverload) -> list[str]:
+    """Names of the arguments that the op writes, by its schema."""
+    infos = ((a.name, a.alias_info) for a in overload._schema.arguments)
+    return [name for name, info in infos if info is not None and info.is_write]
+
+
+def written_nodes(overload: torch._ops.OpOverload | None, node: fx.Node) -> set[fx.Node]:
     """The nodes whose tensors the op writes, by its schema."""
     if overload is None:
         return set()
     bound = bind_arguments(overload, node.args, node.kwargs)
-    return {
-        source
-        for a in overload._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-        for _, source in argument_nodes(bound.get(a.name))
-    }
+    written = (bound.get(name) for name in written_arguments(overload))
+    return {source for argument in written for _, source in argument_nodes(argument)}
 
 
-def argument_nodes(
-    argument: Any, path: tuple[int, ...] = ()
-) -> Iterable[tuple[tuple[int, ...], fx.Node]]:
+def argument_nodes(argument: Any, path: Path = ()) -> Iterator[tuple[Path, fx.Node]]:
     """Yield ``(path, node)`` of every node in an argument, lists and tuples opened."""
-    if isinstance(argument, fx.Node):
-        yield path, argument
-    elif isinstance(argument, (list, tuple)):
-        for i, item in enumerate(argument):
-            yield from argument_nodes(item, (*path, i))
+    return _leaves(argument, fx.Node, path)
+
+
+def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield ``(path, tensor)`` of every tensor in nested lists and tuples."""
+    return _leaves(value, torch.Tensor, path)
+
+
+def _leaves(value: Any, kind: type, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, kind):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(item, kind, (*path, i))
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph on fake tensors and keeps every node's value, touching no node's metadata."""
+
+    def __init__(self, module: fx.GraphModule, mode: Any) -> None:
+        super().__init__(module)
+        self.mode = mode
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "get_attr" and isinstance(value, torch.Tensor):
+            value = self.mode.from_tensor(value, static_shapes=True)
+        self.values[n] = value
+        return value
+
+
+def _propagate(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    modes = (x.fake_mode for x in example_inputs if isinstance(x, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [
+        mode.from_tensor(x, static_shapes=True)
+        if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+        else x
+        for x in example_inputs
+    ]
+    recorder = _Recorder(module, mode)
+    wanted = sum(n.op == "placeholder" for n in module.graph.nodes)
+    if wanted != len(fakes):
+        raise CaptureError(
+            "example_inputs do not match the graph's inputs",
+            expected=f"{wanted} inputs",
+            got=len(fakes),
+            fix="pass one example per placeholder, in order",
+        )
+    try:
+        with mode:
+            recorder.run(*fakes)
+    except Exception as error:
+        raise CaptureError(
+            f"the graph does not run on the example inputs: {error}",
+            fix="pass example_inputs with the shapes and dtypes that the graph was made for",
+        ) from error
+    return recorder.values
+
+
+def example_values(
+    graph: fx.Graph, module: fx.GraphModule | None, example_inputs: Sequence[Any] | None
+) -> dict[fx.Node, Any]:
+    """Fake values of all nodes, from metadata or by propagating ``example_inputs``.
+
+    Raises:
+        CaptureError: The example inputs do not fit.
+    """
+    if example_inputs is not None:
+        if module is not None:
+            return _propagate(module, example_inputs)
+        # GraphModule copies the graph: map its values back to the nodes we were given.
+        values = _propagate(fx.GraphModule(torch.nn.Module(), graph), example_inputs)
+        by_name = {n.name: v for n, v in values.items()}
+        return {n: by_name[n.name] for n in graph.nodes if n.name in by_name}
+    found: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if "val" in node.meta or "example_value" in node.meta:
+            found[node] = node.meta.get("val", node.meta.get("example_value"))
+        elif node.op == "get_attr" and module is not None:
+            value: Any = module
+            for part in str(node.target).split("."):
+                value = getattr(value, part, None)
+            found[node] = value
+        elif isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+            found[node] = None
+    return found
+
+
+@define
+class Values:
+    """Tensors of a graph, and their storage classes.
+
+    Attributes:
+        graph: The graph.
+        fakes: ``{node: fake value}``.
+        order: ``{node: its position}``.
+        tensors: ``{value: fake tensor}``.
+    """
+
+    graph: fx.Graph
+    fakes: Mapping[fx.Node, Any]
+    order: dict[fx.Node, int]
+    tensors: dict[Value, Any] = field(factory=dict)
+    _parent: dict[Value, Value] = field(factory=dict)
+
+    @classmethod
+    def of(cls, graph: fx.Graph, fakes: Mapping[fx.Node, Any]) -> Values:
+        """Collect the tensors of ``graph`` and join their aliases."""
+        self = cls(graph, fakes, {node: i for i, node in enumerate(graph.nodes)})
+        storages: dict[int, Value] = {}
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            for path, fake in tensor_leaves(fakes.get(node)):
+                value = (node, path)
+                self.tensors[value] = fake
+                self._parent[value] = value
+                key = _storage_key(fake)
+                if key is not None:
+                    self.join(storages.setdefault(key, value), value)
+            self._join_by_schema(node)
+        return self
+
+    def find(self, value: Value) -> Value:
+        """The representative of the value's storage class."""
+        root = value
+        while self._parent[root] != root:
+            root = self._parent[root]
+        while self._parent[value] != root:
+            self._parent[value], value = root, self._parent[value]
+        return root
+
+    def classes(self) -> dict[Value, list[Value]]:
+        """``{representative: all values of its storage}``, those in graph order."""
+        found: dict[Value, list[Value]] = {}
+        for value in self.tensors:
+            found.setdefault(self.find(value), []).append(value)
+        return found
+
+    def of_node(self, node: fx.Node) -> list[Value]:
+        """All tensors that the node returns."""
+        return [(node, path) for path, _ in tensor_leaves(self.fakes.get(node))]
+
+    def join(self, a: Value, b: Value) -> None:
+        """Say that two values are the same storage."""
+        ra, rb = self.find(a), self.find(b)
+        if ra != rb:
+            self._parent[rb] = ra
+
+    def _join_all(self, sources: Sequence[fx.Node], results: Sequence[Value]) -> None:
+        for source in sources:
+            for value in self.of_node(source):
+                for result in results:
+                    self.join(value, result)
+
+    def _join_by_schema(self, node: fx.Node) -> None:
+        results = self.of_node(node)
+        if not results or node.op in ("placeholder", "get_attr"):
+            return
+        if is_getitem(node) and isinstance(node.args[0], fx.Node):
+            source, index = node.args[0], node.args[1]
+            for _, path in results:
+                full = (source, (index, *path) if isinstance(index, int) else path)
+                if full in self._parent:
+                    self.join(full, (node, path))
+                else:  # indexing a tensor itself
+                    self._join_all([source], [(node, path)])
+            return
+        target: Any = node.target
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            target = getattr(target, "default", None)
+        if not isinstance(target, torch._ops.OpOverload):
+            # No schema to ask: whatever came in may be what comes out.
+            if not self._has_storages(node, results):
+                self._join_all(node.all_input_nodes, results)
+            return
+        if is_wait(node):
+            self._join_all(node.all_input_nodes, results)
+            return
+        schema = target._schema
+        for i, ret in enumerate(schema.returns):
+            if ret.alias_info is None:
+                continue
+            sets = ret.alias_info.before_set
+            sources = []
+            for j, arg in enumerate(schema.arguments):
+                if arg.alias_info is not None and arg.alias_info.before_set & sets:
+                    given = node.kwargs.get(arg.name, node.args[j] if j < len(node.args) else None)
+                    sources += [source for _, source in argument_nodes(given)]
+            mine = [v for v in results if len(schema.returns) == 1 or v[1][:1] == (i,)]
+            self._join_all(sources, mine)
+
+    def _has_storages(self, node: fx.Node, results: Sequence[Value]) -> bool:
+        """Whether fake storages alone can tell the aliases of this node."""
+        known = [*results, *(v for n in node.all_input_nodes for v in self.of_node(n))]
+        return all(_storage_key(self.tensors[v]) is not None for v in known)
+
+
+def _storage_key(fake: Any) -> int | None:
+    try:
+        return int(fake.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None  # subclasses and sparse tensors may have none

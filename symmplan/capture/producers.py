@@ -19,34 +19,20 @@ __all__ = ["OUT_VARIANTS", "Write", "out_overload", "writes_eager", "writes_indu
 #: ``"declared"``: the op is declared itself, and runs in a form that writes where it is told.
 Write: TypeAlias = Literal["alloc", "declared", "fuse", "out"]
 
-_ALLOCATIONS = frozenset({
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-})  # fmt: skip
+_ALLOCATIONS = frozenset(
+    f"aten::{op}"
+    for op in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
 
 # Ops that Inductor lowers to loops though they carry no pointwise tag: a copy of their result
 # becomes their store.
-_LOOPS = frozenset({
-    "aten::_to_copy",
-    "aten::amax",
-    "aten::amin",
-    "aten::arange",
-    "aten::clone",
-    "aten::constant_pad_nd",
-    "aten::embedding",
-    "aten::full",
-    "aten::full_like",
-    "aten::gather",
-    "aten::index_select",
-    "aten::mean",
-    "aten::slice_scatter",
-    "aten::sum",
-    "aten::where",
-    "prims::convert_element_type",
-})  # fmt: skip
+_LOOPS = frozenset(
+    f"aten::{op}"
+    for op in (
+        *("_to_copy", "amax", "amin", "arange", "clone", "constant_pad_nd", "embedding", "full"),
+        *("full_like", "gather", "index_select", "mean", "slice_scatter", "sum", "where"),
+    )
+) | {"prims::convert_element_type"}
 
 #: Ops whose kernels come from a library, with the symmplan op that passes ``out`` on to them.
 OUT_VARIANTS = {

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from symmplan.capture.graphs import Path, Value, Values
     from symmplan.capture.producers import Write
-    from symmplan.capture.values import Values
     from symmplan.model import OpSpec, Problem
 
-__all__ = ["Captured", "CopyKind", "Home", "Kept", "Site", "Step"]
+__all__ = ["Captured", "CopyKind", "Home", "How", "Kept", "Site", "Step"]
+
+#: ``"bind"``: no copy. ``"stage"``: copied.
+How: TypeAlias = Literal["bind", "stage"]
 
 #: The copies that a program makes of its declared tensors.
 CopyKind: TypeAlias = Literal["copy in", "copy out", "copy back"]
@@ -29,11 +32,11 @@ class Site:
         node: The declared op's node.
         where: ``"input"``, ``"inputs.0"``, ``"return"``, ``"return.1"``, ...
         kind: Whether it is an argument or a result.
-        how: ``"bind"`` (no copy), ``"stage"`` (copied), or None (left out).
-        buffer: Name of its buffer, or None if it was left out.
-        reason: Why it is staged or left out.
         source: The node that holds the value (of an argument), or the op's node (of a result).
         path: Where the value sits in the result of ``source``.
+        how: How it gets there, or None if it was left out.
+        buffer: Name of its buffer, or None if it was left out.
+        reason: Why it is staged or left out.
         writes: Whether the op writes it (arguments only).
         stays: Whether a staged result is copied into its placement rather than out of it.
     """
@@ -41,13 +44,18 @@ class Site:
     node: fx.Node
     where: str
     kind: Literal["argument", "result"]
-    how: Literal["bind", "stage"] | None
-    buffer: str | None
+    source: fx.Node
+    path: Path = ()
+    how: How | None = None
+    buffer: str | None = None
     reason: str = ""
-    source: fx.Node | None = None
-    path: tuple[int, ...] = ()
     writes: bool = False
     stays: bool = False
+
+    @property
+    def value(self) -> Value:
+        """The tensor."""
+        return self.source, self.path
 
     @property
     def head(self) -> str:
@@ -68,39 +76,25 @@ class Site:
 
 @frozen(eq=False)
 class Home:
-    """A storage made in the graph that lives in a placement from its first byte.
+    """A storage made in the graph that lives in a placement from its first byte."""
 
-    Attributes:
-        buffer: Name of its buffer.
-        node: The node that makes it.
-        path: Where it sits in the node's result.
-        write: How the producer writes there; ``"declared"`` if it is a declared op, ``"given"`` if
-            it lies there before the graph begins.
-    """
-
-    buffer: str
-    node: fx.Node
-    path: tuple[int, ...]
+    buffer: str  # name of its buffer
+    node: fx.Node  # the node that makes it
+    path: tuple[int, ...]  # where it sits in the node's result
+    #: How the producer writes there; ``"declared"`` if it is a declared op, ``"given"`` if it lies
+    #: there before the graph begins.
     write: Write | Literal["given"]
 
 
 @frozen(eq=False)
 class Kept:
-    """An input that is to lie in symmetric memory from run to run.
+    """An input that is to lie in symmetric memory from run to run."""
 
-    Attributes:
-        node: Its placeholder; also the name of its buffer.
-        group: The process group.
-        op: The first op that takes it.
-        where: As which argument.
-        written: Whether the graph writes it.
-    """
-
-    node: fx.Node
-    group: str
-    op: str
-    where: str
-    written: bool = False
+    node: fx.Node  # its placeholder; also the name of its buffer
+    group: str  # the process group
+    op: str  # the first op that takes it
+    where: str  # as which argument
+    written: bool = False  # whether the graph writes it
 
 
 @frozen(eq=False)

@@ -1,4 +1,9 @@
-"""Operations and accesses of a captured graph, as it will run: with its staging copies."""
+"""Operations and accesses of captured graphs, as they will run: with their staging copies.
+
+For debugging every placement can be overwritten when its buffer dies, so that a late reader shows.
+That is an access like any other: peers may own the bytes by then. So it is written into the problem
+before it is planned, and the plan keeps it apart from what follows.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,25 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import define, evolve, field
 
+from symmplan.capture.graphs import argument_nodes, called
 from symmplan.capture.sites import Step
-from symmplan.model import Access, Operation, OpSpec
+from symmplan.model import Access, Operation, OpSpec, Problem
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable, Mapping
 
     from torch import fx
 
-    from symmplan.capture.sites import CopyKind, Site
+    from symmplan.capture.decide import Decider
+    from symmplan.capture.sites import Captured, CopyKind, Site
 
-__all__ = ["Steps", "copy_name"]
-
-_SUFFIXES = {"copy in": "in", "copy out": "out", "copy back": "back"}
+__all__ = ["Steps", "copy_name", "join", "plan_poison"]
 
 
 def copy_name(kind: CopyKind, prefix: str, site: Site) -> str:
     """Name of the operation that copies a declared tensor. See `Step`."""
-    return f"{prefix}{site.node.name}.{site.where}:{_SUFFIXES[kind]}"
+    return f"{prefix}{site.node.name}.{site.where}:{kind.removeprefix('copy ')}"
 
 
 @define(eq=False)
@@ -32,23 +38,10 @@ class Steps:
 
     Every copy is an operation of its own, with a read and a write. What is copied in counts as in
     use until the op has ended, too: an eager caller holds its arguments that long.
-
-    Attributes:
-        prefix: What names of operations begin with.
-        order: ``{node: its position}``.
-        specs: What is declared of nodes.
-        waits: ``{asynchronous node: {path of a result: its wait node}}``.
-        source: Gives the buffer in which the value of a site lies before it is copied, if any.
-        filled: Gives the buffer from which an op fills a result before it works there in place;
-            False if it does no such thing.
     """
 
-    prefix: str
-    order: dict[fx.Node, int]
-    specs: dict[fx.Node, OpSpec]
-    waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
-    source: Callable[[Site], str | None]
-    filled: Callable[[Site], str | Literal[False] | None]
+    decider: Decider
+    specs: Mapping[fx.Node, OpSpec]
     operations: list[Operation] = field(init=False, factory=list)
     steps: dict[str, Step] = field(init=False, factory=dict)
     accesses: dict[tuple[str, str], Access] = field(init=False, factory=dict)
@@ -57,35 +50,31 @@ class Steps:
     ends: dict[fx.Node, list[str]] = field(init=False, factory=dict)
     after: dict[fx.Node, list[Site]] = field(init=False, factory=dict)
 
-    def node(
-        self, node: fx.Node, sites: list[Site], touched: dict[str, bool], group: str | None
-    ) -> None:
-        """Add one node of the graph.
+    def node(self, node: fx.Node, sites: list[Site], touched: dict[str, bool]) -> None:
+        """Add one node of the graph, with its declared tensors.
 
-        Args:
-            node: The node.
-            sites: Its declared tensors.
-            touched: Buffers it touches as any op would -> whether it may write them.
-            group: Process group of its declared tensors.
+        ``touched`` are buffers it touches as any op would -> whether it may write them.
         """
         placed = [s for s in sites if s.buffer is not None]
         for site in placed:
             if site.how == "stage" and site.kind == "argument":
-                self._copy("copy in", site, self.source(site), site.buffer)
+                self._copy("copy in", site, self._source(site), site.buffer)
         spec = self.specs.get(node)
         copied = [s for s in placed if s.kind == "result" and s.how == "stage" and s.stays]
         mine = [s for s in placed if s not in copied]
         for site in mine:
-            given = self.filled(site)
+            given = self._filled(site)
             if given is not False:
                 self._copy("copy in", site, given, site.buffer)
-        name = f"{self.prefix}{node.name}"
+        name = f"{self.decider.prefix}{node.name}"
         if mine:
+            first = placed[0].buffer
             assert spec is not None
+            assert first is not None
             self._operation(
                 Operation(
                     name,
-                    group=group,
+                    group=self.decider.buffers[first].group,
                     handshake=spec.handshake,
                     release=spec.release,
                     meets=spec.meets,
@@ -109,6 +98,25 @@ class Steps:
         for site in self.after.pop(node, []):
             self._copy_after(site)
 
+    def _source(self, site: Site) -> str | None:
+        """The buffer in which a site's value lies before it is copied, if any."""
+        return self.decider.buffer_of(self.decider.values.find(site.value))
+
+    def _filled(self, site: Site) -> str | Literal[False] | None:
+        """The buffer from which an op fills a result before it works there in place.
+
+        None if that lies in ordinary memory; False if the op fills nothing.
+        """
+        fills = {result: given for given, result in self.specs[site.node].fills}
+        given = fills.get(site.head)
+        if given is None:
+            return False
+        overload = called(site.node)
+        assert overload is not None
+        bound = bind_arguments(overload, site.node.args, site.node.kwargs)
+        source = dict(argument_nodes(bound[given]))[site.index]
+        return self.decider.buffer_of(self.decider.values.find((source, ())))
+
     def _reach(self, operation: str, site: Site, spec: OpSpec) -> Access:
         """What an op does with a declared tensor: to its own bytes and to peers'."""
         assert site.buffer is not None
@@ -130,10 +138,11 @@ class Steps:
         if spec is None or not spec.asynchronous or not (placed or touched):
             self.after.setdefault(node, []).extend(placed)
             return
-        waits = self.waits[node]  # never empty: else nothing of the op would be in a placement
-        last = max(waits.values(), key=self.order.__getitem__)
-        end = f"{self.prefix}{last.name}"
-        name = f"{self.prefix}{node.name}"
+        # Never empty: else nothing of the op would be in a placement.
+        waits = self.decider.waits[node]
+        last = max(waits.values(), key=self.decider.values.order.__getitem__)
+        end = f"{self.decider.prefix}{last.name}"
+        name = f"{self.decider.prefix}{node.name}"
         held = self.held.setdefault(last, [])
         self.ends.setdefault(last, []).append(name)
         held += (
@@ -150,15 +159,11 @@ class Steps:
         if site.leaves:
             self._copy("copy out", site, site.buffer, None)
         elif site.how == "stage" and site.kind == "argument" and site.writes:
-            self._copy("copy back", site, site.buffer, self.source(site))
-
-    def finish(self) -> tuple[tuple[Operation, ...], tuple[Access, ...], dict[str, Step]]:
-        """All operations and accesses, and what each operation does."""
-        return tuple(self.operations), tuple(self.accesses.values()), dict(self.steps)
+            self._copy("copy back", site, site.buffer, self._source(site))
 
     def _copy(self, kind: CopyKind, site: Site, source: str | None, target: str | None) -> None:
         """A copy; None is ordinary memory."""
-        name = copy_name(kind, self.prefix, site)
+        name = copy_name(kind, self.decider.prefix, site)
         self._operation(Operation(name, op="aten::copy_"), Step(kind, site.node, site))
         if source is not None:
             self._merge(Access(name, source))
@@ -182,3 +187,61 @@ class Steps:
                 releases=bool(facts) and all(a.releases for a in facts),
             )
         self.accesses[key] = access
+
+
+def plan_poison(captured: Captured) -> Captured:
+    """The same program, with an operation that overwrites each buffer behind its last access.
+
+    Buffers that are used on several streams are left alone: one use may not be behind all others.
+    So are those that a forward saves, which die elsewhere.
+    """
+    problem, steps = captured.problem, dict(captured.steps)
+    saves = {name for name, step in steps.items() if step.kind == "saved"}
+    saved = {a.buffer for a in problem.accesses if a.operation in saves}
+    rank = {o.name: i for i, o in enumerate(problem.operations)}
+    stream = {o.name: o.stream for o in problem.operations}
+    last: dict[str, int] = {}
+    streams: dict[str, set[str]] = {}
+    for access in problem.accesses:
+        last[access.buffer] = max(last.get(access.buffer, 0), rank[access.operation])
+        streams.setdefault(access.buffer, set()).add(stream[access.operation])
+    dying: dict[int, list[str]] = {}
+    for buffer in problem.buffers:
+        if buffer.name in saved or len(streams[buffer.name]) > 1:
+            continue
+        dying.setdefault(last[buffer.name], []).append(buffer.name)
+    operations = []
+    accesses = list(problem.accesses)
+    for i, operation in enumerate(problem.operations):
+        operations.append(operation)
+        for name in dying.get(i, ()):
+            dead = Operation(f"{name}:dead", stream=operation.stream, op="symmplan::poison_")
+            operations.append(dead)
+            accesses.append(Access(dead.name, name, write=True))
+            steps[dead.name] = Step("poison", buffer=name)
+    problem = evolve(problem, operations=operations, accesses=accesses)
+    return evolve(captured, problem=problem, steps=steps)
+
+
+def join(problems: Iterable[Problem]) -> Problem:
+    """One problem of several that run in the given order on the same stream.
+
+    Their operations must have different names (see the ``prefix`` of `capture_fx`), and so must
+    their buffers, but for those that are equal: they cross from one to the other.
+
+    Raises:
+        ProblemError: A name appears in two of them and stands for different things.
+
+    Collective: no.
+    """
+    parts = list(problems)
+    return Problem(
+        buffers=tuple(dict.fromkeys(b for p in parts for b in p.buffers)),
+        operations=tuple(o for p in parts for o in p.operations),
+        accesses=tuple(a for p in parts for a in p.accesses),
+        edges=tuple(e for p in parts for e in p.edges),
+        together=tuple(t for p in parts for t in p.together),
+        apart=tuple(a for p in parts for a in p.apart),
+        shared_groups=tuple(dict.fromkeys(g for p in parts for g in p.shared_groups)),
+        unplanned=tuple(u for p in parts for u in p.unplanned),
+    )

@@ -17,6 +17,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, evolve, field, frozen
@@ -25,7 +27,7 @@ from symmplan.model import Operation, Problem
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["MAIN", "MARK", "CudaWatch", "Mark", "Timeline", "Watch", "unordered", "with_streams"]
 
@@ -60,22 +62,14 @@ class Mark:
 
 @define(eq=False)
 class Timeline:
-    """What a recording knows about streams. See [Note: what is seen of streams].
+    """What a recording knows about streams. See [Note: what is seen of streams]."""
 
-    Attributes:
-        watch: Tells which stream is current; None where there are no streams.
-        at: ``{name of a node: when it ran}``, counted from the start.
-        streams: ``{name of a node: name of its stream}``.
-        marks: All marks, in the order of the program.
-        edges: Pairs of names of marks.
-        on_release: ``{storage: streams}`` that may use a storage until it is released.
-    """
-
-    watch: Watch | None = None
+    watch: Watch | None = None  # tells which stream is current; None where there are no streams
+    #: ``{name of a node: when it ran}``, counted from the start.
     at: dict[str, int] = field(factory=dict)
-    streams: dict[str, str] = field(factory=dict)
-    marks: list[Mark] = field(factory=list)
-    edges: list[tuple[str, str]] = field(factory=list)
+    streams: dict[str, str] = field(factory=dict)  # ``{name of a node: name of its stream}``
+    marks: list[Mark] = field(factory=list)  # all marks, in the order of the program
+    edges: list[tuple[str, str]] = field(factory=list)  # pairs of names of marks
     _names: dict[int, str] = field(factory=dict)
     _host: list[str] = field(factory=list)
     _clock: int = 0
@@ -145,63 +139,58 @@ class CudaWatch:
         """Look at `torch.cuda`'s events and streams while inside."""
         import torch
 
-        stream_class: Any = torch.cuda.Stream
-        event_class: Any = torch.cuda.Event
-        record, wait, synchronize = event_class.record, event_class.wait, event_class.synchronize
-        finish, everything = stream_class.synchronize, torch.cuda.synchronize
-
         def number(stream: Any) -> int | None:
             return self.current() if stream is None else getattr(stream, "cuda_stream", None)
-
-        def do_record(event: Any, stream: Any = None) -> None:
-            record(event, stream)
-            at = number(stream)
-            event._symmplan = None if at is None else (timeline, timeline.record(at))
 
         def mark_of(event: Any) -> str | None:
             owner, mark = getattr(event, "_symmplan", None) or (None, None)
             return mark if owner is timeline else None
 
-        def do_wait(event: Any, stream: Any = None) -> None:
-            wait(event, stream)
+        def recorded(event: Any, stream: Any = None) -> None:
+            at = number(stream)
+            event._symmplan = None if at is None else (timeline, timeline.record(at))
+
+        def waited(event: Any, stream: Any = None) -> None:
             mark, at = mark_of(event), number(stream)
             if mark is not None and at is not None:
                 timeline.wait(mark, at)
 
-        def do_synchronize(event: Any) -> None:
-            synchronize(event)
+        def synchronized(event: Any) -> None:
             mark = mark_of(event)
             if mark is not None:
                 timeline.host_waits(mark)
 
-        def do_finish(stream: Any) -> None:
-            finish(stream)
+        def finished(stream: Any) -> None:
             timeline.host_waits(timeline.record(stream.cuda_stream))
 
-        def do_everything(*args: Any, **kwargs: Any) -> None:
-            everything(*args, **kwargs)
-            timeline.device_waits()
-
-        new = (do_record, do_wait, do_synchronize, do_finish, do_everything)
-        places = (
-            (event_class, "record"),
-            (event_class, "wait"),
-            (event_class, "synchronize"),
-            (stream_class, "synchronize"),
-            (torch.cuda, "synchronize"),
-        )
-        old = [getattr(owner, name) for owner, name in places]
-        for (owner, name), function in zip(places, new, strict=True):
-            setattr(owner, name, function)
-        try:
+        with (
+            _followed(torch.cuda.Event, "record", recorded),
+            _followed(torch.cuda.Event, "wait", waited),
+            _followed(torch.cuda.Event, "synchronize", synchronized),
+            _followed(torch.cuda.Stream, "synchronize", finished),
+            _followed(torch.cuda, "synchronize", lambda *_, **__: timeline.device_waits()),
+        ):
             yield
-        finally:
-            for (owner, name), function in zip(places, old, strict=True):
-                setattr(owner, name, function)
+
+
+@contextlib.contextmanager
+def _followed(owner: Any, name: str, after: Callable[..., None]) -> Iterator[None]:
+    """Call ``after`` behind each call of a function of ``owner``, with its arguments."""
+    function = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+        after(*args, **kwargs)
+
+    setattr(owner, name, run)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
 
 
 def with_streams(
-    problem: Problem, timeline: Timeline, placed: Iterable[tuple[int, str]], declared: set[str]
+    problem: Problem, timeline: Timeline, placed: Sequence[tuple[int, str]], declared: set[str]
 ) -> Problem:
     """The problem with each operation on its stream, and the marks among them.
 
@@ -211,28 +200,21 @@ def with_streams(
         placed: When each operation ran, and on which stream, in the order of operations.
         declared: Names of the streams that `step` joins.
     """
-    moments = list(placed)
-    if len({stream for _, stream in moments}) <= 1:
+    if len({stream for _, stream in placed}) <= 1:
         return problem
-    operations: list[Operation] = []
-    marks = iter([*timeline.marks, None])
-    mark = next(marks)
-    for operation, (at, stream) in zip(problem.operations, moments, strict=True):
-        while mark is not None and mark.at <= at:
-            operations.append(Operation(mark.name, stream=mark.stream, op=MARK))
-            mark = next(marks)
-        operations.append(evolve(operation, stream=stream))
-    while mark is not None:
-        operations.append(Operation(mark.name, stream=mark.stream, op=MARK))
-        mark = next(marks)
-    ends = [f"{_STEP}.{name}" for name in sorted(declared)]
-    operations += [
-        Operation(end, stream=name, op=MARK)
-        for end, name in zip(ends, sorted(declared), strict=True)
+    operations = [
+        evolve(operation, stream=stream)
+        for operation, (_, stream) in zip(problem.operations, placed, strict=True)
     ]
-    operations.append(Operation(_STEP, stream=_STEP, op=MARK))
-    edges = [*timeline.edges, *((end, _STEP) for end in ends)]
-    return evolve(problem, operations=operations, edges=edges)
+    # An operation is no earlier than those before it; of one moment marks are first.
+    moments = itertools.accumulate((at for at, _ in placed), max)
+    timed = [(m.at, Operation(m.name, stream=m.stream, op=MARK)) for m in timeline.marks]
+    timed += zip(moments, operations, strict=True)
+    timed.sort(key=operator.itemgetter(0))
+    ends = [Operation(f"{_STEP}.{name}", stream=name, op=MARK) for name in sorted(declared)]
+    step = Operation(_STEP, stream=_STEP, op=MARK)
+    edges = [*timeline.edges, *((end.name, _STEP) for end in ends)]
+    return evolve(problem, operations=[*(o for _, o in timed), *ends, step], edges=edges)
 
 
 def unordered(problem: Problem) -> dict[str, str]:
@@ -249,15 +231,15 @@ def unordered(problem: Problem) -> dict[str, str]:
     for buffer, mine in touches.items():
         mine.sort()
         for i, (_, later, writes) in enumerate(mine):
-            if not order.precedes(order.index[later], order.index[_STEP]):
+            at = order.index[later]
+            if not order.precedes(at, order.index[_STEP]):
                 found[buffer] = (
                     f"{later} uses it on a stream that nothing waits for before session.step()"
                 )
             for _, earlier, wrote in mine[:i]:
-                racing = not order.precedes(order.index[earlier], order.index[later])
-                if (writes or wrote) and racing:
+                if (writes or wrote) and not order.precedes(order.index[earlier], at):
                     found[buffer] = (
-                        f"no stream, event or wait that symmplan sees orders {earlier} before "
-                        f"{later}"
+                        "no stream, event or wait that symmplan sees orders "
+                        f"{earlier} before {later}"
                     )
     return found

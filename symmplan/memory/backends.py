@@ -151,7 +151,7 @@ def resolve_backend(
     from symmplan.memory.torch_symm import TorchSymmBackend
 
     if temporary and memory == "nccl":
-        from symmplan.memory.nccl_pool import NcclPoolBackend, has_windows
+        from symmplan.memory.torch_symm import NcclPoolBackend, has_windows
 
         if has_windows(groups):
             return NcclPoolBackend(memory, device, groups)

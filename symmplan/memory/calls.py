@@ -11,16 +11,16 @@ import zlib
 from typing import TYPE_CHECKING, NoReturn
 
 from symmplan.errors import RunError
-from symmplan.memory.kernels import REDUCTIONS
-from symmplan.memory.segment import NotSymmetricError, locate
-from symmplan.memory.touches import LIVE, WHERE
+from symmplan.memory.kernels import REDUCTIONS, copy_bytes
+from symmplan.memory.races import LIVE, WHERE
+from symmplan.memory.segment import located
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from symmplan.memory.segment import Rendezvous, Segment
+    from symmplan.memory.segment import Segment
 
 __all__ = ["OPS", "REFUSED", "Call", "describe", "note", "parts_of"]
 
@@ -50,15 +50,10 @@ def note(
     nbytes: int = 0,
     extra: int = 0,
 ) -> bytes:
-    """A call's note.
+    """A call's note: the op, one of `OPS`, and what must be equal on all ranks.
 
-    Args:
-        op: One of `OPS`.
-        kind: Element type and reduction.
-        out_offset: Offset in bytes of ``out`` in its segment; -1 where it may differ.
-        in_offset: The same of ``input``.
-        nbytes: Size in bytes that must be equal on all ranks.
-        extra: Anything else that must be equal.
+    ``kind`` is the element type and reduction; offsets, in bytes in their segments, are -1 where
+    they may differ.
     """
     return _FORMAT.pack(
         OPS.index(op), zlib.crc32(kind.encode()), out_offset, in_offset, nbytes, extra, 0
@@ -82,30 +77,22 @@ def describe(text: bytes) -> str:
 class Call:
     """One call of an op: which rendezvous it runs on, and how it fails.
 
-    Args:
-        op: Its name.
-        tensor: The tensor whose segment the ranks meet on.
-        where: The argument that ``tensor`` is.
-        group_name: Torch's or the plan's name of the group.
+    Ranks meet on the segment of ``tensor``, which is the argument ``where``.
     """
 
     def __init__(self, op: str, tensor: torch.Tensor, where: str, group_name: str) -> None:
         self.op = op
         self.group_name = group_name
-        found = locate(tensor)
-        if found is None:
-            raise NotSymmetricError(
-                f"symmplan::{op}: {where!r} of shape {tuple(tensor.shape)} lies in no live segment",
-                expected=f"{where!r} in symmetric memory",
-                got=f"ordinary memory at {tensor.data_ptr():#x}",
-                fix="let the plan place it, or keep its arena until nothing uses it any more",
-                group=group_name,
-                op=f"symmplan::{op}",
-                buffer=where,
-            )
-        self.segment: Segment = found[0]
-        self.offset: int = found[1]
-        self.rendezvous: Rendezvous = self.segment.meeting(group_name)
+        self.segment, self.offset = located(
+            tensor,
+            repr(where),
+            by=f"symmplan::{op}: ",
+            fix="let the plan place it, or keep its arena until nothing uses it any more",
+            group=group_name,
+            op=f"symmplan::{op}",
+            buffer=where,
+        )
+        self.rendezvous = self.segment.meeting(group_name)
         self.rank = self.rendezvous.group.rank
         self.size = self.rendezvous.group.size
         self.peers = self.rendezvous.peers
@@ -129,9 +116,10 @@ class Call:
             segment=self.segment.spec.name,
         )
 
-    def parts(self, offset: int, low: int, high: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Bytes ``[low, high)`` of the tensor at ``offset`` on every rank, typed as ``like``."""
-        return parts_of(self.peers, offset, low, high, like)
+    def push(self, start: int, source: torch.Tensor, nbytes: int) -> None:
+        """Copy ``source`` to byte ``start`` of the others; no two ranks begin with the same one."""
+        for shift in range(1, self.size):
+            copy_bytes(self.peers[(self.rank + shift) % self.size], start, source, nbytes)
 
     def check_inside(
         self, tensor: torch.Tensor, where: str, offset: int, segment: Segment | None = None

@@ -32,17 +32,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from symmplan.errors import PeerLostError, PeerTimeoutError, RunError
-from symmplan.memory.process import ProcessIdentity, is_gone
+from symmplan.errors import PeerLostError, RunError
+from symmplan.memory.groups import ProcessIdentity, is_gone, listed
+from symmplan.memory.segment import Rendezvous
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from symmplan.memory.groups import Group
     from symmplan.memory.races import Meetings
 
-__all__ = ["ControlArea", "Meeting", "control_nbytes", "part_starts"]
+__all__ = ["ControlArea", "Meeting", "layout"]
 
 _LINE = 8  # words of 8 bytes: a cache line, so that one rank's stores do not disturb another's
 _PROGRESS = slice(1, 4)  # of a group's part, behind the counter
@@ -81,15 +84,10 @@ def _slot_words(size: int) -> int:
     return _NOTE // 8 + -(-2 * size // _LINE) * _LINE
 
 
-def part_starts(sizes: Sequence[int]) -> list[int]:
-    """The word at which each group's part starts, for groups of these sizes."""
-    starts = itertools.accumulate((_group_words(size) for size in sizes), initial=_HEADER)
-    return list(starts)[: len(sizes)]
-
-
-def control_nbytes(sizes: Sequence[int]) -> int:
-    """Bytes of a control area for groups of these sizes."""
-    return 8 * (_HEADER + sum(_group_words(size) for size in sizes))
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """The word at which each group's part of a control area starts, and the area's bytes."""
+    *starts, end = itertools.accumulate(map(_group_words, sizes), initial=_HEADER)
+    return starts, 8 * end
 
 
 class ControlArea:
@@ -140,27 +138,18 @@ class ControlArea:
         return self._words[start:end]
 
 
-class Meeting:
-    """A barrier over the ranks of a group, which also compares what they are about to do.
+class Meeting(Rendezvous):
+    """A meeting in shared memory: of every rank its bytes, its control area and its process.
 
-    Args:
-        group: The group.
-        areas: Every rank's control area, in the order of ranks.
-        starts: The word at which this group's part starts in each of them.
-        processes: Every rank's process.
-        segment: Name of the segment, for messages.
-        timeout: Seconds that a barrier may take unless it says otherwise.
-        on_failure: Called with the error of a failed barrier, and with the keys of the processes
-            that were waited for in vain.
-        order: Told of arrivals and meetings, if the segment is watched for races.
-
-    Attributes:
-        watch: Called now and then while a barrier waits; what it raises ends the wait.
+    In each area the group's part begins at the word that ``starts`` says. ``on_failure`` is called
+    with the error of a failed barrier, and with the keys of the processes that were waited for in
+    vain. ``order`` is told of arrivals and meetings, if the segment is watched for races.
     """
 
     def __init__(
         self,
         group: Group,
+        peers: Sequence[torch.Tensor],
         areas: Sequence[ControlArea],
         starts: Sequence[int],
         processes: Sequence[ProcessIdentity],
@@ -170,15 +159,15 @@ class Meeting:
         on_failure: Callable[[BaseException, Sequence[int]], None],
         order: Meetings | None = None,
     ) -> None:
+        super().__init__(group, tuple(peers))
         parts = [area.part(start, group.size) for area, start in zip(areas, starts, strict=True)]
-        self._group = group
         self._areas = list(areas)
         self._processes = list(processes)
         self._segment = segment
         self._timeout = timeout
         self._on_failure = on_failure
         self._because: list[int] = []
-        self.watch: Callable[[], None] | None = None
+        self._look: Callable[[], None] | None = None
         self._order = order
         self._mine = parts[group.rank]
         self._said = [0, 0, 0]
@@ -191,48 +180,48 @@ class Meeting:
         self._fence = _Fence()
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every rank arrived as often as this one."""
+        """See `Rendezvous.barrier`: wait until every rank arrived as often as this one."""
         self._arrive()
         self._wait(self._timeout if timeout is None else timeout)
         if self._order is not None:
             self._order.met(self._count)
 
-    def enter(self, note: bytes, free: Sequence[int] = ()) -> None:
-        """A barrier of ranks that are about to run ``note``.
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        """See `Rendezvous.enter`.
 
         Raises:
-            RunError: A rank says something else. Raised on every rank.
+            RunError: A rank says that it runs something else. Raised on every rank.
         """
         slot = (self._count + 1) & 1
-        padded = self._write(note)
+        padded = self._write(call)
         if free:
-            self._free[slot][self._group.rank][: len(free)] = free
+            self._free[slot][self.group.rank][: len(free)] = free
         self.barrier()
         for other, theirs in enumerate(self._notes[slot]):
             if theirs != padded:
                 raise self._mismatch(other, padded, bytes(theirs))
 
-    def refuse(self, note: bytes) -> None:
-        """Make the peers' `enter` fail, without waiting for them."""
-        self._write(note)
+    def refuse(self, call: bytes) -> None:
+        """See `Rendezvous.refuse`."""
+        self._write(call)
         self._arrive()
 
     def _write(self, note: bytes) -> bytes:
         count = self._count + 1
         padded = note.ljust(_NOTE - 8, b"\0") + count.to_bytes(8, "little")
-        self._notes[count & 1][self._group.rank][:] = padded
+        self._notes[count & 1][self.group.rank][:] = padded
         return padded
 
     def tell(self, progress: Sequence[int]) -> None:
-        """Say how far this rank's program is, in three numbers. They become visible in order."""
-        mine = self._progress[self._group.rank]
+        """See `Rendezvous.tell`. The numbers become visible in order."""
+        mine = self._progress[self.group.rank]
         for i, value in enumerate(progress):
             if value != self._said[i]:
                 self._fence()
                 mine[i] = self._said[i] = value
 
     def told(self) -> list[tuple[int, ...]]:
-        """What each rank said last, each number at least as new as those behind it."""
+        """See `Rendezvous.told`."""
         found = []
         for words in self._progress:
             last = []
@@ -243,29 +232,33 @@ class Meeting:
         return found
 
     def free_words(self) -> list[list[int]]:
-        """What every rank gave as ``free`` in the last `enter`."""
+        """See `Rendezvous.free_words`."""
         return [words.tolist() for words in self._free[self._count & 1]]
 
-    def close(self) -> None:
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """See `Rendezvous.watch`."""
+        self._look = look
+
+    def release(self) -> None:
         """Let go of the memory, mine and the peers'."""
-        self._mine = np.zeros(1, dtype=np.int64)
-        self._areas.clear()
-        self._progress.clear()
-        self.watch = None
-        self._others.clear()
-        self._notes.clear()
-        self._free.clear()
-        self._order = None
+        super().release()
+        self._close()
 
     def forked(self) -> None:
         """This process was forked from the rank: its counter and notes are the rank's."""
-        self.close()
+        self._close()
         # Not looked for in each barrier: in the rank itself they stay what they are.
         for name in ("_arrive", "_write"):
             setattr(self, name, self._refuse)
 
+    def _close(self) -> None:
+        self._mine = np.zeros(1, dtype=np.int64)
+        for held in (self._areas, self._progress, self._others, self._notes, self._free):
+            held.clear()
+        self._look = self._order = None
+
     def _refuse(self, *_: object) -> NoReturn:
-        self._group.require_own()
+        self.group.require_own()
         raise AssertionError("this process is the rank")
 
     def _arrive(self) -> None:
@@ -320,36 +313,35 @@ class Meeting:
         A rank that gave up counts even if it had arrived: it no longer takes part. One that
         arrived and then released its arena, or ended, did all that was asked of it.
         """
-        if self.watch is not None:
-            self.watch()
+        if self._look is not None:
+            self._look()
         for rank, counter in self._others:
-            status, lost = self._areas[rank].status, [rank]
+            process, lost, because = self._processes[rank], [rank], []
+            status = self._areas[rank].status
             if status == _BROKEN:
-                self._because = self._areas[rank].because or [self._processes[rank].key]
+                because = self._areas[rank].because
                 what, lost = self._gave_up(rank)
-                fix = f"see the error of rank {_listed(lost)}"
+                fix = f"see the error of rank {listed(lost)}"
             elif counter[0] >= self._count:
                 continue
             elif status == _RELEASED:
                 what = f"rank {rank} released its arena"
                 fix = "make the same calls on every rank, and release after the last"
-            elif is_gone(self._processes[rank]):
-                what = f"rank {rank} (process {self._processes[rank].pid}) ended"
+            elif is_gone(process):
+                what = f"rank {rank} (process {process.pid}) ended"
                 fix = "see why that process ended; its own output says more"
             else:
                 continue
             # It may have arrived just before it ended, after we looked.
-            if status != _BROKEN:
-                if counter[0] >= self._count:
-                    continue
-                self._because = [self._processes[rank].key]
+            if status != _BROKEN and counter[0] >= self._count:
+                continue
+            self._because = because or [process.key]
             if self._order is not None:
-                self._order.check()  # that a race was found says more
+                self._order.detector.check()  # that a race was found says more
             raise PeerLostError(
                 f"{what} while this rank waited on segment {self._segment!r}",
                 fix=fix,
-                group=self._group.name,
-                rank=self._group.rank,
+                **self.group.here,
                 lost_rank=lost[0],
                 segment=self._segment,
             )
@@ -359,12 +351,12 @@ class Meeting:
         names = {process.key: r for r, process in enumerate(self._processes)}
         because = self._areas[rank].because
         named = {names[key] for key in because if key in names} - {rank}
-        lost = sorted(named - {self._group.rank})
-        if not because or named == {self._group.rank}:
+        lost = sorted(named - {self.group.rank})
+        if not because or named == {self.group.rank}:
             return f"rank {rank} gave up{' waiting for this one' if named else ''}", [rank]
         if not lost:
             return f"rank {rank} gave up waiting for a rank of another group", [rank]
-        return f"rank {_listed(lost)} did not come, rank {rank} gave up", lost
+        return f"rank {listed(lost)} did not come, rank {rank} gave up", lost
 
     def _give_up(self, timeout: float) -> None:
         missing = self._absent()
@@ -372,34 +364,19 @@ class Meeting:
             return
         self._because = [self._processes[rank].key for rank in missing]
         # Raised without a name: a frame that holds its own error would hold the memory, too.
-        raise PeerTimeoutError(
-            f"rank {_listed(missing)} did not come: rank {self._group.rank} waited {timeout:g} s "
-            f"on segment {self._segment!r}",
-            expected=f"all {self._group.size} ranks of the group",
-            got=f"{self._group.size - len(missing)}",
-            fix="check that every rank of the group makes the same calls, or raise timeout=",
-            group=self._group.name,
-            rank=self._group.rank,
-            missing=tuple(missing),
-            segment=self._segment,
-            timeout=timeout,
-        )
+        where = f"on segment {self._segment!r}"
+        raise self.group.timed_out(missing, where, timeout, segment=self._segment)
 
     def _mismatch(self, other: int, mine: bytes, theirs: bytes) -> RunError:
         from symmplan.memory.calls import describe
 
         return RunError(
-            f"ranks {self._group.rank} and {other} make different calls on segment "
+            f"ranks {self.group.rank} and {other} make different calls on segment "
             f"{self._segment!r}",
-            expected=f"{describe(mine)} (rank {self._group.rank})",
+            expected=f"{describe(mine)} (rank {self.group.rank})",
             got=f"{describe(theirs)} (rank {other})",
             fix="make the same calls with the same sizes and offsets on every rank",
-            group=self._group.name,
-            rank=self._group.rank,
-            ranks=(self._group.rank, other),
+            **self.group.here,
+            ranks=(self.group.rank, other),
             segment=self._segment,
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -22,13 +22,21 @@ import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from symmplan.errors import AgreementError, PeerLostError, PeerTimeoutError, SymmplanError
-from symmplan.memory.process import ProcessIdentity, is_gone
-from symmplan.memory.relay import error_from_data, post_error
-from symmplan.memory.sessions import current_keys, in_other_session, keys_of_calls, wrong_session
+from symmplan.errors import AgreementError, PeerLostError, SymmplanError
+from symmplan.memory.groups import ProcessIdentity, is_gone
+from symmplan.memory.sessions import (
+    current_keys,
+    in_other_session,
+    keys_of_calls,
+    post_error,
+    posted_error,
+    wrong_session,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from typing_extensions import Self
 
     from symmplan.memory.groups import Group
 
@@ -44,6 +52,8 @@ _KNOWN: WeakKeyDictionary[Any, tuple[ProcessIdentity, ...]] = WeakKeyDictionary(
 
 class Exchange:
     """A series of rounds over groups. See [Note: rounds].
+
+    Also a context manager: leaving it finishes the exchange, by an error fails it.
 
     Args:
         groups: Every group that takes part; groups of one rank cost nothing.
@@ -63,30 +73,31 @@ class Exchange:
         watch: Callable[[], None] | None = None,
     ) -> None:
         self.groups = dict(groups)
-        self.timeout = timeout
+        self._timeout = timeout
         self._watch = watch
-        # Known from the first exchange on; rounds then notice when a process ends.
-        self._processes: dict[str, Sequence[ProcessIdentity]] = {}
-        for name, group in groups.items():
-            known = _KNOWN.get(group.process_group) if group.size > 1 else None
-            if known is not None:
-                self._processes[name] = known
-        self._phases: dict[str, list[str]] = {name: [] for name in groups}
         self._failed = False
-        self._prefix: dict[str, str] = {}
         keys = keys_of_calls()
+        self._sides: dict[str, _Side] = {}
         for name, group in self.groups.items():
             group.require_own()
             if group.size > 1:
-                with _StoreErrors(group):
-                    count = group.store.add(f"{keys}/calls/{group.rank}", 1)
-                self._prefix[name] = f"{keys}/{count}"
+                with _store_errors(group):
+                    self._sides[name] = _Side(group, keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.fail(error)
 
     def know(self, name: str, processes: Sequence[ProcessIdentity]) -> None:
-        """Remember which processes are the ranks of group ``name``, now and in later exchanges."""
-        group = self.groups[name]
-        if group.size > 1:
-            self._processes[name] = _KNOWN[group.process_group] = tuple(processes)
+        """Remember which processes are a group's ranks, now and in later exchanges."""
+        if name in self._sides:
+            side = self._sides[name]
+            side.processes = _KNOWN[side.group.process_group] = tuple(processes)
 
     def round(
         self, phase: str, payload: bytes | Mapping[str, bytes], *, groups: Sequence[str] = ()
@@ -107,35 +118,35 @@ class Exchange:
         """
         names = list(groups) or list(self.groups)
         mine = payload if not isinstance(payload, bytes) else dict.fromkeys(names, payload)
-        answers: dict[str, list[bytes]] = {}
-        waiting = []
-        for name in names:
-            if self.groups[name].size == 1:
-                answers[name] = [mine[name]]
-            else:
-                self._post(name, phase, mine[name])
-                waiting.append(name)
-        deadline = time.monotonic() + self.timeout
+        answers = {name: [mine[name]] for name in names}  # those of groups of one rank
+        waiting = [name for name in names if name in self._sides]
+        for name in waiting:
+            with _store_errors(self.groups[name]):
+                self._sides[name].post(phase, mine[name])
+        deadline = time.monotonic() + self._timeout
         pause = _SHORTEST_POLL
         next_look = time.monotonic() + _LIVENESS_PERIOD
         while waiting:
             now = time.monotonic()
             thorough = now >= next_look
             for name in tuple(waiting):
-                if self._is_full(name, phase) or (thorough and self._is_complete(name, phase)):
-                    answers[name] = self._values(name, phase)
-                    waiting.remove(name)
+                side = self._sides[name]
+                with _store_errors(side.group):
+                    if side.is_full(phase) or (thorough and side.is_complete(phase)):
+                        answers[name] = side.values(phase)
+                        waiting.remove(name)
             if not waiting:
                 break
             if thorough:
                 if self._watch is not None:
                     self._watch()
                 next_look = now + _LIVENESS_PERIOD
-            if now >= deadline and self._gives_up(waiting[0], phase):
-                raise self._timed_out(waiting[0], phase)
+            if now >= deadline:
+                with _store_errors(self.groups[waiting[0]]):
+                    self._sides[waiting[0]].give_up(phase, self._timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL)
-        return {name: answers[name] for name in names}
+        return answers
 
     def fail(self, error: BaseException) -> None:
         """Tell everyone that this rank failed with ``error``. Never raises."""
@@ -144,50 +155,49 @@ class Exchange:
         if self._failed:
             return
         self._failed = True
-        for name, prefix in self._prefix.items():
-            post_error(self.groups[name], f"{prefix}/error", error)
+        for side in self._sides.values():
+            post_error(side.group, f"{side.prefix}/error", error)
 
     def finish(self) -> None:
-        """Remove what this exchange left in the stores. Call it after the last round.
+        """Remove what this exchange left in the stores. Call it after the last round."""
+        for side in self._sides.values():
+            with contextlib.suppress(Exception):  # not every store can delete
+                side.clean_up()
 
-        The last rank of a group to come here does it: nobody reads any more.
-        """
-        for name, prefix in self._prefix.items():
-            group = self.groups[name]
-            try:
-                if group.store.add(f"{prefix}/left", 1) < group.size:
-                    continue
-                for phase in self._phases[name]:
-                    for last in ("count", "full", *range(group.size)):
-                        group.store.delete_key(f"{prefix}/{phase}/{last}")
-                for rank in range(group.size):
-                    group.store.delete_key(f"{prefix}/began/{rank}")
-                group.store.delete_key(f"{prefix}/left")
-            except Exception:  # noqa: BLE001, S112 (not every store can delete)
-                continue
 
-    def _post(self, name: str, phase: str, payload: bytes) -> None:
-        group, prefix = self.groups[name], self._prefix[name]
-        self._phases[name].append(phase)
-        with _StoreErrors(group):
-            if len(self._phases[name]) == 1:
-                group.store.set(f"{prefix}/began/{group.rank}", phase)
-            group.store.set(f"{prefix}/{phase}/{group.rank}", payload)
-            if group.store.add(f"{prefix}/{phase}/count", 1) == group.size:
-                group.store.set(f"{prefix}/{phase}/full", b"1")
+class _Side:
+    """A group's side of an exchange: what its ranks post below one prefix of its store.
 
-    def _is_full(self, name: str, phase: str) -> bool:
+    All methods may raise what the store does.
+    """
+
+    def __init__(self, group: Group, keys: str) -> None:
+        self.group = group
+        # Known from the first exchange on; rounds then notice when a process ends.
+        self.processes: Sequence[ProcessIdentity] = _KNOWN.get(group.process_group, ())
+        self._store = group.store
+        self._number = group.store.add(f"{keys}/calls/{group.rank}", 1)
+        self.prefix = f"{keys}/{self._number}"
+        self._phases: list[str] = []
+
+    def post(self, phase: str, payload: bytes) -> None:
+        self._phases.append(phase)
+        if len(self._phases) == 1:
+            self._store.set(f"{self.prefix}/began/{self.group.rank}", phase)
+        self._store.set(f"{self.prefix}/{phase}/{self.group.rank}", payload)
+        if self._add(phase, 1) == self.group.size:
+            self._store.set(f"{self.prefix}/{phase}/full", b"1")
+
+    def is_full(self, phase: str) -> bool:
         """Whether the last rank has posted, by its own word. Raises what a peer failed with."""
-        group, prefix = self.groups[name], self._prefix[name]
-        with _StoreErrors(group):
-            if group.store.check([f"{prefix}/{phase}/full"]):
-                return True
-            if group.store.check([f"{prefix}/error"]):
-                failure = bytes(group.store.get(f"{prefix}/error"))
-                raise error_from_data(failure, group)
+        if self._store.check([f"{self.prefix}/{phase}/full"]):
+            return True
+        error = posted_error(self.group, f"{self.prefix}/error")
+        if error is not None:
+            raise error
         return False
 
-    def _is_complete(self, name: str, phase: str) -> bool:
+    def is_complete(self, phase: str) -> bool:
         """The same by looking for each rank's value: the last rank may have ended before its word.
 
         Raises:
@@ -195,96 +205,75 @@ class Exchange:
             AgreementError: A rank is in another call or session.
             SymmplanError: A rank left the session by an error.
         """
-        missing = self._missing(name, phase)
-        group, processes = self.groups[name], self._processes.get(name, ())
+        missing = self._missing(phase)
         if missing:
-            self._require_same_call(name, missing)
-            self._require_same_session(name, phase, missing)
-        for rank in missing if processes else ():
-            if is_gone(processes[rank]):
-                raise PeerLostError(
-                    f"rank {rank} (process {processes[rank].pid}) ended during {phase!r}",
-                    fix="see why that process ended; its own output says more",
-                    group=group.name,
-                    rank=group.rank,
-                    lost_rank=rank,
-                    phase=phase,
-                )
-        return not missing and self._count(name, phase) <= group.size
+            self._require_same_call(missing)
+            self._require_same_session(phase, missing)
+        for rank in missing if self.processes else ():
+            if is_gone(self.processes[rank]):
+                pid = self.processes[rank].pid
+                raise self.group.ended(rank, pid, f"during {phase!r}", phase=phase)
+        return not missing and self._add(phase, 0) <= self.group.size
 
-    def _count(self, name: str, phase: str) -> int:
-        """How many ranks have posted; more than there are, once one gave up."""
-        group, prefix = self.groups[name], self._prefix[name]
-        with _StoreErrors(group):
-            return int(group.store.add(f"{prefix}/{phase}/count", 0))
+    def values(self, phase: str) -> list[bytes]:
+        """What each rank posted."""
+        keys = (f"{self.prefix}/{phase}/{rank}" for rank in range(self.group.size))
+        return [bytes(self._store.get(key)) for key in keys]
 
-    def _require_same_call(self, name: str, missing: list[int]) -> None:
-        group, prefix = self.groups[name], self._prefix[name]
-        mine = self._phases[name][0]
+    def give_up(self, phase: str, timeout: float) -> None:
+        """Raise, unless the round has become complete after all.
+
+        Raises:
+            PeerTimeoutError: It will not be complete any more.
+        """
+        size = self.group.size
+        # In one step, so that whoever comes last either completes the round or sees that.
+        if self._add(phase, size) >= 2 * size:
+            return
+        missing = self._missing(phase)
+        raise self.group.timed_out(missing, f"in {phase!r}", timeout, phase=phase)
+
+    def clean_up(self) -> None:
+        """Delete all keys. The last rank to come here does it: nobody reads any more."""
+        ranks = range(self.group.size)
+        if self._store.add(f"{self.prefix}/left", 1) < len(ranks):
+            return
+        left = [f"{phase}/{last}" for phase in self._phases for last in ("count", "full", *ranks)]
+        for key in (*left, *(f"began/{rank}" for rank in ranks), "left"):
+            self._store.delete_key(f"{self.prefix}/{key}")
+
+    def _add(self, phase: str, ranks: int) -> int:
+        """How many ranks have posted, and ``ranks`` more; more than there are, once one gave up."""
+        return int(self._store.add(f"{self.prefix}/{phase}/count", ranks))
+
+    def _missing(self, phase: str) -> list[int]:
+        posted = (self._store.check([f"{self.prefix}/{phase}/{r}"]) for r in range(self.group.size))
+        return [rank for rank, there in enumerate(posted) if not there]
+
+    def _require_same_call(self, missing: list[int]) -> None:
+        mine, group = self._phases[0], self.group
         for rank in missing:
-            key = f"{prefix}/began/{rank}"
-            with _StoreErrors(group):
-                theirs = str(group.store.get(key), "utf-8") if group.store.check([key]) else mine
+            key = f"{self.prefix}/began/{rank}"
+            theirs = str(self._store.get(key), "utf-8") if self._store.check([key]) else mine
             if theirs != mine:
                 raise AgreementError(
                     f"ranks {group.rank} and {rank} make different calls at the same time",
                     expected=f"{mine!r} (rank {group.rank})",
                     got=f"{theirs!r} (rank {rank})",
                     fix="run the same program with the same shapes on every rank of the group",
-                    group=group.name,
-                    rank=group.rank,
+                    **group.here,
                     ranks=(group.rank, rank),
                 )
 
-    def _require_same_session(self, name: str, phase: str, missing: list[int]) -> None:
-        group, session = self.groups[name], current_keys()
-        with _StoreErrors(group):
-            failure = None if session is None else session.failure()
-            elsewhere = in_other_session(group, missing)
+    def _require_same_session(self, phase: str, missing: list[int]) -> None:
+        session = current_keys()
+        failure = None if session is None else session.failure()
+        elsewhere = in_other_session(self.group, missing)
         if failure is not None:
             raise failure
         # Whoever entered it since may have posted here before.
-        if elsewhere is not None and elsewhere in self._missing(name, phase):
-            raise wrong_session(group, elsewhere, int(self._prefix[name].rpartition("/")[2]))
-
-    def _values(self, name: str, phase: str) -> list[bytes]:
-        group, prefix = self.groups[name], self._prefix[name]
-        keys = [f"{prefix}/{phase}/{rank}" for rank in range(group.size)]
-        with _StoreErrors(group):
-            return [bytes(group.store.get(key)) for key in keys]
-
-    def _missing(self, name: str, phase: str) -> list[int]:
-        group, prefix = self.groups[name], self._prefix[name]
-        with _StoreErrors(group):
-            return [
-                rank
-                for rank in range(group.size)
-                if not group.store.check([f"{prefix}/{phase}/{rank}"])
-            ]
-
-    def _gives_up(self, name: str, phase: str) -> bool:
-        """Whether the round will not be complete any more; False if it has been after all."""
-        group, prefix = self.groups[name], self._prefix[name]
-        with _StoreErrors(group):
-            # In one step, so that whoever comes last either completes the round or sees that.
-            count = group.store.add(f"{prefix}/{phase}/count", group.size)
-            return int(count) < 2 * group.size
-
-    def _timed_out(self, name: str, phase: str) -> PeerTimeoutError:
-        group = self.groups[name]
-        missing = self._missing(name, phase)
-        return PeerTimeoutError(
-            f"rank {_list(missing)} did not come: rank {group.rank} waited {self.timeout:g} s "
-            f"in {phase!r}",
-            expected=f"all {group.size} ranks of the group",
-            got=f"{group.size - len(missing)}",
-            fix="check that every rank of the group makes the same call, or raise timeout=",
-            group=group.name,
-            rank=group.rank,
-            missing=tuple(missing),
-            phase=phase,
-            timeout=self.timeout,
-        )
+        if elsewhere is not None and elsewhere in self._missing(phase):
+            raise wrong_session(self.group, elsewhere, self._number)
 
 
 def processes_of(process_group: Any) -> tuple[ProcessIdentity, ...]:
@@ -297,27 +286,17 @@ def was_told(error: BaseException) -> bool:
     return getattr(error, "_symmplan_told", False)
 
 
-class _StoreErrors:
-    """Turns the store's own errors, of many types, into one that names the group."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SymmplanError) or not isinstance(error, (RuntimeError, OSError)):
-            return
+@contextlib.contextmanager
+def _store_errors(group: Group) -> Iterator[None]:
+    """Turn the store's own errors, of many types, into one that names the group."""
+    try:
+        yield
+    except SymmplanError:
+        raise
+    except (RuntimeError, OSError) as error:
         raise PeerLostError(
             f"the group's store does not answer: {str(error).splitlines()[0]}",
             fix="see why the process that hosts the store ended",
-            group=self._group.name,
-            rank=self._group.rank,
+            **group.here,
             lost_rank=None,
         ) from error
-
-
-def _list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"

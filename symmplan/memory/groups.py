@@ -1,20 +1,39 @@
-"""The process groups that a plan names, as this rank sees them."""
+"""Who the ranks are: the process groups that a plan names, and the processes in them.
+
+A process id alone does not name a process: ids are reused, and mean something else in another
+container. Together with its start time and its pid namespace it does.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
+from attrs.validators import instance_of
 
 from symmplan import _compat as compat
-from symmplan.errors import BackendError, RunError
+from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Group", "group_key", "resolve_groups"]
+__all__ = [
+    "Group",
+    "ProcessIdentity",
+    "group_key",
+    "is_gone",
+    "listed",
+    "resolve_groups",
+    "this_process",
+]
+
+_ENDED = frozenset("ZXx")  # a killed process stays visible as a zombie until its parent reaps it
 
 #: Process group -> the process that is its rank here: the first that asked.
 _RANKS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -22,25 +41,22 @@ _RANKS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 @frozen
 class Group:
-    """A process group.
+    """A process group."""
 
-    Attributes:
-        name: What the plan calls it.
-        torch_name: What torch calls it; equal to ``name`` unless the plan was made elsewhere.
-        rank: This process's rank in it.
-        size: How many ranks it has.
-        store: The group's key-value store, None for a group of one without torch.distributed.
-        process_group: Torch's group, None likewise.
-        pid: The process that is this rank. One that is forked from it is not.
-    """
-
-    name: str
-    torch_name: str
-    rank: int = 0
-    size: int = 1
+    name: str  # what the plan calls it
+    torch_name: str  # what torch calls it; equal to ``name`` unless the plan was made elsewhere
+    rank: int = 0  # this process's rank in it
+    size: int = 1  # how many ranks it has
+    #: The group's key-value store, None for a group of one without torch.distributed.
     store: Any = field(default=None, eq=False, repr=False)
-    process_group: Any = field(default=None, eq=False, repr=False)
+    process_group: Any = field(default=None, eq=False, repr=False)  # Torch's group, None likewise
+    #: The process that is this rank. One that is forked from it is not.
     pid: int = field(factory=os.getpid, eq=False, repr=False)
+
+    @property
+    def here(self) -> dict[str, Any]:
+        """What errors say of where they were found: the group, and this rank of it."""
+        return {"group": self.name, "rank": self.rank}
 
     @property
     def forked(self) -> bool:
@@ -48,10 +64,10 @@ class Group:
         return self.size > 1 and self.pid != os.getpid()
 
     def require_own(self) -> None:
-        """Raise if this process was forked from the rank.
+        """See that this process is the rank.
 
         Raises:
-            RunError: It was.
+            RunError: It was forked from it.
         """
         if self.forked:
             raise RunError(
@@ -61,9 +77,39 @@ class Group:
                 got=f"process {os.getpid()}",
                 fix="use symmetric memory in the ranks only; start other processes with "
                 "multiprocessing's 'spawn' or 'forkserver'",
-                group=self.name,
-                rank=self.rank,
+                **self.here,
             )
+
+    def ended(self, rank: int, pid: int, when: str, **fields: Any) -> PeerLostError:
+        """The error about a rank whose process ended."""
+        return PeerLostError(
+            f"rank {rank} (process {pid}) ended {when}",
+            fix="see why that process ended; its own output says more",
+            **self.here,
+            lost_rank=rank,
+            **fields,
+        )
+
+    def timed_out(
+        self, missing: Sequence[int], where: str, timeout: float, **fields: Any
+    ) -> PeerTimeoutError:
+        """The error about ranks that did not come within ``timeout`` seconds."""
+        return PeerTimeoutError(
+            f"rank {listed(missing)} did not come: rank {self.rank} waited {timeout:g} s {where}",
+            expected=f"all {self.size} ranks of the group",
+            got=f"{self.size - len(missing)}",
+            fix="check that every rank of the group makes the same calls, or raise timeout=",
+            **self.here,
+            missing=tuple(missing),
+            timeout=timeout,
+            **fields,
+        )
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks, for people."""
+    shown = ", ".join(str(r) for r in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
 
 
 def group_key(group: str | Any) -> str:
@@ -123,3 +169,69 @@ def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
     )
     group.require_own()
     return group
+
+
+@frozen
+class ProcessIdentity:
+    """A process, named so that ranks on the same host can recognise it."""
+
+    pid: int = field(validator=instance_of(int))  # process id, in its own pid namespace
+    #: Start time in clock ticks since boot, 0 where it is not known.
+    started: int = field(validator=instance_of(int))
+    namespace: str = field(validator=instance_of(str))  # the pid namespace
+    #: The host's boot, or its name where that is not known.
+    host: str = field(validator=instance_of(str))
+    user: int = field(validator=instance_of(int))  # effective user id
+
+    @property
+    def key(self) -> int:
+        """A word of 8 bytes that stands for it, never 0."""
+        text = repr(sorted(asdict(self).items())).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1 or 1
+
+
+def this_process() -> ProcessIdentity:
+    """The calling process."""
+    pid = os.getpid()
+    return ProcessIdentity(
+        pid=pid,
+        started=_state(pid)[1],
+        namespace=_namespace(),
+        host=_host(),
+        user=os.geteuid(),
+    )
+
+
+def is_gone(process: ProcessIdentity) -> bool:
+    """Whether ``process`` certainly ended; False also where this process cannot tell."""
+    if process.host != _host() or process.namespace != _namespace() or not process.started:
+        return False
+    state, started = _state(process.pid)
+    return state in _ENDED or started != process.started
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """State letter and start time of ``pid``; ``("X", 0)`` where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # there is none, or it ended while we read
+        return "X", 0
+    # The second field is the command's name in parentheses and may itself hold any character.
+    rest = text[text.rindex(")") + 2 :].split()
+    return rest[0], int(rest[19])
+
+
+@functools.cache
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@functools.cache
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

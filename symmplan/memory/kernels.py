@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmplan.memory.touches import LIVE, touch, touch_bytes
+from symmplan.memory.races import LIVE, touch, touch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,6 @@ _CHUNK = 256 * 1024  # bytes
 #: Below this many bytes a bare memmove beats torch's dispatch; above, torch may use its threads.
 _SMALL = 64 * 1024
 
-_Combine = "Callable[..., torch.Tensor]"
 #: Reduction -> how two tensors are combined. Torch's names, and c10d's where they differ.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -122,38 +121,21 @@ def _reduce_chunk(
     *,
     wide: bool,
 ) -> None:
-    if len(sources) == 1:
-        total.copy_(sources[0])
-    elif wide:
+    result = total if wide or average or len(sources) == 1 else targets[0]
+    if wide or len(sources) == 1:
         total.copy_(sources[0])
         for source in sources[1:]:
             # Types of one byte do not promote: convert first.
             combine(total, source if source.dtype.itemsize > 1 else source.float(), out=total)
-    elif average:
-        _combine_all(sources, combine, total, total)
     else:
+        left = sources[0]
+        for source in sources[1:-1]:
+            left = combine(left, source, out=total)
         # All sources are read before the first target, which may be one of them, is written.
-        _combine_all(sources, combine, total, targets[0])
-        for target in targets[1:]:
-            target.copy_(targets[0])
-        return
+        combine(left, sources[-1], out=result)
     if average:
-        if total.dtype.is_floating_point or total.dtype.is_complex:
-            total.div_(average)
-        else:
-            total.div_(average, rounding_mode="trunc")
+        exact = total.dtype.is_floating_point or total.dtype.is_complex
+        total.div_(average, rounding_mode=None if exact else "trunc")
     for target in targets:
-        target.copy_(total)
-
-
-def _combine_all(
-    sources: list[torch.Tensor],
-    combine: Callable[..., torch.Tensor],
-    scratch: torch.Tensor,
-    result: torch.Tensor,
-) -> None:
-    """Two sources or more into ``result``, which may be one of them."""
-    left = sources[0]
-    for source in sources[1:-1]:
-        left = combine(left, source, out=scratch)
-    combine(left, sources[-1], out=result)
+        if target is not result:
+            target.copy_(result)

@@ -19,23 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["LocalBackend"]
 
 
-class _Alone(Rendezvous):
-    """Nobody to wait for."""
-
-    def barrier(self, timeout: float | None = None) -> None:
-        pass
-
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
-        del call
-        self._free_words = [list(free)]
-
-    def free_words(self) -> list[list[int]]:
-        return self._free_words
-
-    def leave(self) -> None:
-        pass
-
-
 class LocalBackend:
     """Groups of one rank, on any device."""
 
@@ -70,7 +53,7 @@ class LocalBackend:
 
         Collective: no.
         """
-        segment.add_rendezvous(_Alone(group, (segment.tensor,)))
+        segment.add_rendezvous(Rendezvous(group, (segment.tensor,)))
 
     def settle(self) -> None:
         """Nothing was needed."""

@@ -17,8 +17,18 @@ below it.
 | ``broadcast_out`` | ``out`` | the source pushes |
 | ``barrier_`` | ``segment`` | nobody |
 
+What must be symmetric is contiguous and lies at the same offset on all ranks. ``group_size`` and
+``group_name`` are those of the group, ``what`` is anything else that must be equal on all ranks.
+All are collective and raise `RunError` where an argument does not fit or ranks make different
+calls, `PeerTimeoutError` and `PeerLostError` where peers do not come.
+
 Reductions: sum, avg, max, min, product, band, bor, bxor. Every rank gets the same bits; see
 [Note: summing] in `symmplan.memory.kernels`.
+
+``all_to_all_single_into`` is another kind: a process group's collective that torch has in no form
+that writes a given tensor. As torch's functional collectives it returns at once: ``wait_tensor`` of
+``out`` ends it. Until then neither ``input`` nor ``out`` may be written or freed. Source:
+torch/csrc/distributed/c10d/Functional.cpp.
 """
 
 # ruff: noqa: A002 (`input` is what torch calls it)
@@ -29,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan import _compat as compat
 from symmplan.errors import RunError
 from symmplan.memory.calls import Call, parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
@@ -37,7 +48,7 @@ from symmplan.memory.segment import locate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES", "register_op"]
+__all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES"]
 
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
@@ -45,26 +56,13 @@ ONE_SHOT_BYTES = 16 * 1024
 #: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher.
 IMPLEMENTATIONS: dict[str, Callable[..., None]] = {}
 
-_LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
-
 
 def all_gather_out(
     input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor, what: str = ""
 ) -> None:
     """Every rank's ``input``, concatenated along dimension 0, into every rank's ``out``.
 
-    Args:
-        input: Any tensor; the right part of ``out`` itself saves a copy.
-        group_size: Ranks in the group.
-        group_name: Name of the group.
-        out: Symmetric, contiguous, ``group_size`` times as large, at the same offset on all ranks.
-        what: Anything else that must be equal on all ranks.
-
-    Raises:
-        RunError: An argument does not fit, or ranks make different calls.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
+    ``input`` may be any tensor; if it is the right part of ``out`` itself, a copy is saved.
     """
     call = Call("all_gather_out", out, "out", group_name)
     call.check_group_size(group_size)
@@ -75,11 +73,9 @@ def all_gather_out(
     call.apart(input, out.data_ptr(), out, mine)
     with call.running(f"{out.dtype} {what}", out_offset=call.offset, nbytes=nbytes):
         source = _plain(input)
-        start = call.offset + mine
-        for shift in range(1, call.size):
-            copy_bytes(call.peers[(call.rank + shift) % call.size], start, source, nbytes)
+        call.push(call.offset + mine, source, nbytes)
         if source.data_ptr() != out.data_ptr() + mine:
-            copy_bytes(call.peers[call.rank], start, source, nbytes)
+            copy_bytes(call.peers[call.rank], call.offset + mine, source, nbytes)
 
 
 def all_gather_parts_(
@@ -93,18 +89,12 @@ def all_gather_parts_(
     """Several all-gathers inside one placement with one handshake; every input is in place.
 
     Args:
-        whole: Symmetric, contiguous, uint8, at the same offset on all ranks.
+        whole: Symmetric, uint8.
         offsets: Where each gather's output begins in ``whole``, in bytes.
         nbytes: Bytes of each rank's part of it; rank r's begins ``r * nbytes`` after its offset.
         group_size: Ranks in the group.
         group_name: Name of the group.
         what: Anything else that must be equal on all ranks.
-
-    Raises:
-        RunError: An argument does not fit, or ranks make different calls.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
     """
     call = Call("all_gather_parts_", whole, "whole", group_name)
     call.check_group_size(group_size)
@@ -119,11 +109,9 @@ def all_gather_parts_(
         )
     kind = f"parts {pieces} {what}"
     with call.running(kind, out_offset=call.offset, nbytes=sum(nbytes)):
-        for shift in range(1, call.size):
-            peer = call.peers[(call.rank + shift) % call.size]
-            for offset, count in pieces:
-                begin = offset + call.rank * count
-                copy_bytes(peer, call.offset + begin, whole[begin : begin + count], count)
+        for offset, count in pieces:
+            begin = offset + call.rank * count
+            call.push(call.offset + begin, whole[begin : begin + count], count)
 
 
 def reduce_scatter_out(
@@ -137,19 +125,7 @@ def reduce_scatter_out(
 ) -> None:
     """This rank's part, along dimension 0, of the reduction of all ranks' inputs.
 
-    Args:
-        input: Symmetric, contiguous, at the same offset on all ranks.
-        reduce_op: See the module.
-        group_size: Ranks in the group.
-        group_name: Name of the group.
-        out: Any tensor of a ``group_size``-th of the size; may be this rank's part of ``input``.
-        what: Anything else that must be equal on all ranks.
-
-    Raises:
-        RunError: An argument does not fit, or ranks make different calls.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
+    ``out`` may be any tensor of the right size, also this rank's part of ``input``.
     """
     call = Call("reduce_scatter_out", input, "input", group_name)
     call.check_group_size(group_size)
@@ -165,12 +141,13 @@ def reduce_scatter_out(
     call.check_numel(out, count, f"{input.numel()} / {call.size} ranks")
     reduction = call.check_reduction(reduce_op, input.dtype)
     nbytes = count * input.element_size()
-    call.apart(out, input.data_ptr(), input, call.rank * nbytes)
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=_CONTIGUOUS)
+    begin = call.rank * nbytes
+    call.apart(out, input.data_ptr(), input, begin)
+    plain = torch.contiguous_format
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=plain)
     kind = f"{input.dtype} {reduction} {what}"
     with call.running(kind, in_offset=call.offset, nbytes=nbytes):
-        begin = call.rank * nbytes
-        parts = call.parts(call.offset, begin, begin + nbytes, input)
+        parts = parts_of(call.peers, call.offset, begin, begin + nbytes, input)
         reduce_into([target.view(-1)], parts, reduction)
         if target is not out:
             out.copy_(target)
@@ -181,18 +158,8 @@ def all_reduce_out(
 ) -> None:
     """The reduction of all ranks' inputs, the same bits on every rank.
 
-    Args:
-        input: Symmetric, contiguous, at the same offset on all ranks.
-        reduce_op: See the module.
-        group_name: Name of the group.
-        out: The same, in this or another segment of the group; may be ``input`` itself, must not
-            overlap it otherwise.
-
-    Raises:
-        RunError: An argument does not fit, or ranks make different calls.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
+    ``out`` may lie in another segment of the group; it may be ``input`` itself, and must not
+    overlap it otherwise.
     """
     call = Call("all_reduce_out", input, "input", group_name)
     call.check_types(input, out)
@@ -219,12 +186,15 @@ def all_reduce_out(
     # Where a rank's input is its output, peers must have read it before it is overwritten.
     if nbytes <= ONE_SHOT_BYTES and out.data_ptr() != input.data_ptr():
         with running:
-            reduce_into([out.view(-1)], call.parts(call.offset, 0, nbytes, input), reduction)
+            sources = parts_of(call.peers, call.offset, 0, nbytes, input)
+            reduce_into([out.view(-1)], sources, reduction)
         return
     # Each rank reads and overwrites its own share everywhere, so sharing bytes is no problem.
-    low, high = _share(nbytes, call.rank, call.size)
+    # Shares are whole cache lines, which ranks never share.
+    share = -(-nbytes // (call.size * 64)) * 64
+    low, high = min(call.rank * share, nbytes), min((call.rank + 1) * share, nbytes)
     with running:
-        sources = call.parts(call.offset, low, high, input)
+        sources = parts_of(call.peers, call.offset, low, high, input)
         peers = out_segment.meeting(group_name).peers
         reduce_into(parts_of(peers, out_offset, low, high, input), sources, reduction)
 
@@ -244,13 +214,7 @@ def all_to_all_single_out(
         output_split_sizes: Rows of ``out`` from each rank; empty for equal parts.
         input_split_sizes: Rows of ``input`` for each rank; empty for equal parts.
         group_name: Name of the group.
-        out: Symmetric, contiguous, at the same offset on all ranks; sizes may differ.
-
-    Raises:
-        RunError: An argument does not fit, or ranks make calls that do not fit each other.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
+        out: Symmetric; sizes may differ from rank to rank.
     """
     call = Call("all_to_all_single_out", out, "out", group_name)
     call.check_types(input, out)
@@ -258,12 +222,11 @@ def all_to_all_single_out(
     receives = _splits(call, out, output_split_sizes, "out")
     call.apart(input, out.data_ptr() - 1, out, 0)
     row = _row_nbytes(input) or _row_nbytes(out)
-    rows_out = _row_nbytes(out)
-    if input.numel() and out.numel() and row != rows_out:
+    if input.numel() and out.numel() and row != _row_nbytes(out):
         call.fail(
             "rows of 'input' and 'out' differ",
             expected=f"{row} bytes",
-            got=f"{rows_out} bytes",
+            got=f"{_row_nbytes(out)} bytes",
             fix="give both the same shape after dimension 0",
         )
     with call.running(str(input.dtype), [*receives, *sends], out_offset=call.offset):
@@ -271,7 +234,8 @@ def all_to_all_single_out(
         tables = call.rendezvous.free_words()
         expected = [table[: call.size] for table in tables]
         sent = [table[call.size : 2 * call.size] for table in tables]
-        wrong = _misfit(expected, sent)
+        pairs = ((s, r) for s in range(call.size) for r in range(call.size))
+        wrong = next(((s, r) for s, r in pairs if sent[s][r] != expected[r][s]), None)
         if wrong is None:
             begin = 0
             for peer, count in enumerate(sends):
@@ -298,17 +262,7 @@ def all_to_all_single_out(
 def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.Tensor) -> None:
     """The ``input`` of rank ``src`` of the group into every rank's ``out``.
 
-    Args:
-        input: Any tensor; only read on the source, where it may be ``out`` itself.
-        src: Rank inside the group.
-        group_name: Name of the group.
-        out: Symmetric, contiguous, as large, at the same offset on all ranks.
-
-    Raises:
-        RunError: An argument does not fit, or ranks make different calls.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
+    ``input`` is only read on the source, where it may be ``out`` itself.
     """
     call = Call("broadcast_out", out, "out", group_name)
     call.check_types(input, out)
@@ -326,26 +280,13 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
     with call.running(str(out.dtype), out_offset=call.offset, nbytes=nbytes, extra=src):
         if call.rank == src:
             source = _plain(input)
-            for shift in range(1, call.size):
-                peer = call.peers[(call.rank + shift) % call.size]
-                copy_bytes(peer, call.offset, source, nbytes)
+            call.push(call.offset, source, nbytes)
             if source.data_ptr() != out.data_ptr():
                 copy_bytes(call.peers[src], call.offset, source, nbytes)
 
 
 def barrier_(segment: torch.Tensor, group_name: str) -> None:
-    """Wait for every rank of the group.
-
-    Args:
-        segment: Any tensor in the segment to meet on.
-        group_name: Name of the group.
-
-    Raises:
-        RunError: It lies in no segment, or the segment did not meet that group.
-        PeerTimeoutError, PeerLostError: Peers did not come.
-
-    Collective: yes.
-    """
+    """Wait for every rank of the group; ``segment`` is any tensor in the segment to meet on."""
     found = locate(segment)
     if found is None:
         Call("barrier_", segment, "segment", group_name)
@@ -353,7 +294,32 @@ def barrier_(segment: torch.Tensor, group_name: str) -> None:
     found[0].barrier(group_name)
 
 
-_CONTIGUOUS = torch.contiguous_format
+def all_to_all_single_into(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    group_name: str,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Equal parts of ``input`` to every rank; those of every rank into ``out``, in their order.
+
+    Both are contiguous and of one size. Split sizes are empty, or all equal.
+    """
+    if len({*output_split_sizes, *input_split_sizes}) > 1 or input.numel() != out.numel():
+        raise RunError(
+            "an all-to-all into a given tensor has parts of different sizes",
+            expected="equal parts",
+            got=f"{list(input_split_sizes)} sent, {list(output_split_sizes)} received",
+            fix="use torch.ops._c10d_functional.all_to_all_single",
+            op="symmplan::all_to_all_single_into",
+        )
+    register = compat.register_work()
+    work = compat.start_all_to_all(out, input, compat.group_by_name(group_name))
+    if register is None:
+        work.wait()
+    else:
+        register(out, work)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -363,19 +329,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _share(nbytes: int, rank: int, size: int) -> tuple[int, int]:
-    """The bytes that ``rank`` reduces: whole cache lines, so that ranks never share one."""
-    share = -(-nbytes // (size * 64)) * 64
-    return min(rank * share, nbytes), min((rank + 1) * share, nbytes)
+def _rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
 
 
 def _row_nbytes(tensor: torch.Tensor) -> int:
-    rows = tensor.shape[0] if tensor.dim() else 1
+    rows = _rows(tensor)
     return tensor.numel() // rows * tensor.element_size() if rows else 0
 
 
 def _splits(call: Call, tensor: torch.Tensor, sizes: Sequence[int], where: str) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 1
+    rows = _rows(tensor)
     if not sizes:
         if rows % call.size:
             call.fail(
@@ -393,52 +357,36 @@ def _splits(call: Call, tensor: torch.Tensor, sizes: Sequence[int], where: str) 
     return [int(size) for size in sizes]
 
 
-def _misfit(expected: list[list[int]], sent: list[list[int]]) -> tuple[int, int] | None:
-    """The first pair (sender, receiver) that disagrees."""
-    ranks = range(len(sent))
-    return next(((s, r) for s in ranks for r in ranks if sent[s][r] != expected[r][s]), None)
-
-
-def register_op(schema: str, implementation: Callable[..., None]) -> None:
-    """Define an op of symmplan's that writes ``out`` and returns nothing."""
-    name = schema.partition("(")[0]
-    IMPLEMENTATIONS[f"symmplan::{name}"] = implementation
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    # No formula and no warning about it: whoever differentiates does so above these ops.
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"symmplan::{name}", _fake, lib=_LIBRARY)
+_LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
+_SPLITS = "SymInt[] output_split_sizes, SymInt[] input_split_sizes"
+_SCHEMAS: dict[Callable[..., None], str] = {
+    all_gather_out: "Tensor input, int group_size, str group_name, *, Tensor(a!) out",
+    reduce_scatter_out: "Tensor input, str reduce_op, int group_size, str group_name, *, "
+    "Tensor(a!) out",
+    all_reduce_out: "Tensor input, str reduce_op, str group_name, *, Tensor(a!) out",
+    all_to_all_single_out: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
+    broadcast_out: "Tensor input, int src, str group_name, *, Tensor(a!) out",
+    all_gather_parts_: "Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
+    "str group_name",
+    barrier_: "Tensor(a!) segment, str group_name",
+    all_to_all_single_into: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
+}
 
 
 def _fake(*args: object, **kwargs: object) -> None:
     """They change ``out`` in place and return nothing: no shape to compute."""
 
 
-register_op(
-    "all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> ()",
-    all_gather_out,
-)
-register_op(
-    "reduce_scatter_out(Tensor input, str reduce_op, int group_size, str group_name, *, "
-    "Tensor(a!) out) -> ()",
-    reduce_scatter_out,
-)
-register_op(
-    "all_reduce_out(Tensor input, str reduce_op, str group_name, *, Tensor(a!) out) -> ()",
-    all_reduce_out,
-)
-register_op(
-    "all_to_all_single_out(Tensor input, SymInt[] output_split_sizes, "
-    "SymInt[] input_split_sizes, str group_name, *, Tensor(a!) out) -> ()",
-    all_to_all_single_out,
-)
-register_op(
-    "broadcast_out(Tensor input, int src, str group_name, *, Tensor(a!) out) -> ()",
-    broadcast_out,
-)
-register_op(
-    "all_gather_parts_(Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
-    "str group_name) -> ()",
-    all_gather_parts_,
-)
-register_op("barrier_(Tensor(a!) segment, str group_name) -> ()", barrier_)
+def _register() -> None:
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    for implementation, arguments in _SCHEMAS.items():
+        name = implementation.__name__
+        IMPLEMENTATIONS[f"symmplan::{name}"] = implementation
+        _LIBRARY.define(f"{name}({arguments}) -> ()", tags=tags)
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        # No formula and no warning about it: whoever differentiates does so above these ops.
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"symmplan::{name}", _fake, lib=_LIBRARY)
+
+
+_register()

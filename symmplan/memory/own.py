@@ -16,25 +16,20 @@ import threading
 __all__ = ["OWN", "own_work"]
 
 
-class _State(threading.local):
-    """How deep this thread is in work of symmplan's own."""
-
-    depth = 0
-
-
-#: ``OWN.depth`` is zero while the program runs. Read on every declared call, so it is no function.
-OWN = _State()
-
-
-class _OwnWork(contextlib.ContextDecorator):
+class _OwnWork(threading.local, contextlib.ContextDecorator):
     """A context manager and a decorator; may be nested."""
 
+    depth = 0  # how deep this thread is in work of symmplan's own
+
     def __enter__(self) -> None:
-        OWN.depth += 1
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        OWN.depth -= 1
+        self.depth -= 1
 
 
 #: ``with own_work:`` or ``@own_work``. See [Note: own work].
 own_work = _OwnWork()
+
+#: ``OWN.depth`` is zero while the program runs. Read on every declared call, so it is no function.
+OWN = own_work

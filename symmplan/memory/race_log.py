@@ -29,6 +29,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     import mmap
 
+    import torch
     from numpy.typing import NDArray
 
     Words = NDArray[np.int64]
@@ -42,16 +43,20 @@ _RECORDS, _MEETINGS, _TEXTS, _FAILURE, _HEADER = 0, 1, 2, 3, 8
 _RING, _CLOCKS, _TABLE = 2048, 512, 512
 _TEXT_WORDS, _FAILURE_WORDS = 64, 512
 _DIMENSIONS = 4
-#: number, owner, low, high, write, start, end, text, item size, dimensions, (size, stride) of each.
-_NUMBER, _OWNER, _LOW, _HIGH, _WRITE, _END, _TEXT, _ITEM = 0, 1, 2, 3, 4, 5, 6, 7
-_SHAPE = 8
-_WORDS = _SHAPE + 1 + 2 * _DIMENSIONS
+_FIELDS = ("number", "owner", "low", "high", "write", "end", "text", "item", "dimensions")
+#: ``end`` is the component at which an access ends; ``shape`` that of its `Extent`.
+_RECORD = np.dtype([*((name, np.int64) for name in _FIELDS), ("shape", np.int64, (_DIMENSIONS, 2))])
+
+
+def _parts(size: int) -> list[int]:
+    """Words of a log's parts, where clocks have ``size`` components."""
+    records = _RING * (_RECORD.itemsize // 8)
+    return [_HEADER, size, _CLOCKS * (2 + size), records, _TABLE * _TEXT_WORDS, _FAILURE_WORDS]
 
 
 def log_nbytes(size: int) -> int:
     """Bytes of a log where clocks have ``size`` components."""
-    words = _HEADER + size + _CLOCKS * (2 + size) + _RING * _WORDS
-    return 8 * (words + _TABLE * _TEXT_WORDS + _FAILURE_WORDS)
+    return 8 * sum(_parts(size))
 
 
 @frozen
@@ -71,6 +76,29 @@ class Extent:
     item: int
     shape: tuple[tuple[int, int], ...] = ()
 
+    @staticmethod
+    def of(tensor: torch.Tensor, offset: int) -> Extent | None:
+        """The bytes of a tensor that begins at byte ``offset``; None if it has none."""
+        if not tensor.numel():
+            return None
+        item = tensor.element_size()
+        high = offset + item
+        shape: list[tuple[int, int]] = []
+        steps = [stride * item for stride in tensor.stride()]
+        for size, step in sorted(zip(tensor.shape, steps, strict=True), key=lambda p: p[1]):
+            if size == 1 or not step:
+                continue
+            high += (size - 1) * step
+            if not shape and step == item:
+                item *= size
+            elif shape and shape[0][0] * shape[0][1] == step:
+                shape[0] = (shape[0][0] * size, shape[0][1])
+            else:
+                shape.insert(0, (size, step))
+        if len(shape) > _DIMENSIONS or not shape:
+            return Extent(offset, high, high - offset)
+        return Extent(offset, high, item, tuple(shape))
+
     def overlap(self, other: Extent) -> tuple[int, int] | None:
         """The first run of bytes that both have; None if there is none."""
         low, high = max(self.low, other.low), min(self.high, other.high)
@@ -87,59 +115,41 @@ class Extent:
         return low + first, low + first + (int(gaps[0]) if len(gaps) else len(both) - first)
 
     def _mask(self, low: int, high: int) -> NDArray[np.bool_]:
-        mask = np.zeros(high - low, dtype=bool)
-        if not self.shape:
-            mask[max(self.low, low) - low : min(self.high, high) - low] = True
-            return mask
-        starts = np.asarray([self.low], dtype=np.int64)
-        for size, stride in self.shape:
-            starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-        for i in range(self.item) if self.item <= 64 else ():
-            at = starts + i - low
-            mask[at[(at >= 0) & (at < len(mask))]] = True
-        if self.item > 64:
-            for start in starts.tolist():
-                mask[max(start - low, 0) : max(start + self.item - low, 0)] = True
-        return mask
+        """Which bytes from ``low`` to ``high``, which lie inside, it has."""
+        mask = np.zeros(self.high - self.low, dtype=bool)
+        sizes, strides = zip(*self.shape, (self.item, 1), strict=True)
+        np.lib.stride_tricks.as_strided(mask, sizes, strides)[...] = True
+        return mask[low - self.low : high - self.low]
 
 
 @frozen
 class Record:
-    """An access, as its rank wrote it down.
+    """An access, as its rank wrote it down."""
 
-    Attributes:
-        number: How many records its rank made before.
-        owner: Whose bytes.
-        extent: Which bytes of the segment.
-        write: Whether they were written.
-        text: Op, line and buffer.
-    """
-
-    number: int
-    owner: int
-    extent: Extent
-    write: bool
-    text: tuple[str, str, str]
+    number: int  # how many records its rank made before
+    owner: int  # whose bytes
+    extent: Extent  # which bytes of the segment
+    write: bool  # whether they were written
+    text: tuple[str, str, str]  # op, line and buffer
 
 
 class RaceLog:
     """One rank's log of one segment, mine or a peer's. See [Note: race logs].
 
-    Args:
-        memory: The file of the segment.
-        start: Where in it the log begins, in bytes.
-        size: Components of a clock.
+    It begins at byte ``start`` of the segment's file; clocks have ``size`` components.
+
+    Attributes:
+        clock: What the owner published last.
     """
 
     def __init__(self, memory: mmap.mmap, start: int, size: int) -> None:
-        words = np.frombuffer(memory, dtype=np.int64, offset=start, count=log_nbytes(size) // 8)
-        parts = [_HEADER, size, _CLOCKS * (2 + size), _RING * _WORDS, _TABLE * _TEXT_WORDS]
-        ends = np.cumsum(parts).tolist()
-        self._header, self._clock, clocks, records, texts, failure = np.split(words, ends)
+        parts = _parts(size)
+        words = np.frombuffer(memory, dtype=np.int64, offset=start, count=sum(parts))
+        split = np.split(words, np.cumsum(parts[:-1]).tolist())
+        self._header, self.clock, clocks, records, texts, self._failure = split
         self._clocks = clocks.reshape(_CLOCKS, 2 + size)
-        self._records = records.reshape(_RING, _WORDS)
+        self._records = records.view(_RECORD)
         self._texts = texts.reshape(_TABLE, _TEXT_WORDS)
-        self._failure = failure
         self._known: dict[tuple[str, str, str], int] = {}
 
     # What the owner does.
@@ -152,30 +162,29 @@ class RaceLog:
         row[2:] = clock
         row[1] = number
         row[0] = key
-        self._clock[:] = clock
+        self.clock[:] = clock
         self._header[_MEETINGS] = at + 1
 
     def append(
         self, owner: int, extent: Extent, end: int, text: tuple[str, str, str], *, write: bool
     ) -> int:
         """Write an access down; returns its number."""
-        number = int(self._header[_RECORDS])
+        number = self.count
         row = self._records[number % _RING]
-        row[_NUMBER] = -1  # nobody takes it for what it was
-        row[_OWNER], row[_LOW], row[_HIGH], row[_WRITE] = owner, extent.low, extent.high, write
-        row[_END], row[_TEXT], row[_ITEM] = end, self._intern(text), extent.item
-        row[_SHAPE] = len(extent.shape)
-        flat = [word for pair in extent.shape for word in pair]
-        row[_SHAPE + 1 : _SHAPE + 1 + len(flat)] = flat
-        row[_NUMBER] = number
+        row["number"] = -1  # nobody takes it for what it was
+        row["owner"], row["write"], row["end"] = owner, write, end
+        row["low"], row["high"], row["item"] = extent.low, extent.high, extent.item
+        row["text"], row["dimensions"] = self._intern(text), len(extent.shape)
+        row["shape"][: len(extent.shape)] = np.reshape(extent.shape, (-1, 2))
+        row["number"] = number
         self._header[_RECORDS] = number + 1
         return number
 
     def close(self, number: int, end: int) -> None:
         """An access that was `OPEN` is over."""
         row = self._records[number % _RING]
-        if row[_NUMBER] == number:
-            row[_END] = end
+        if row["number"] == number:
+            row["end"] = end
 
     def fail(self, text: bytes) -> None:
         """Leave word of a race that the owner found; the first one stays."""
@@ -213,15 +222,10 @@ class RaceLog:
         row = self._clocks[rows[0]].copy()
         return row[2:] if row[0] == key and row[1] == number else None
 
-    @property
-    def clock(self) -> Words:
-        """What the owner published last."""
-        return self._clock
-
     def settled(self, first: int, until: int) -> int:
         """The number of the first record, from ``first`` on, that is not over by ``until``."""
         numbers, rows = self._rows(first)
-        late = np.flatnonzero(rows[:, _END] > until)
+        late = np.flatnonzero(rows["end"] > until)
         return int(numbers[late[0]]) if len(late) else first + len(numbers)
 
     def conflicts(
@@ -229,13 +233,11 @@ class RaceLog:
     ) -> list[Record]:
         """Accesses, from number ``first`` on, of the same bytes that are not over by ``until``."""
         numbers, rows = self._rows(first)
-        found = rows[:, _END] > until
-        found &= rows[:, _OWNER] == owner
-        found &= (rows[:, _LOW] < extent.high) & (rows[:, _HIGH] > extent.low)
-        found &= rows[:, _NUMBER] == numbers
+        found = (rows["number"] == numbers) & (rows["end"] > until) & (rows["owner"] == owner)
+        found &= (rows["low"] < extent.high) & (rows["high"] > extent.low)
         if not write:
-            found &= rows[:, _WRITE] != 0
-        records = (self._record(rows[i]) for i in np.flatnonzero(found))
+            found &= rows["write"] != 0
+        records = (self._record(row) for row in rows[found])
         return [r for r in records if extent.overlap(r.extent) is not None]
 
     @property
@@ -244,24 +246,15 @@ class RaceLog:
         length = int(self._header[_FAILURE])
         return self._failure.view(np.uint8)[:length].tobytes() if length else b""
 
-    @property
-    def failed(self) -> bool:
-        """Whether the owner found a race."""
-        return bool(self._header[_FAILURE])
-
-    def _rows(self, first: int) -> tuple[Words, Words]:
+    def _rows(self, first: int) -> tuple[Words, NDArray[np.void]]:
         count = self.count
         numbers = np.arange(max(first, count - _RING), count, dtype=np.int64)
         return numbers, self._records[numbers % _RING]
 
-    def _record(self, row: Words) -> Record:
-        words = row.tolist()
-        pairs = words[_SHAPE + 1 : _SHAPE + 1 + 2 * words[_SHAPE]]
-        shape = tuple(zip(pairs[::2], pairs[1::2], strict=True))
-        extent = Extent(words[_LOW], words[_HIGH], words[_ITEM], shape)
-        return Record(
-            words[_NUMBER], words[_OWNER], extent, bool(words[_WRITE]), self._text(words[_TEXT])
-        )
+    def _record(self, row: np.void) -> Record:
+        number, owner, low, high, write, _, text, item, dimensions, shape = row.tolist()
+        pairs = tuple(map(tuple, np.asarray(shape)[:dimensions].tolist()))
+        return Record(number, owner, Extent(low, high, item, pairs), bool(write), self._text(text))
 
     def _text(self, number: int) -> tuple[str, str, str]:
         data = self._texts[number].tobytes().rstrip(b"\0") + b"\0\0"

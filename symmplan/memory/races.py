@@ -1,5 +1,8 @@
 """Find races: accesses of the same bytes, one of them a write, that nothing orders.
 
+Whoever accesses bytes says so to `touch`; nothing happens unless they lie in a segment that is
+watched.
+
 [Note: how races are found]
     Each rank counts the moments at which it told others how far it is (its own *component*), and
     knows of each other rank the last such moment that precedes what it does now: a vector clock.
@@ -27,22 +30,25 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from attrs import define, field
 
 from symmplan.errors import RaceAccess, RaceError
 from symmplan.memory.race_log import OPEN, Extent, RaceLog, Record
-from symmplan.memory.touches import LIVE, RANGES, source_line
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     from symmplan.memory.segment import Health
@@ -50,7 +56,43 @@ if TYPE_CHECKING:
 
     Listener = Callable[[str, int, Extent, str, bool], None]
 
-__all__ = ["Meetings", "RaceDetector", "Touch", "WatchedSegment"]
+__all__ = ["LIVE", "WHERE", "Meetings", "RaceDetector", "source_line", "touch", "touch_bytes"]
+
+_EXPECTED = "a barrier, or a collective that meets, behind the one and before the other"
+
+#: The detectors of this process. Empty unless somebody debugs: this is all that is asked then.
+LIVE: list[RaceDetector] = []
+
+
+class _Where(threading.local):
+    """Which ops this thread is in, the innermost last; what is said of accesses."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+        #: The frame below which a line of a compiled graph counts, and that line.
+        self.node: tuple[Any, str] | None = None
+
+
+#: Of accesses that are seen from now on.
+WHERE = _Where()
+
+
+def source_line() -> str:
+    """The innermost frame that is neither torch's nor symmplan's; ``"file:line"``.
+
+    Inside a compiled graph that runs op by op, the line that the node came from.
+    """
+    frame: Any = sys._getframe(1)
+    code, line = WHERE.node or (None, "")
+    while frame is not None:
+        if frame.f_code is code:
+            return line
+        module = frame.f_globals.get("__name__", "torch")
+        name = frame.f_code.co_filename
+        if module.partition(".")[0] not in ("symmplan", "torch") and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @define(eq=False)
@@ -60,130 +102,85 @@ class Touch:
     segment: WatchedSegment
     record: Record
 
+    def begin(self) -> None:
+        """What this rank does by itself may race with it, too, from now on."""
+        self.segment.open[self.record.number] = self.record
+
+    def end(self) -> None:
+        """It is over."""
+        self.segment.open.pop(self.record.number, None)
+        self.segment.log.close(self.record.number, self.segment.detector.now)
+
 
 @define(eq=False)
 class WatchedSegment:
-    """A segment whose accesses are written down.
+    """A segment whose accesses are written down."""
 
-    Attributes:
-        name: The segment's.
-        detector: Of its arena.
-        log: This rank's log of it.
-        health: Of its arena.
-        placements: ``(first byte, end, buffer)`` of what the plan puts there.
-        peers: The logs of the others, by rank.
-    """
-
-    name: str
-    detector: RaceDetector
-    log: RaceLog
-    health: Health
+    name: str  # the segment's
+    detector: RaceDetector  # of its arena
+    log: RaceLog  # this rank's log of it
+    health: Health  # of its arena
+    #: ``(first byte, end, buffer)`` of what the plan puts there.
     placements: Sequence[tuple[int, int, str]] = ()
-    peers: dict[int, RaceLog] = field(factory=dict)
+    peers: dict[int, RaceLog] = field(factory=dict)  # the logs of the others, by rank
+    open: dict[int, Record] = field(factory=dict)  # this rank's accesses that last, by number
     _settled: dict[int, int] = field(factory=dict)
     _seen: set[Any] = field(factory=set)  # what was noted already, ...
     _seen_at: int = 0  # ... to end at this component
-    _open: dict[int, Record] = field(factory=dict)
 
     def add_peer(self, rank: int, log: RaceLog, address: int, nbytes: int) -> None:
         """``rank`` has its bytes of the segment mapped here at ``address``."""
         if rank != self.detector.rank:
             self.peers[rank] = log
-        RANGES.add(address, nbytes, self, rank)
+        self.detector.add_range(address, nbytes, self, rank)
 
     def touch(
         self, owner: int, extent: Extent, op: str, *, write: bool, lasting: bool = False
     ) -> Touch | None:
-        """Write an access down, and see that it is ordered behind what the others did.
-
-        Args:
-            owner: Whose bytes.
-            extent: Which.
-            op: In which op.
-            write: Whether they are written.
-            lasting: Whether it goes on until `close`.
+        """Write an access of ``owner``'s bytes down; see that it is ordered behind what others did.
 
         Raises:
             RaceError: It is not. Or another rank found a race.
         """
-        if self.detector.listener is not None:
-            self.detector.listener(self.name, owner, extent, op, write)
+        detector = self.detector
+        if detector.listener is not None:
+            detector.listener(self.name, owner, extent, op, write)
             return None
-        if self._seen_at != self.detector.now:
+        if self._seen_at != detector.now:
             self._seen.clear()
-            self._seen_at = self.detector.now
+            self._seen_at = detector.now
         key = (owner, extent, write)
         if not lasting and key in self._seen:
             return None
-        self.detector.check()
+        detector.check()
         text = (op, source_line(), self._buffers(extent))
-        end = OPEN if lasting else self.detector.now
+        end = OPEN if lasting else detector.now
         number = self.log.append(owner, extent, end, text, write=write)
-        self.detector.fence()
+        mine = Record(number, owner, extent, write, text)
+        detector.fence()
         for rank, log in self.peers.items():
-            until = self.detector.knows(rank)
+            until = detector.knows(rank)
             first = log.settled(self._settled.get(rank, 0), until)
             self._settled[rank] = first
             for record in log.conflicts(first, until, owner, extent, write=write):
-                self._race(owner, extent, text, rank, record, write=write)
-        for record in self._open.values():  # of this rank
+                detector.fail(self, mine, rank, record)
+        for record in self.open.values():  # of this rank
             if record.owner == owner and (write or record.write) and extent.overlap(record.extent):
-                self._race(owner, extent, text, self.detector.rank, record, write=write)
+                detector.fail(self, mine, detector.rank, record)
         if not lasting:
             self._seen.add(key)
             return None
-        return Touch(self, Record(number, owner, extent, write, text))
-
-    def begin(self, record: Record) -> None:
-        """A lasting access has begun: what this rank does by itself may race with it, too."""
-        self._open[record.number] = record
-
-    def close(self, record: Record) -> None:
-        """It is over."""
-        self._open.pop(record.number, None)
-        self.log.close(record.number, self.detector.now)
+        return Touch(self, mine)
 
     def _buffers(self, extent: Extent) -> str:
         names = [n for low, high, n in self.placements if low < extent.high and high > extent.low]
         return " or ".join(repr(n) for n in names[:3]) + (" or others" if len(names) > 3 else "")
 
-    def _race(
-        self,
-        owner: int,
-        extent: Extent,
-        text: tuple[str, str, str],
-        rank: int,
-        record: Record,
-        *,
-        write: bool,
-    ) -> None:
-        both = extent.overlap(record.extent)
-        assert both is not None
-        mine = _access(self, self.detector.rank, owner, extent, text, write=write)
-        theirs = _access(self, rank, owner, record.extent, record.text, write=record.write)
-        self.detector.fail(mine, theirs, both)
-
-
-def _access(
-    segment: WatchedSegment,
-    rank: int,
-    owner: int,
-    extent: Extent,
-    text: tuple[str, str, str],
-    *,
-    write: bool,
-) -> RaceAccess:
-    op, line, buffer = text
-    low, high = extent.low, extent.high
-    return RaceAccess(rank, op, line, segment.name, owner, low, high, buffer, write)
-
 
 class RaceDetector:
     """Finds the races on the segments of an arena. See [Note: how races are found].
 
-    Args:
-        rank: This process's rank in the default process group.
-        size: How many ranks that has.
+    ``rank`` and ``size`` are those of the default process group.
 
     Attributes:
         listener: Called with each access instead of comparing it, if it is set: with the segment's
@@ -199,8 +196,7 @@ class RaceDetector:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._error: RaceError | None = None
-
-    # The segments.
+        self._ranges: tuple[tuple[int, int, WatchedSegment, int], ...] = ()  # replaced as a whole
 
     def watch(self, name: str, memory: mmap.mmap, start: int, health: Health) -> WatchedSegment:
         """A segment of this rank, in the file ``memory``, whose log begins at byte ``start``."""
@@ -211,11 +207,8 @@ class RaceDetector:
     def follow(self, placements: Mapping[str, Placement]) -> None:
         """What lies where from now on."""
         for segment in self.segments:
-            segment.placements = [
-                (p.offset, p.end, name)
-                for name, p in placements.items()
-                if p.segment == segment.name
-            ]
+            named = ((p, name) for name, p in placements.items() if p.segment == segment.name)
+            segment.placements = [(p.offset, p.end, name) for p, name in named]
 
     def begin(self) -> None:
         """All segments are there: accesses count from now on."""
@@ -225,10 +218,22 @@ class RaceDetector:
         """The arena is gone. Idempotent."""
         if self in LIVE:
             LIVE.remove(self)
-        RANGES.drop(self)
         self.segments.clear()
 
-    # The clock.
+    def add_range(self, address: int, nbytes: int, segment: WatchedSegment, owner: int) -> None:
+        """Some bytes of this process are those of rank ``owner`` in ``segment``."""
+        if self.find(address) is None:
+            one = (address, address + nbytes, segment, owner)
+            self._ranges = tuple(sorted([*self._ranges, one], key=itemgetter(0)))
+
+    def find(self, address: int) -> tuple[WatchedSegment, int, int] | None:
+        """The segment in which a byte of this process lies, whose it is there, and its offset."""
+        ranges = self._ranges
+        at = bisect_right(ranges, address, key=itemgetter(0)) - 1
+        if at < 0 or address >= ranges[at][1]:
+            return None
+        start, _, segment, owner = ranges[at]
+        return segment, owner, address - start
 
     @property
     def now(self) -> int:
@@ -256,8 +261,6 @@ class RaceDetector:
         # Too long ago: at most what it did since is taken for ordered, too.
         np.maximum(self._clock, log.clock if found is None else found, out=self._clock)
 
-    # Collectives of a process group.
-
     def start(self, group: str) -> int:
         """This rank starts a collective of ``group``; returns which one that is."""
         number = self._counts[group] = self._counts.get(group, 0) + 1
@@ -266,10 +269,8 @@ class RaceDetector:
 
     def started(self, group: str, number: int, rank: int) -> bool:
         """Whether ``rank`` has started it, as far as one can see."""
-        logs = self._logs_of(rank)
-        return not logs or any(
-            log.published(_key("group", group), number) is not None for log in logs
-        )
+        logs, key = self._logs_of(rank), _key("group", group)
+        return not logs or any(log.published(key, number) is not None for log in logs)
 
     def met(self, group: str, number: int, ranks: Iterable[int]) -> None:
         """This rank's part in it ended after ``ranks`` started theirs."""
@@ -280,8 +281,6 @@ class RaceDetector:
     def _logs_of(self, rank: int) -> list[RaceLog]:
         return [s.peers[rank] for s in self.segments if rank in s.peers]
 
-    # Races.
-
     def check(self) -> None:
         """See whether a race was found.
 
@@ -290,41 +289,50 @@ class RaceDetector:
         """
         for segment in _watched() if self._error is None else ():
             for rank, log in segment.peers.items():
-                if log.failed:
+                if log.failure:
                     self._error = _told(rank, log.failure)
         if self._error is not None:
             raise _again(self._error)
 
-    def fail(self, mine: RaceAccess, theirs: RaceAccess, both: tuple[int, int]) -> None:
-        """Raise, here and on the others. See [Note: who hears of a race].
+    def fail(self, segment: WatchedSegment, mine: Record, rank: int, theirs: Record) -> NoReturn:
+        """Raise, here and on the others: a race of this rank with ``rank``, maybe with itself.
+
+        See [Note: who hears of a race].
 
         Raises:
             RaceError: Always.
         """
+        both = mine.extent.overlap(theirs.extent)
+        assert both is not None
         low, high = both
-        who = f"ranks {theirs.rank} and {mine.rank}"
-        if mine.rank == theirs.rank:
-            who = f"rank {mine.rank}, twice,"
+        accesses = [_access(segment, *pair) for pair in ((self.rank, mine), (rank, theirs))]
+        who = f"ranks {rank} and {self.rank}" if rank != self.rank else f"rank {rank}, twice,"
         error = RaceError(
             f"{who} access bytes [{low}, {high}) of rank {mine.owner}'s segment "
-            f"{mine.segment!r} with no order between them",
-            expected="a barrier, or a collective that meets, behind the one and before the other",
-            got=f"none\n    {theirs}\n    {mine}",
+            f"{segment.name!r} with no order between them",
+            expected=_EXPECTED,
+            got=f"none\n    {accesses[1]}\n    {accesses[0]}",
             fix="declare what the op does (handshake=, release=, what it mutates), wait for the "
             "collective in time, or call symmplan.handle(x).barrier() between the two",
             failed_rank=self.rank,
-            segment=mine.segment,
+            segment=segment.name,
             low=low,
             high=high,
-            accesses=(mine, theirs),
+            accesses=tuple(accesses),
         )
         self._error = error
-        told = json.dumps({"what": error.what, "got": error.got, "accesses": (mine, theirs)})
-        for segment in _watched():
-            segment.log.fail(told.encode())
-        for segment in _watched():
-            segment.health.break_(error)
+        told = json.dumps({"what": error.what, "got": error.got, "accesses": accesses})
+        for watched in _watched():
+            watched.log.fail(told.encode())
+        for watched in _watched():
+            watched.health.break_(error)
         raise _again(error)
+
+
+def _access(segment: WatchedSegment, rank: int, record: Record) -> RaceAccess:
+    (op, line, buffer), extent = record.text, record.extent
+    where = (segment.name, record.owner, extent.low, extent.high, buffer)
+    return RaceAccess(rank, op, line, *where, record.write)
 
 
 def _watched() -> list[WatchedSegment]:
@@ -346,33 +354,20 @@ def _clock(rank: int, size: int) -> NDArray[np.int64]:
 
 
 class Meetings:
-    """Carries clocks through the barriers of one group on one segment.
-
-    Args:
-        segment: The segment.
-        group: Torch's name of the group.
-        ranks: Its ranks.
-    """
+    """Carries clocks through the barriers of one group, by torch's name, on one segment."""
 
     def __init__(self, segment: WatchedSegment, group: str, ranks: Sequence[int]) -> None:
-        self._segment = segment
-        self._key = _key("segment", group)
-        self._ranks = [r for r in ranks if r != segment.detector.rank]
+        self.detector, self._segment, self._key = segment.detector, segment, _key("segment", group)
+        self._ranks = [r for r in ranks if r in segment.peers]
 
     def arrive(self, number: int) -> None:
         """This rank is about to arrive for the ``number``-th time."""
-        self._segment.detector.publish([self._segment], self._key, number)
+        self.detector.publish([self._segment], self._key, number)
 
     def met(self, number: int) -> None:
         """All ranks have arrived."""
         for rank in self._ranks:
-            log = self._segment.peers.get(rank)
-            if log is not None:
-                self._segment.detector.join(log, self._key, number)
-
-    def check(self) -> None:
-        """See `RaceDetector.check`."""
-        self._segment.detector.check()
+            self.detector.join(self._segment.peers[rank], self._key, number)
 
 
 def _key(kind: str, group: str) -> int:
@@ -391,7 +386,7 @@ def _told(rank: int, text: bytes) -> RaceError:
     return RaceError(
         f"rank {rank} found: {what}",
         got=got,
-        expected="a barrier, or a collective that meets, behind the one and before the other",
+        expected=_EXPECTED,
         fix="see the error of that rank",
         failed_rank=rank,
         accesses=accesses,
@@ -403,3 +398,41 @@ def _again(error: RaceError) -> RaceError:
     kind, arguments = error.__reduce__()
     again: RaceError = kind(*arguments)
     return again
+
+
+def touch(
+    tensor: torch.Tensor, *, write: bool, op: str = "", lasting: bool = False
+) -> Touch | None:
+    """``tensor``, on the CPU, is accessed. Nothing if it lies in no watched segment.
+
+    Args:
+        tensor: What is accessed.
+        write: Whether it is written.
+        op: In which op; the one that runs if empty.
+        lasting: Whether the access lasts until it is ended.
+
+    Raises:
+        RaceError: The access is not ordered behind that of another rank.
+    """
+    found = _find(tensor.data_ptr())
+    extent = None if found is None else Extent.of(tensor, found[2])
+    if found is None or extent is None:
+        return None
+    return found[0].touch(found[1], extent, op or _running(), write=write, lasting=lasting)
+
+
+def touch_bytes(address: int, nbytes: int, *, write: bool) -> None:
+    """The same for bare bytes."""
+    found = _find(address)
+    if found is not None and nbytes:
+        segment, owner, low = found
+        segment.touch(owner, Extent(low, low + nbytes, nbytes), _running(), write=write)
+
+
+def _find(address: int) -> tuple[WatchedSegment, int, int] | None:
+    found = (detector.find(address) for detector in LIVE)
+    return next((one for one in found if one is not None), None)
+
+
+def _running() -> str:
+    return WHERE.ops[-1] if WHERE.ops else ""

@@ -51,9 +51,7 @@ class Health:
     def break_(self, error: BaseException, because: Sequence[int] = ()) -> None:
         """Make the arena unusable because of ``error``; the first one stays.
 
-        Args:
-            error: What happened.
-            because: Keys of the processes that this rank waited for in vain.
+        ``because`` are keys of the processes that this rank waited for in vain.
         """
         if self.reason is None:
             self.reason = (str(error) or repr(error)).splitlines()[0]
@@ -62,7 +60,7 @@ class Health:
 
 
 class Rendezvous:
-    """The one-time association of a segment with a group.
+    """The one-time association of a segment with a group: here one of one rank, which is alone.
 
     Attributes:
         group: The group.
@@ -71,13 +69,11 @@ class Rendezvous:
     def __init__(self, group: Group, peers: tuple[torch.Tensor, ...]) -> None:
         self.group = group
         self._peers = peers
+        self._given: list[int] = []
 
     @property
     def peers(self) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes of the segment, one-dimensional uint8, in the order of ranks.
-
-        This rank's own are among them.
-        """
+        """Each rank's bytes of the segment, also this one's: one-dimensional uint8."""
         return self._peers
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -89,18 +85,17 @@ class Rendezvous:
 
         Collective: yes.
         """
-        raise NotImplementedError
 
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:  # noqa: ARG002
         """Like `barrier`, and compare ``call`` with what the peers say that they run."""
-        raise NotImplementedError
+        self._given = list(free)
 
     def refuse(self, call: bytes) -> None:
         """Make the peers' `enter` fail, because this rank's call is wrong. Does not wait."""
 
     def free_words(self) -> list[list[int]]:
         """What every rank gave as ``free`` in the last `enter`."""
-        raise NotImplementedError
+        return [self._given]
 
     def leave(self) -> None:
         """The barrier that ends what `enter` began."""
@@ -128,17 +123,13 @@ class Rendezvous:
 
 
 class Segment:
-    """One symmetric allocation.
-
-    Args:
-        spec: What was asked for.
-        backend: Name of the memory backend.
-        tensor: This rank's bytes, uint8, one-dimensional; its storage is exactly the segment.
-        timeout: Seconds that a barrier may take unless it says otherwise.
-        health: Shared by the segments of an arena.
-        on_release: What else to do on release.
+    """One symmetric allocation. Made by a memory backend.
 
     Attributes:
+        spec: What was asked for.
+        backend: Name of the memory backend.
+        timeout: Seconds that a barrier may take unless it says otherwise.
+        health: Shared by the segments of an arena.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
     """
 
@@ -190,10 +181,9 @@ class Segment:
         self.rendezvous[rendezvous.group.torch_name] = rendezvous
 
     def meeting(self, group: str | Any | None = None) -> Rendezvous:
-        """The rendezvous with ``group``; the only one if it is None.
+        """The rendezvous with ``group``, a name (the plan's or torch's) or torch's group.
 
-        Args:
-            group: A group's name (the plan's or torch's) or torch's group.
+        If it is None, the only one.
 
         Raises:
             ReleasedError: The segment was released.
@@ -212,41 +202,31 @@ class Segment:
                 segment=self.spec.name,
             )
         if group is None:
-            found = {id(r): r for r in self.rendezvous.values()}
+            found = self._meetings()
             if len(found) == 1:
-                return next(iter(found.values()))
-        else:
-            rendezvous = self.rendezvous.get(group_key(group))
-            if rendezvous is not None:
-                return rendezvous
+                return found[0]
+        elif (key := group_key(group)) in self.rendezvous:
+            return self.rendezvous[key]
+        wanted = None if group is None else group_key(group)
         raise RunError(
-            f"segment {self.spec.name!r} is not rendezvoused with group "
-            f"{None if group is None else group_key(group)!r}",
+            f"segment {self.spec.name!r} is not rendezvoused with group {wanted!r}",
             expected=f"one of {sorted(self.rendezvous)}",
-            got=repr(None if group is None else group_key(group)),
+            got=repr(wanted),
             fix="name a group that the plan gives for this segment",
             segment=self.spec.name,
         )
 
-    def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes of the segment, in the order of the group's ranks.
+    def _meetings(self) -> list[Rendezvous]:
+        return list(dict.fromkeys(self.rendezvous.values()))  # each stands under two names
 
-        Raises:
-            ReleasedError, RunError: As `meeting`.
-        """
+    def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
+        """Each rank's bytes of the segment, in the order of the group's ranks; see `meeting`."""
         return self.meeting(group).peers
 
     def barrier(self, group: str | Any | None = None, timeout: float | None = None) -> None:
         """Wait until every rank of ``group`` is here; what they wrote before is then visible.
 
-        Args:
-            group: As for `meeting`.
-            timeout: Seconds; the arena's by default.
-
-        Raises:
-            PeerTimeoutError: Ranks did not arrive; ``missing`` names them.
-            PeerLostError: A rank's process ended.
-            ReleasedError, RunError: As `meeting`.
+        ``timeout`` is in seconds, the arena's by default. See `Rendezvous.barrier` and `meeting`.
 
         Collective: yes.
         """
@@ -270,7 +250,7 @@ class Segment:
             on_release()
             self._on_release = None
         self._tensor = None
-        for rendezvous in {id(r): r for r in self.rendezvous.values()}.values():
+        for rendezvous in self._meetings():
             rendezvous.release()
         self.rendezvous.clear()
 
@@ -335,6 +315,26 @@ def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     return _LIVE.find(address)
 
 
+def located(
+    tensor: torch.Tensor, name: str, *, fix: str, by: str = "", **fields: Any
+) -> tuple[Segment, int]:
+    """As `locate`, of a tensor that errors call ``name``, with ``by`` before it.
+
+    Raises:
+        NotSymmetricError: It lies in no live segment.
+    """
+    found = locate(tensor)
+    if found is None:
+        raise NotSymmetricError(
+            f"{by}{name} of shape {tuple(tensor.shape)} lies in no live segment",
+            expected=f"{name} in symmetric memory",
+            got=f"ordinary memory at {tensor.data_ptr():#x}",
+            fix=fix,
+            **fields,
+        )
+    return found
+
+
 @frozen
 class PlacedTensor:
     """A tensor that lies in a segment, and the same tensor on its peers.
@@ -397,16 +397,12 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
     Raises:
         SymmplanError: It lies in no live segment, or its segment did not meet that group.
     """
-    found = locate(tensor)
-    if found is None:
-        raise NotSymmetricError(
-            f"a tensor of shape {tuple(tensor.shape)} lies in no live segment",
-            expected="a tensor in symmetric memory",
-            got=f"ordinary memory at {tensor.data_ptr():#x}",
-            fix="let the plan place it: declare it with symmplan.symm_args, or copy it into "
-            "a placement",
-        )
-    segment, offset = found
+    segment, offset = located(
+        tensor,
+        "a tensor",
+        fix="let the plan place it: declare it with symmplan.symm_args, or copy it into "
+        "a placement",
+    )
     rendezvous = segment.meeting(group)
     return PlacedTensor(
         tensor=tensor,

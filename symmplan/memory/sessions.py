@@ -1,4 +1,6 @@
-"""Sessions of a group in its store: what fails in one is not read in the next.
+"""Errors in a group's store, and sessions: what fails in one is not read in the next.
+
+Errors travel from rank to rank as plain data, which is never unpickled.
 
 [Note: keys of a session]
     Ranks number their exchanges, each for itself. An error can leave them with different numbers,
@@ -15,27 +17,40 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import copy
+import json
+import time
+from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import AgreementError
-from symmplan.memory.relay import error_from_data, post_error
+from attrs import evolve
+
+from symmplan import _compat as compat
+from symmplan import errors
+from symmplan.errors import AgreementError, RunError, SymmplanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.errors import SymmplanError
     from symmplan.memory.groups import Group
 
 __all__ = [
+    "Alarm",
     "SessionKeys",
     "current_keys",
     "enter_session",
     "in_other_session",
     "keys_of_calls",
+    "post_error",
+    "posted_error",
     "wrong_session",
 ]
 
-_OUTSIDE = "symmplan"
+_POLL = 0.02  # seconds
+
+#: Ranks have other numbers in other groups.
+_OF_GROUP = ", by the numbers of group "
+#: What each error has beside its own fields.
+_GIVEN = ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields")
 
 
 class SessionKeys:
@@ -76,10 +91,7 @@ class SessionKeys:
         Raises:
             RuntimeError: Of the store.
         """
-        key, store = f"{self._prefix}/error", self.group.store
-        if self.group.size == 1 or not store.check([key]):
-            return None
-        return error_from_data(bytes(store.get(key)), self.group)
+        return posted_error(self.group, f"{self._prefix}/error") if self.group.size > 1 else None
 
     def leave(self) -> None:
         """The session is over on this rank. Never raises."""
@@ -92,6 +104,64 @@ class SessionKeys:
                 store.set(f"symmplan/in session/{self.group.rank}", "0")
                 if store.check([key]):
                     _count_to(self.group, "calls", int(store.get(key)))
+
+
+class Alarm:
+    """One error, the first, for all ranks of a session, until its keys are renewed.
+
+    It is told outside of any exchange: what one rank rings, all ranks hear. Rings and hears nothing
+    in a group of one rank, and in a process that was forked from a rank.
+
+    Args:
+        keys: Of the session.
+
+    Attributes:
+        group: The group, with this alarm's connection to its store.
+    """
+
+    def __init__(self, keys: SessionKeys) -> None:
+        self.group = keys.group
+        self._key = f"{keys.prefix}/alarm"
+
+    @property
+    def _silent(self) -> bool:
+        return self.group.size == 1 or self.group.forked
+
+    def key(self, what: str) -> str:
+        """A key in the group's store that is the same on all ranks, and this alarm's own."""
+        return f"{self._key}/{what}"
+
+    def ring(self, error: BaseException) -> None:
+        """Tell the others of ``error``, unless somebody was first. Never raises."""
+        if self._silent:
+            return
+        with contextlib.suppress(Exception):  # the store may be what failed
+            if self.group.store.add(f"{self._key}/rung", 1) == 1:
+                self.group.store.set(self._key, json.dumps(_as_data(error, self.group.rank)))
+
+    def listener(self) -> Alarm:
+        """The same alarm for another thread, over a connection of its own where stores have one.
+
+        A store in a file has none, and lets others in while one of them waits.
+        """
+        other = copy.copy(self)
+        if self.group.size > 1 and compat.has_connection(self.group.store):
+            with contextlib.suppress(Exception):  # not every kind of store can
+                other.group = evolve(self.group, store=self.group.store.clone())
+        return other
+
+    def heard(self, patience: float = 0.0) -> SymmplanError | None:
+        """What a peer failed with; None if nobody rang within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while not self._silent:
+            try:
+                error = posted_error(self.group, self._key)
+            except Exception:  # noqa: BLE001 (the store may be what failed)
+                return None
+            if error is not None or time.monotonic() >= deadline:
+                return error
+            time.sleep(_POLL)
+        return None
 
 
 _current: SessionKeys | None = None
@@ -142,8 +212,7 @@ def wrong_session(group: Group, rank: int, exchange: int) -> AgreementError:
         expected="all ranks in the same session, or all outside",
         got=f"session {theirs} of the group (rank {rank}), {mine} (rank {group.rank})",
         fix="enter and leave sessions at the same places of the program on every rank",
-        group=group.name,
-        rank=group.rank,
+        **group.here,
         ranks=(group.rank, rank),
     )
     if _current is None:
@@ -174,4 +243,90 @@ def _of_session(group: Group, number: int) -> str:
 
 def keys_of_calls() -> str:
     """What the keys of exchanges begin with."""
-    return _OUTSIDE if _current is None else _current.prefix
+    return "symmplan" if _current is None else _current.prefix
+
+
+def post_error(group: Group, key: str, error: BaseException) -> None:
+    """Leave ``error`` under ``key`` in the group's store, unless one lies there. Never raises."""
+    with contextlib.suppress(Exception):  # the store may be what failed
+        if not group.forked and not group.store.check([key]):
+            group.store.set(key, json.dumps(_as_data(error, group.rank)))
+
+
+def posted_error(group: Group, key: str) -> SymmplanError | None:
+    """The error that a peer left under ``key``, if one did.
+
+    Raises:
+        RuntimeError: Of the store.
+    """
+    if not group.store.check([key]):
+        return None
+    return _from_data(bytes(group.store.get(key)), group)
+
+
+def _as_data(error: BaseException, rank: int) -> dict[str, Any]:
+    """An error of this rank as plain values."""
+    if not isinstance(error, SymmplanError):
+        what = f"{type(error).__name__}: {error}"
+        return {"rank": rank, "kind": RunError.__name__, "what": what}
+    return {
+        "rank": _failed_rank(error, rank),
+        "group": error.group,
+        "kind": type(error).__name__,
+        "what": error.what,
+        "expected": None if error.expected is None else str(error.expected),
+        "got": None if error.got is None else str(error.got),
+        "fix": error.fix,
+        "fields": {k: v for k, v in error.fields.items() if _is_plain(v)},
+    }
+
+
+def _from_data(text: bytes, group: Group) -> SymmplanError:
+    """What a peer says is data: only known classes, only plain values."""
+    try:
+        data = json.loads(text)
+        failed = int(data["rank"])
+        kind, what = str(data["kind"]), str(data["what"])
+        where = str(data.get("group") or group.name)
+        fields = data.get("fields") or {}
+        plain = {
+            str(k): _tupled(v)
+            for k, v in fields.items()
+            if _is_plain(v) and str(k).isidentifier() and not str(k).startswith("_")
+            if k not in _GIVEN
+        }
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return RunError("a peer failed and its message cannot be read", group=group.name)
+    known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
+    if not what.startswith("rank "):
+        what = f"rank {failed} failed: {what}"
+    if where not in (group.name, group.torch_name) and _OF_GROUP not in what:
+        what = f"{what}{_OF_GROUP}{where!r}"
+    result: SymmplanError = known(
+        what,
+        expected=data.get("expected"),
+        got=data.get("got"),
+        fix=data.get("fix"),
+        **group.here,
+        failed_rank=failed,
+        **plain,
+    )
+    return result
+
+
+def _failed_rank(error: SymmplanError, rank: int) -> Any:
+    """Which rank is at fault: who waits for one that does not come is not."""
+    missing = error.fields.get("missing") or (rank,)
+    lost = error.fields.get("lost_rank")
+    return error.fields.get("failed_rank", missing[0] if lost is None else lost)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def _tupled(value: Any) -> Any:
+    """JSON has lists where errors have tuples."""
+    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value

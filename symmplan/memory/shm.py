@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import asdict, define, evolve, field, frozen
 
-from symmplan.errors import BackendError, PeerLostError
-from symmplan.memory.control import ControlArea, Meeting, control_nbytes, part_starts
-from symmplan.memory.process import ProcessIdentity, is_gone, this_process
+from symmplan.errors import BackendError
+from symmplan.memory.control import ControlArea, Meeting, layout
+from symmplan.memory.groups import ProcessIdentity, is_gone, this_process
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
-from symmplan.memory.segment import Health, Rendezvous, Segment
+from symmplan.memory.segment import Health, Segment
 from symmplan.memory.shm_file import (
     SharedFile,
     closing_fd,
@@ -32,13 +32,13 @@ from symmplan.memory.shm_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
     from symmplan.model import SegmentSpec
 
-__all__ = ["ShmBackend", "ShmRendezvous"]
+__all__ = ["ShmBackend"]
 
 
 @define(eq=False)
@@ -73,10 +73,10 @@ class _Offer:
 
     file: SharedFile
     process: ProcessIdentity
-    nbytes: int
-    start: int
-    log: int
-    world_rank: int
+    nbytes: int = field(converter=int)
+    start: int = field(converter=int)
+    log: int = field(converter=int)
+    world_rank: int = field(converter=int)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -85,61 +85,10 @@ class _Offer:
     def from_json(text: bytes, group: Group, rank: int) -> _Offer:
         try:
             data: dict[str, Any] = json.loads(text)
-            return _Offer(
-                file=SharedFile(**data["file"]),
-                process=ProcessIdentity(**data["process"]),
-                nbytes=int(data["nbytes"]),
-                start=int(data["start"]),
-                log=int(data["log"]),
-                world_rank=int(data["world_rank"]),
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            file = SharedFile(**data.pop("file"))
+            return _Offer(file, ProcessIdentity(**data.pop("process")), **data)
+        except (AttributeError, ValueError, TypeError, KeyError) as error:
             raise _not_ours(group, f"rank {rank}") from error
-
-
-class ShmRendezvous(Rendezvous):
-    """A meeting in shared memory."""
-
-    def __init__(self, group: Group, peers: tuple[torch.Tensor, ...], meeting: Meeting) -> None:
-        super().__init__(group, peers)
-        self._meeting = meeting
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """See `Meeting.barrier`."""
-        self._meeting.barrier(timeout)
-
-    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
-        """See `Meeting.enter`."""
-        self._meeting.enter(call, free)
-
-    def refuse(self, call: bytes) -> None:
-        """See `Meeting.refuse`."""
-        self._meeting.refuse(call)
-
-    def free_words(self) -> list[list[int]]:
-        """See `Meeting.free_words`."""
-        return self._meeting.free_words()
-
-    def tell(self, progress: Sequence[int]) -> None:
-        """See `Meeting.tell`."""
-        self._meeting.tell(progress)
-
-    def told(self) -> list[tuple[int, ...]]:
-        """See `Meeting.told`."""
-        return self._meeting.told()
-
-    def watch(self, look: Callable[[], None] | None) -> None:
-        """See `Meeting.watch`."""
-        self._meeting.watch = look
-
-    def release(self) -> None:
-        """Let go of the peers' memory."""
-        super().release()
-        self._meeting.close()
-
-    def forked(self) -> None:
-        """See `Meeting.forked`."""
-        self._meeting.forked()
 
 
 class ShmBackend:
@@ -163,9 +112,9 @@ class ShmBackend:
         health: Health,
     ) -> Segment:
         """A nameless shared file of this rank, mapped."""
-        sizes = [group.size for group in groups]
+        starts, nbytes = layout([group.size for group in groups])
         start = _data_nbytes(spec.nbytes)
-        log = start + control_nbytes(sizes)
+        log = start + nbytes
         races = self.races
         fd, file = create(log + (log_nbytes(races.size) if races is not None else 0))
         try:
@@ -176,10 +125,14 @@ class ShmBackend:
         except BaseException:
             os.close(fd)
             raise
-        names = [group.name for group in groups]
-        starts = dict(zip(names, part_starts(sizes), strict=True))
         own = self._own[spec.name] = _Own(
-            fd, file, memory, control, starts, 0 if watched is None else log, watched
+            fd,
+            file,
+            memory,
+            control,
+            starts=dict(zip((group.name for group in groups), starts, strict=True)),
+            log=0 if watched is None else log,
+            watched=watched,
         )
         health.on_break.append(control.mark_broken)
         return Segment(
@@ -228,7 +181,7 @@ class ShmBackend:
         """Map a peer's file unless it is mapped already.
 
         Raises:
-            OSError: The peer's file cannot be opened.
+            OSError: The peer's file cannot be opened without a name.
         """
         key = (offer.file.device, offer.file.inode)
         if rank == group.rank:
@@ -238,16 +191,18 @@ class ShmBackend:
             return
         try:
             fd = open_peer(offer.file)
-        except OSError:
+        except OSError as error:
             if is_gone(offer.process):
-                raise PeerLostError(
-                    f"rank {rank} (process {offer.process.pid}) ended during the rendezvous",
-                    fix="see why that process ended; its own output says more",
-                    group=group.name,
-                    rank=group.rank,
-                    lost_rank=rank,
-                ) from None
-            raise
+                when = "during the rendezvous"
+                raise group.ended(rank, offer.process.pid, when) from None
+            if not offer.file.name:  # there is another way
+                raise
+            raise BackendError(
+                f"cannot open the shared memory of rank {rank}: {error.strerror}",
+                expected="one /dev/shm, or one pid namespace, for all ranks",
+                fix="run the ranks in one container, as one user",
+                **group.here,
+            ) from error
         with closing_fd(fd):
             own.mapped[key] = map_file(fd, offer.file.nbytes)
 
@@ -272,70 +227,50 @@ class ShmBackend:
             publish(own.fd, name)
             exchange.round(f"{phase} published", b"", groups=[group.name])
             for rank, (offer, file) in enumerate(zip(offers, named, strict=True)):
-                self._map_named(own, evolve(offer, file=file), group, rank)
+                self._map(own, evolve(offer, file=file), group, rank)
             exchange.round(f"{phase} mapped by name", b"", groups=[group.name])
         finally:
             # All names, not only this rank's: the owner may be what ended.
             for file in named:
                 remove(file.name)
 
-    def _map_named(self, own: _Own, offer: _Offer, group: Group, rank: int) -> None:
-        try:
-            self._map(own, offer, group, rank)
-        except OSError as error:
-            raise BackendError(
-                f"cannot open the shared memory of rank {rank}: {error.strerror}",
-                expected="one /dev/shm, or one pid namespace, for all ranks",
-                fix="run the ranks in one container, as one user",
-                group=group.name,
-                rank=group.rank,
-            ) from error
-
     def _meet(self, segment: Segment, own: _Own, offers: list[_Offer], group: Group) -> None:
         peers = []
         areas = []
         for rank, offer in enumerate(offers):
             memory = own.mapped[offer.file.device, offer.file.inode]
-            start = _data_nbytes(offer.nbytes)
             if rank == group.rank:
                 peers.append(segment.tensor)
                 areas.append(own.control)
             else:
                 peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
-                end = offer.log or offer.file.nbytes
-                areas.append(ControlArea(memory, start, end - start))
+                start = _data_nbytes(offer.nbytes)
+                areas.append(ControlArea(memory, start, (offer.log or offer.file.nbytes) - start))
             if own.watched is not None and offer.log:
-                _follow(own.watched, offer, memory, peers[-1])
+                log = RaceLog(memory, offer.log, own.watched.detector.size)
+                own.watched.add_peer(offer.world_rank, log, peers[-1].data_ptr(), offer.nbytes)
+        order = None
+        if own.watched is not None:
+            order = Meetings(own.watched, group.torch_name, [o.world_rank for o in offers])
         meeting = Meeting(
             group,
+            peers,
             areas,
             [offer.start for offer in offers],
             [offer.process for offer in offers],
             segment=segment.spec.name,
             timeout=segment.timeout,
             on_failure=segment.health.break_,
-            order=None
-            if own.watched is None
-            else Meetings(own.watched, group.torch_name, [o.world_rank for o in offers]),
+            order=order,
         )
-        segment.add_rendezvous(ShmRendezvous(group, tuple(peers), meeting))
-
-
-def _follow(
-    watched: WatchedSegment, offer: _Offer, memory: mmap.mmap, tensor: torch.Tensor
-) -> None:
-    """Look for races with a peer."""
-    size = watched.detector.size
-    log = RaceLog(memory, offer.log, size)
-    watched.add_peer(offer.world_rank, log, tensor.data_ptr(), offer.nbytes)
+        segment.add_rendezvous(meeting)
 
 
 def _not_ours(group: Group, who: str) -> BackendError:
     return BackendError(
         f"{who} sent something that is no offer of shared memory",
         fix="run the same version of symmplan on every rank",
-        group=group.name,
-        rank=group.rank,
+        **group.here,
     )
 
 
@@ -350,16 +285,14 @@ def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
             f"rank {rank} made the segment of another size",
             expected=f"{mine.nbytes} bytes",
             got=f"{theirs.nbytes} bytes",
-            group=group.name,
-            rank=group.rank,
+            **group.here,
         )
     if theirs.process.host != mine.process.host:
         raise BackendError(
             f"memory='shm': ranks {group.rank} and {rank} run on different hosts",
             expected="all ranks of the group on one host",
             fix="use memory='nccl' with CUDA devices, or groups within one host",
-            group=group.name,
-            rank=group.rank,
+            **group.here,
             ranks=(group.rank, rank),
         )
     if theirs.process.namespace != mine.process.namespace:

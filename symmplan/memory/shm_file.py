@@ -52,23 +52,15 @@ _FULL = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG})
 
 @frozen
 class SharedFile:
-    """What peers must know to open a file, and to know that it is the right one.
+    """What peers must know to open a file, and to know that it is the right one."""
 
-    Attributes:
-        pid: Process that holds it open.
-        fd: File descriptor in that process.
-        device: Device number of its file system.
-        inode: Inode number.
-        nbytes: Size in bytes.
-        name: File name in `DIRECTORY`, empty for a nameless file.
-    """
-
-    pid: int = field(validator=[instance_of(int), ge(1)])
-    fd: int = field(validator=[instance_of(int), ge(0)])
-    device: int = field(validator=instance_of(int))
-    inode: int = field(validator=instance_of(int))
-    nbytes: int = field(validator=[instance_of(int), ge(1)])
+    pid: int = field(validator=[instance_of(int), ge(1)])  # process that holds it open
+    fd: int = field(validator=[instance_of(int), ge(0)])  # file descriptor in that process
+    device: int = field(validator=instance_of(int))  # device number of its file system
+    inode: int = field(validator=instance_of(int))  # inode number
+    nbytes: int = field(validator=[instance_of(int), ge(1)])  # size in bytes
     # What a peer says becomes part of a path: no separators.
+    #: File name in `DIRECTORY`, empty for a nameless file.
     name: str = field(default="", validator=matches_re(r"(symmplan-[0-9a-f]{32})?"))
 
 
@@ -80,9 +72,6 @@ def unguessable_name() -> str:
 def create(nbytes: int) -> tuple[int, SharedFile]:
     """Make a nameless file of ``nbytes`` zero bytes, mode 0600, all of them really allocated.
 
-    Args:
-        nbytes: Size in bytes.
-
     Returns:
         An open descriptor, and what peers must know.
 
@@ -93,6 +82,13 @@ def create(nbytes: int) -> tuple[int, SharedFile]:
     """
     try:
         fd = _open_nameless()
+        try:
+            os.fchmod(fd, _MODE)  # whatever the umask took away
+            os.posix_fallocate(fd, 0, nbytes)
+            info = os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            raise
     except OSError as error:
         if error.errno in _FULL:
             raise _no_room(nbytes) from error
@@ -101,18 +97,6 @@ def create(nbytes: int) -> tuple[int, SharedFile]:
             fix=f"mount a tmpfs at {DIRECTORY} that this user may write to",
             errno=error.errno,
         ) from error
-    try:
-        os.fchmod(fd, _MODE)  # whatever the umask took away
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            if error.errno in _FULL:
-                raise _no_room(nbytes) from error
-            raise
-        info = os.fstat(fd)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd, SharedFile(os.getpid(), fd, info.st_dev, info.st_ino, nbytes)
 
 

@@ -1,7 +1,8 @@
 """CUDA devices: torch's symmetric memory, through its NCCL, CUDA or NVSHMEM allocator.
 
 Sources: torch/distributed/_symmetric_memory/__init__.py and
-torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu}.
+torch/csrc/distributed/c10d/{ProcessGroupNCCL.cpp,symm_mem/{SymmetricMemory.cpp,
+NCCLSymmetricMemory.cu}}.
 
 [Note: torch's allocators]
     - One allocator serves a process: it may be chosen until it was first used. CUDA is the default,
@@ -21,10 +22,17 @@ torch/csrc/distributed/c10d/symm_mem/{SymmetricMemory.cpp,NCCLSymmetricMemory.cu
     - Everything runs in the order of the current stream; the host waits for nothing. A release
       waits for the device, but not for the peers: let all ranks come to their end of the program
       first, and release before the process group is destroyed.
+
+[Note: windows of a pool]
+    A process group registers what lies in a ``torch.cuda.MemPool`` as windows, and takes the
+    windows back when asked, which torch's own symmetric memory does not. NCCL runs the same kernels
+    and copy engines there. But torch does not know such memory as symmetric: it gives no handles of
+    it, and ``torch.ops.symm_mem`` refuses it. So only temporary segments are made this way.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +51,14 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
     from symmplan.model import SegmentSpec
 
-__all__ = ["SPLIT_WORDS", "TorchSymmBackend", "is_whole_words", "serves_nccl"]
+__all__ = [
+    "SPLIT_WORDS",
+    "NcclPoolBackend",
+    "TorchSymmBackend",
+    "has_windows",
+    "is_whole_words",
+    "serves_nccl",
+]
 
 #: The channel of the signal pad that symmplan's barriers use.
 _CHANNEL = 0
@@ -55,6 +70,8 @@ SPLIT_WORDS = f"its parts are not whole words of {_WORD} bytes, which NCCL's sym
 
 #: NCCL's segments, released or not. See [Note: torch's allocators].
 _KEPT: list[torch.Tensor] = []
+#: ``{address: (pool, process groups that registered it)}`` of what is not yet released.
+_POOLS: dict[int, tuple[Any, list[Any]]] = {}
 
 
 def serves_nccl(groups: Mapping[str, Group]) -> bool:
@@ -62,15 +79,29 @@ def serves_nccl(groups: Mapping[str, Group]) -> bool:
 
     Where it can and may still choose, this makes NCCL torch's choice.
     """
-    if not all(g.process_group is not None for g in groups.values()):
-        return False
-    if not all(_compat.has_nccl_backend(g.process_group) for g in groups.values()):
+    if not _have_nccl(groups):
         return False
     try:
         _compat.set_symm_mem_backend("NCCL")
     except (RuntimeError, ImportError):
         return False
     return True
+
+
+def has_windows(groups: Mapping[str, Group]) -> bool:
+    """Whether the communicators of all groups can register a pool's memory as windows."""
+    return (
+        bool(groups)
+        and _have_nccl(groups)
+        and all(_compat.nccl_window_allocator(g.process_group) is not None for g in groups.values())
+    )
+
+
+def _have_nccl(groups: Mapping[str, Group]) -> bool:
+    return all(
+        g.process_group is not None and _compat.has_nccl_backend(g.process_group)
+        for g in groups.values()
+    )
 
 
 def is_whole_words(nbytes: int | torch.SymInt) -> bool:
@@ -105,8 +136,7 @@ class TorchRendezvous(Rendezvous):
                 raise BackendError(
                     "temporary segments have no peer views",
                     fix="use collectives on the segment, or realize the plan without temporary=",
-                    group=self.group.name,
-                    rank=self.group.rank,
+                    **self.group.here,
                 )
             try:
                 self._peers = tuple(
@@ -119,8 +149,7 @@ class TorchRendezvous(Rendezvous):
                 raise BackendError(
                     f"this device cannot address the peers' memory: {_first_line(error)}",
                     fix="use collectives on the segment instead of peer views, or a newer NCCL",
-                    group=self.group.name,
-                    rank=self.group.rank,
+                    **self.group.here,
                 ) from error
         return self._peers
 
@@ -136,8 +165,7 @@ class TorchRendezvous(Rendezvous):
             raise BackendError(
                 "this op exchanges sizes between hosts, which only memory='shm' can",
                 fix="use torch.distributed's collective on the placement",
-                group=self.group.name,
-                rank=self.group.rank,
+                **self.group.here,
             )
         self.barrier()
 
@@ -254,8 +282,7 @@ class TorchSymmBackend:
                 f"cannot be registered with group {group.name!r}: {_first_line(error)}",
                 fix="check that the devices of the group reach each other (NVLink or PCIe peer "
                 "access on one host), or use another memory=",
-                group=group.name,
-                rank=group.rank,
+                **group.here,
                 segment=segment.spec.name,
             ) from error
         by_collective = self.name == "nccl" or (
@@ -290,6 +317,36 @@ class TorchSymmBackend:
         dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
         torch.cuda.synchronize(device)
         self._warm.add(group.name)
+
+
+class NcclPoolBackend(TorchSymmBackend):
+    """See [Note: windows of a pool]. Used where `has_windows`."""
+
+    def __init__(self, memory: str, device: torch.device, groups: Mapping[str, Group]) -> None:
+        super().__init__(memory, device, groups)
+        self.frees = True
+
+    def _allocated(
+        self, nbytes: int, device: torch.device, groups: Sequence[Group]
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        pool = torch.cuda.MemPool(_compat.nccl_window_allocator(groups[0].process_group))
+        with torch.cuda.use_mem_pool(pool, device=device):
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        address = tensor.data_ptr()
+        _POOLS[address] = (pool, [])
+
+        def free() -> None:
+            for group in _POOLS.pop(address)[1]:
+                # A group that was destroyed has taken its windows along.
+                with contextlib.suppress(RuntimeError):
+                    _compat.deregister_nccl_pool(pool, group)
+
+        return tensor, free
+
+    def _registered(self, tensor: torch.Tensor, group: Group) -> None:
+        pool, registered = _POOLS[tensor.data_ptr()]
+        _compat.register_nccl_pool(pool, group.process_group)
+        registered.append(group.process_group)
 
 
 def _select(memory: str, device: torch.device) -> None:

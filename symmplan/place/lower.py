@@ -16,8 +16,8 @@ from symmplan.place.ways import overload_named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Site
-    from symmplan.capture.values import Value
     from symmplan.place.program import PlacedCall
     from symmplan.place.ways import Lowering
 
@@ -76,9 +76,8 @@ def launch(call: PlacedCall, machine: Machine[Any], bound: Mapping[str, Any]) ->
     staged: dict[Site, tuple[Any, Any]] = {}
     for site in call.staged:
         assert site.buffer is not None
-        assert site.source is not None
         source = _at(given[site.head], site.index)
-        view = machine.view(site.buffer, (site.source, site.path), contiguous=True)
+        view = machine.view(site.buffer, site.value, contiguous=True)
         machine.doing(call.copy("copy in", site))
         if call.reads(site):
             machine.copy(view, source)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
-from symmplan.memory.touches import LIVE, WHERE, touch
+from symmplan.memory.races import LIVE, WHERE, touch
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ _MEET_C10D = ("barrier", "allgather_", "allgather_into_tensor_coalesced_", "allg
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.001
 
+#: The innermost last.
 _ACTIVE: list[Watching] = []
 
 
@@ -104,7 +105,7 @@ class _Pending:
             return
         self.over = True
         for touched in self.touches:
-            touched.segment.close(touched.record)
+            touched.end()
         for detector, number in self.numbers:
             detector.met(self.group, number, self.meets)
 
@@ -129,9 +130,8 @@ class _Work:
 class Watching(TorchDispatchMode):
     """Reports accesses while it is active. See [Note: what is seen].
 
-    Args:
-        timeout: Seconds that peers may take to start a collective.
-        serves: Whether an op that comes now is run by somebody else, who reports what it does.
+    Peers may take ``timeout`` seconds to start a collective. ``serves`` says whether an op that
+    comes now is run by somebody else, who reports what it does.
     """
 
     def __init__(self, timeout: float, serves: Callable[[Any], bool] = lambda _: False) -> None:
@@ -190,13 +190,7 @@ class Watching(TorchDispatchMode):
     # Collectives of process groups.
 
     def collective(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A collective of a process group starts.
-
-        Args:
-            func: The op.
-            args: Its arguments.
-            kwargs: The same by name.
-            run: Runs it.
+        """A collective of a process group starts; ``run`` runs it.
 
         Raises:
             RaceError: What it accesses at its start is not ordered behind what others did.
@@ -233,7 +227,7 @@ class Watching(TorchDispatchMode):
                 if touched is not None:
                     pending.touches.append(touched)
         for touched in pending.touches:
-            touched.segment.begin(touched.record)
+            touched.begin()
         return pending
 
     def _with_work(self, result: Any, pending: _Pending) -> Any:
@@ -282,24 +276,19 @@ def _who_meets(
 ) -> tuple[int, ...]:
     """The ranks whose start precedes this rank's wait."""
     name = op._schema.name.partition("::")[2]
-    if op.namespace == "c10d":
-        if name == "alltoall_base_":
-            return others if _is_full([*bound["output_split_sizes"]], bound["input"]) else ()
-        return others if name in _MEET_C10D else ()
-    if name in _MEET:
+    if name in (_MEET_C10D if op.namespace == "c10d" else _MEET):
         return others
-    if name in ("broadcast", "broadcast_"):
+    if name in ("broadcast", "broadcast_") and op.namespace != "c10d":
         root = ranks[bound["src"]]
         return (root,) if root in others else ()
-    if name == "all_to_all_single":
-        splits = [*bound["output_split_sizes"], *bound["input_split_sizes"]]
-        return others if _is_full(splits, bound["input"]) else ()
+    if name in ("alltoall_base_", "all_to_all_single"):
+        splits = [*bound["output_split_sizes"]]
+        if op.namespace != "c10d":
+            splits += bound["input_split_sizes"]
+        # Every rank sends to every other.
+        full = len(set(splits)) <= 1 and 0 not in splits and bool(bound["input"].numel())
+        return others if full else ()
     return ()
-
-
-def _is_full(splits: Sequence[int], given: torch.Tensor) -> bool:
-    """Whether every rank of an all-to-all sends to every other."""
-    return len(set(splits)) <= 1 and 0 not in splits and bool(given.numel())
 
 
 def _group_of(bound: dict[str, Any]) -> str:

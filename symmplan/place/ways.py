@@ -13,7 +13,6 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
-import symmplan.memory.group_ops  # noqa: F401  (it defines what rows name)
 from symmplan.capture.graphs import overload_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
@@ -253,7 +252,6 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
 
 
 def _fake(site: Site) -> torch.Tensor:
-    assert site.source is not None
     value: Any = site.source.meta["val"]
     for i in site.path:
         value = value[i]

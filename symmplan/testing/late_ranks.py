@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from symmplan import _compat as compat
 from symmplan._compat_c10d import forget_groups
 from symmplan.memory import realize
-from symmplan.memory.touches import source_line
+from symmplan.memory.races import source_line
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.watching import Watching
 from symmplan.place.ways import overload_named

@@ -308,7 +308,7 @@ def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
 
 def _device_of(module: fx.GraphModule) -> torch.device | None:
     """The device of the graph's tensors: the first that is not the CPU, else the CPU."""
-    from symmplan.capture.values import tensor_leaves
+    from symmplan.capture.graphs import tensor_leaves
 
     cpu = None
     for node in module.graph.nodes:

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from torch import fx
 
-from symmplan.capture.values import is_pure_view
+from symmplan.capture.graphs import is_pure_view
 from symmplan.integrate.compile.crossing import Given, overlap
 from symmplan.model import Access, Buffer, Problem
 

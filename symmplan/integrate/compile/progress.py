@@ -180,13 +180,8 @@ class Progress:
         Collective: yes, over those groups.
         """
         watch = self.plan(groups)
-        exchange = Exchange(resolve_groups(groups, groups), self.timeout, watch)
-        try:
+        with Exchange(resolve_groups(groups, groups), self.timeout, watch) as exchange:
             exchange.round("planning", b"")
-            exchange.finish()
-        except BaseException as error:
-            exchange.fail(error)
-            raise
 
     def _of(self, group: Any) -> _Counts:
         counts = self._counts.get(group)

@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import fx
 
-from symmplan.capture.values import tensor_leaves
+from symmplan.capture.graphs import tensor_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

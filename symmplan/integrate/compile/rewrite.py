@@ -23,8 +23,8 @@ from symmplan.registry import bind_arguments
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Captured, Site
-    from symmplan.capture.values import Value
     from symmplan.place.lower import Launched
     from symmplan.place.program import PlacedCall, PlacedProgram
 
@@ -48,8 +48,7 @@ def rewrite(
     """
     captured = program.captured
     site = next(s for s in captured.sites if s.buffer is not None)
-    assert site.source is not None
-    device = captured.values.tensors[(site.source, site.path)].device
+    device = captured.values.tensors[site.value].device
     given: dict[str, list[fx.Node]] = {}
     for node, buffer in captured.given.items():
         given.setdefault(buffer, []).append(node)

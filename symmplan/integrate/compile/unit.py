@@ -15,8 +15,8 @@ from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
-from symmplan.capture.poison import plan_poison
 from symmplan.capture.producers import writes_eager, writes_inductor
+from symmplan.capture.steps import plan_poison
 from symmplan.integrate.compile.crossing import Zone, hand_over, take_over
 from symmplan.integrate.compile.parts import (
     alike,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
+    from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Captured, Home, Site
-    from symmplan.capture.values import Value
     from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.place.lower import Launched
@@ -181,8 +181,7 @@ class _Builder:
         if site.kind != "argument":
             return
         assert site.buffer is not None
-        assert site.source is not None
-        like = self.captured.values.tensors[(site.source, site.path)]
+        like = self.captured.values.tensors[site.value]
         if site.how == "stage":
             view = self._flat(site.buffer, like)
             event.stages.append(Stage(site.head, site.index, view, call.reads(site), site.writes))

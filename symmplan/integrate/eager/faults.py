@@ -35,15 +35,14 @@ import torch
 
 from symmplan import _compat as compat
 from symmplan.errors import RunError, SymmplanError
-from symmplan.memory.alarm import Alarm
 from symmplan.memory.own import own_work
+from symmplan.memory.sessions import Alarm, SessionKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
-    from symmplan.memory.sessions import SessionKeys
 
 __all__ = ["REDO", "Faults", "ends_within", "public"]
 

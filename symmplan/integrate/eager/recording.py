@@ -10,7 +10,7 @@ from attrs import frozen
 
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
-from symmplan.capture.poison import plan_poison
+from symmplan.capture.steps import plan_poison
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.copies import copies_of

@@ -23,7 +23,7 @@ _TAKE_ANY = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", 
 
 
 class RecordingScratch:
-    """See [Note: scratch] in `symmplan.capture.eager_apart`.
+    """See [Note: scratch] in `symmplan.capture.eager`.
 
     Each kind of call gets an arena, kept until the recording ends.
 

@@ -10,7 +10,7 @@ from symmplan import _compat
 from symmplan.errors import RunError
 from symmplan.integrate.eager.calls import frame_of
 from symmplan.integrate.eager.schedule import bound_values
-from symmplan.memory.touches import LIVE
+from symmplan.memory.races import LIVE
 from symmplan.place.watching import watched
 
 if TYPE_CHECKING:

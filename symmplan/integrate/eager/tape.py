@@ -26,7 +26,7 @@ from symmplan.place.watching import watched
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.capture.values import Value
+    from symmplan.capture.graphs import Value
     from symmplan.place.program import PlacedCall
 
 __all__ = ["Section", "Slot", "Step", "Tape", "frameless", "getter"]

@@ -183,7 +183,7 @@ class Planning:
 
     def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
         """Measure what was not measured yet, one after the other."""
-        calls = (r.collectives[i].call for r in recordings for i in r.ran)
+        calls = (r.collectives[i] for r in recordings for i in r.ran)
         recording = Recording()
         for call in choices.unmeasured(calls):
             index = recording.begin(call.key, call.nbytes)
