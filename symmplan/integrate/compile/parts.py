@@ -1,11 +1,11 @@
-"""What the parts of a graph, its forward and its backward, have to know of each other."""
+"""The parts of a graph, its forward and its backward: what each has to know of the other."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from attrs import evolve
+from attrs import define, evolve, field
 from torch import fx
 
 from symmplan.capture.values import is_pure_view
@@ -16,18 +16,109 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from symmplan.capture.sites import Captured
+    from symmplan.integrate.compile.emit import SegmentInput
+    from symmplan.integrate.compile.pool import Shared
     from symmplan.model import Placement, Plan
+    from symmplan.place.choice import Choice
 
 __all__ = [
+    "Part",
+    "PartName",
+    "Record",
     "alike",
     "given_of",
     "keep_away",
-    "kept_name",
     "mark",
     "pinned",
     "unreturned",
     "writes_of",
 ]
+
+PartName: TypeAlias = Literal["forward", "backward", "inference"]
+
+
+@define(eq=False)
+class Part:
+    """A part that follows a plan.
+
+    Attributes:
+        name: Which it is.
+        graph: What is remembered of the graph that it is a part of.
+        order: Names of its operations in the problem.
+        barriers: ``(operation, group)`` of the barriers that it runs.
+        inputs: What it takes of the segments after its own inputs, in order.
+        saved: ``{output: where it stays}`` of what its backward reads in its placement.
+        given: Its inputs that its forward left in placements.
+        writes: The bytes that it writes.
+        calls: How many declared calls run in placements.
+        copies: How many copies it makes into and out of placements.
+        shared: The segments that it runs in; None before it first runs.
+        agreed: The first plan that showed peers what its own does.
+        groups: The process groups of whatever it has in symmetric memory, once it has run.
+        taken: The arena that it last ran in, and its inputs there.
+    """
+
+    name: PartName
+    graph: Record
+    order: tuple[str, ...]
+    barriers: tuple[tuple[str, str], ...]
+    inputs: tuple[SegmentInput, ...]
+    saved: dict[int, Placement]
+    given: tuple[Given, ...]
+    writes: tuple[Placement, ...]
+    calls: int
+    copies: int
+    shared: Shared | None = field(init=False, default=None)
+    agreed: Plan = field(init=False)
+    groups: list[Any] | None = field(init=False, default=None)
+    taken: tuple[Any, list[torch.Tensor]] = field(init=False, default=(None, []))
+
+    @property
+    def copies_back(self) -> bool:
+        """Whether its entry may copy into placements what it needs there."""
+        return any(given.needed for given in self.given)
+
+
+@define(eq=False)
+class Record:
+    """What is remembered of a graph, also when its code is gone.
+
+    Attributes:
+        plans: The plan of each part.
+        kept: Plans of inputs that lie in symmetric memory from run to run.
+        sites: ``(operation, op, argument or result, how, reason)`` of every declared tensor.
+        choices: What was measured.
+        replanned: Whether a size had become too large for an earlier plan.
+        seconds: Symmplan's part of compiling it.
+        crossing_bytes: Bytes that stay in their placements between forward and backward.
+        runs: How often its parts ran.
+        served: How many declared calls ran in placements.
+        copies: How many copies they made into and out of placements.
+    """
+
+    plans: dict[str, Plan] = field(init=False, factory=dict)
+    kept: dict[str, Plan] = field(init=False, factory=dict)
+    sites: list[tuple[str, str, str, str | None, str]] = field(init=False, factory=list)
+    choices: list[Choice] = field(init=False, factory=list)
+    replanned: bool = field(init=False, default=False)
+    seconds: float = field(init=False, default=0.0)
+    crossing_bytes: int = field(init=False, default=0)
+    runs: int = field(init=False, default=0)
+    served: int = field(init=False, default=0)
+    copies: int = field(init=False, default=0)
+
+    def ran(self, part: Part) -> None:
+        """Count a run."""
+        self.runs += 1
+        self.served += part.calls
+        self.copies += part.copies
+
+    def add(self, captured: Captured) -> None:
+        """Remember the declared tensors of a part."""
+        self.sites += [
+            (captured.prefix + s.node.name, captured.specs[s.node].op, s.where, s.how, s.reason)
+            for s in captured.sites
+        ]
 
 
 def pinned(plan: Plan) -> Problem:
@@ -36,32 +127,21 @@ def pinned(plan: Plan) -> Problem:
     return evolve(plan.problem, buffers=buffers)
 
 
-def kept_name(place: Placement) -> str:
-    """Name of the buffer that stands for bytes that another graph's forward has saved."""
-    return f":kept.{place.segment}.{place.offset}"
-
-
 def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Problem:
-    """A problem that leaves alone what other graphs' forwards have saved.
-
-    Args:
-        problem: The problem.
-        kept: ``(placement, group)`` of what they saved; some may overlap.
-    """
-    buffers: list[Buffer] = []
-    end: dict[tuple[str, str], int] = {}
-    for place, group in sorted(kept, key=lambda k: (k[0].segment, k[1], k[0].offset)):
-        begin = max(place.offset, end.get((place.segment, group), 0))
-        if begin >= place.end:
-            continue
-        if buffers and end.get((place.segment, group)) == begin and buffers[-1].group == group:
-            buffers[-1] = evolve(buffers[-1], nbytes=buffers[-1].nbytes + place.end - begin)
+    """A problem that leaves alone what other graphs' forwards have saved; it may overlap."""
+    ranges: list[list[Any]] = []  # segment, group, first byte, end
+    for segment, group, begin, end in sorted((p.segment, g, p.offset, p.end) for p, g in kept):
+        last = ranges[-1] if ranges else []
+        if last[:2] == [segment, group] and begin <= last[3]:
+            last[3] = max(last[3], end)
         else:
-            name = kept_name(evolve(place, offset=begin))
-            buffers.append(
-                Buffer(name, place.end - begin, group, align=1, offset=begin, persistent=True)
-            )
-        end[(place.segment, group)] = place.end
+            ranges.append([segment, group, begin, end])
+    buffers = [
+        Buffer(
+            f":kept.{segment}.{begin}", end - begin, group, align=1, offset=begin, persistent=True
+        )
+        for segment, group, begin, end in ranges
+    ]
     first = problem.operations[0].name
     return evolve(
         problem,
@@ -100,11 +180,7 @@ def given_of(
 ) -> tuple[Given, ...]:
     """The inputs that lie in placements when a backward begins.
 
-    Args:
-        module: The backward.
-        captured: Its decisions.
-        plan: Its plan.
-        fixed: Whether all of them have to lie there: a CUDA graph knows them by their addresses.
+    Where ``fixed``, all of them have to lie there: a CUDA graph knows them by their addresses.
     """
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     needed = {s.buffer for s in captured.sites if s.buffer is not None}

@@ -10,25 +10,32 @@ import torch
 from attrs import define, field
 from torch import fx
 
-from symmplan.capture.graphs import is_wait
+from symmplan.capture.graphs import called, is_wait
+from symmplan.capture.producers import OUT_VARIANTS, out_overload
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
-from symmplan.integrate.compile.homes import make_homes
 from symmplan.integrate.compile.ops import without_returns
-from symmplan.integrate.compile.order import keep_order
-from symmplan.integrate.compile.poison import poison
+from symmplan.integrate.compile.order import keep_order, poison
 from symmplan.place.lower import launch
+from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from symmplan.capture.sites import Captured, Site
+    from symmplan.capture.sites import Captured, Home, Site
     from symmplan.capture.values import Value
     from symmplan.place.lower import Launched
     from symmplan.place.program import PlacedCall, PlacedProgram
 
 __all__ = ["rewrite"]
+
+_ABSOLUTE = frozenset({
+    "aten::as_strided",
+    "aten::as_strided_",
+    "aten::as_strided_copy",
+    "aten::as_strided_scatter",
+})  # fmt: skip
 
 
 def rewrite(
@@ -55,7 +62,10 @@ def rewrite(
         given.setdefault(buffer, []).append(node)
     later = _written_later(captured)
     emitter = Emitter(module.graph, program.plan, device, fake_mode, later, given)
-    make_homes(emitter, captured)
+    _shift_absolute_views(emitter, captured)
+    for home in captured.homes:
+        if home.write not in ("declared", "given"):
+            _make_home(emitter, captured, home)
     _Declared(emitter, program).run()
     poison(emitter, captured)
     keep_order(emitter, program)
@@ -66,7 +76,7 @@ def rewrite(
 
 
 def _written_later(captured: Captured) -> frozenset[str]:
-    """The buffers that asynchronous ops write. See [Note: lanes]."""
+    """The buffers that asynchronous ops write. See [Note: storages of their own]."""
     waits = captured.waits
     homes = {h.buffer for h in captured.homes if waits.get(h.node)}
     sites = {
@@ -75,6 +85,64 @@ def _written_later(captured: Captured) -> frozenset[str]:
         if s.buffer is not None and waits.get(s.node) and (s.kind == "result" or s.writes)
     }
     return frozenset(homes | sites)
+
+
+def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
+    """``as_strided`` counts from the start of the storage, which is now the segment's."""
+    values = captured.values
+    # What was given has a storage of its own, which begins where the buffer does.
+    roots = {values.find((h.node, h.path)): h for h in captured.homes if h.write != "given"}
+    for node in emitter.graph.nodes:
+        overload = called(node)
+        if overload is None or overload._schema.name not in _ABSOLUTE:
+            continue
+        source = node.args[0]
+        home = roots.get(values.find((source, ()))) if (source, ()) in values.tensors else None
+        bound = bind_arguments(overload, node.args, node.kwargs)
+        if home is None or bound["storage_offset"] is None:
+            continue
+        like = values.tensors[(source, ())]
+        scatters = overload._schema.name == "aten::as_strided_scatter"
+        if scatters and like.storage_offset() == 0 and like.is_contiguous():
+            # It writes a copy in any case, and torch's own checks take its offset for that one's.
+            with emitter.graph.inserting_before(node):
+                copy = emitter.call(torch.ops.aten.clone.default, (source,))
+            node.replace_input_with(source, copy)
+            continue
+        shift = emitter.offset(home.buffer, like.dtype)
+        if isinstance(bound["storage_offset"], fx.Node):
+            with emitter.graph.inserting_before(node):
+                bound["storage_offset"] = emitter.call(
+                    operator.add, (bound["storage_offset"], shift)
+                )
+        else:
+            bound["storage_offset"] += shift
+        node.args = tuple(bound[a.name] for a in overload._schema.arguments)
+        node.kwargs = {}
+
+
+def _make_home(emitter: Emitter, captured: Captured, home: Home) -> None:
+    """Let the producer of a storage write it in its placement."""
+    node, like = home.node, captured.values.tensors[(home.node, home.path)]
+    if home.write in ("alloc", "out"):
+        with emitter.graph.inserting_before(node):
+            first = view = emitter.view(home.buffer, like)
+            if home.write == "out":
+                overload = called(node)
+                assert overload is not None
+                variant = OUT_VARIANTS.get(overload._schema.name)
+                op: Any = out_overload(overload) if variant is None else overload_named(variant)
+                name = op._schema.arguments[-1].name  # "out", or "grad_input" and the like
+                first = emitter.call(op, node.args, {**node.kwargs, name: view})
+        emitter.first[captured.prefix + node.name] = first
+        node.replace_all_uses_with(view)
+        emitter.graph.erase_node(node)
+    else:
+        with emitter.graph.inserting_after(node):
+            view = emitter.view(home.buffer, like)
+        with emitter.graph.inserting_after(view):
+            copy = emitter.call(torch.ops.aten.copy_.default, (view, node))
+        node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not copy)
 
 
 @define(eq=False)
