@@ -135,15 +135,9 @@ class CompileBackend:
 
         Also every kept input that was not in its placement when it was last used.
         """
-        return (
-            *(
-                (name, op, where, reason)
-                for record in self._records
-                for name, op, where, how, reason in record.sites
-                if how == "stage"
-            ),
-            *self._pool.places.away,
-        )
+        sites = (site for record in self._records for site in record.sites)
+        staged = ((name, op, where, why) for name, op, where, how, why in sites if how == "stage")
+        return (*staged, *self._pool.places.away)
 
     def evacuated(self) -> tuple[tuple[int, str], ...]:
         """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
@@ -170,14 +164,8 @@ class CompileBackend:
     ) -> Callable[..., Any]:
         """Compile one graph that Dynamo traced.
 
-        Args:
-            module: The graph.
-            example_inputs: Its inputs, fake or real.
-            options: From ``torch.compile(options=...)``; there are none.
-            mode: From ``torch.compile(mode=...)``: one of Inductor's.
-
         Raises:
-            BackendError: There are options, or a mode that Inductor does not know.
+            BackendError: There are options of ``torch.compile``, or a mode that Inductor has not.
         """
         if options:
             raise BackendError(
@@ -242,7 +230,7 @@ def backend(
             memory and count in ``stats.segment_bytes``; `CompileBackend.release` moves them back.
             A tensor that cannot move (it shares its storage, or torch does not own its memory), or
             that was replaced and cannot take its place again, is copied in on each run, counted
-            in ``stats.copies`` and named by `CompileBackend.staged`. Not by default, because
+            in ``stats.missed`` and named by `CompileBackend.staged`. Not by default, because
             whoever remembers the address of such a tensor (a CUDA graph captured by hand, another
             process) would be left with the old memory; and not for parameters whose storage is
             resized, as FSDP2 does.

@@ -163,7 +163,7 @@ class Loan:
             )
 
     def move(self, to: torch.Tensor) -> None:
-        """Let everything that was handed out lie elsewhere; ``to`` begins a storage, with its bytes."""
+        """Let everything that was handed out lie in a copy of the bytes, which begins a storage."""
         for reference in self._out:
             tensor = reference()
             if tensor is not None and self.has(tensor):
@@ -252,7 +252,7 @@ class Loans:
         for loan in loans:
             if loan.place not in here and loan.held:
                 loan.evacuate()
-                self.copies["again" if loan.owner is part.graph else "other"] += 1
+                self.copies["again" if loan.owner is part.record else "other"] += 1
 
     def _keep(self, part: Part, args: list[Any]) -> None:
         """Another backward will need what this one overwrites: let it have copies."""
@@ -272,7 +272,7 @@ class Loans:
             loan, tensors = self._at(place), [results[i] for i in indices]
             if hooks:
                 self.copies["hooks"] += 1
-            made = loan.copies(tensors) if hooks else loan.hand_out(tensors, part.graph)
+            made = loan.copies(tensors) if hooks else loan.hand_out(tensors, part.record)
             for i, tensor in zip(indices, made, strict=True):
                 results[i] = tensor
         return results

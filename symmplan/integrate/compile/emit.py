@@ -46,7 +46,8 @@ from symmplan.memory.lend import lend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.model import Plan
+    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.place.program import PlacedProgram
 
 __all__ = ["Emitter", "SegmentInput"]
 
@@ -87,8 +88,7 @@ class Emitter:
 
     Attributes:
         graph: The graph that changes.
-        plan: Where buffers lie.
-        device: The device of the segments.
+        program: What it will follow.
         fake_mode: The mode of the graph's fake tensors.
         apart: The buffers that asynchronous collectives write. See [Note: storages of their own].
         given: ``{buffer: inputs of the graph}`` of what lies in placements before it begins.
@@ -98,25 +98,38 @@ class Emitter:
     """
 
     graph: fx.Graph
-    plan: Plan
-    device: torch.device
+    program: PlacedProgram
     fake_mode: Any
-    apart: frozenset[str] = frozenset()
-    given: dict[str, list[fx.Node]] = field(factory=dict)
+    apart: frozenset[str] = field(init=False)
+    given: dict[str, list[fx.Node]] = field(init=False, factory=dict)
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
     origin: fx.Node | None = field(init=False, default=None)
     _doing: list[str] = field(init=False, factory=list)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
-    _dtypes: dict[str, str] = field(init=False)
     _body: fx.Node = field(init=False)
+    _device: torch.device = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._dtypes = {b.name: b.dtype for b in self.plan.problem.buffers}
+        captured = self.captured
+        written: list[Home | Site] = [s for s in captured.sites if s.kind == "result" or s.writes]
+        written += captured.homes
+        later = (x.buffer for x in written if captured.waits.get(x.node))
+        self.apart = frozenset(buffer for buffer in later if buffer is not None)
+        for node, buffer in captured.given.items():
+            self.given.setdefault(buffer, []).append(node)
+        site = next(s for s in captured.sites if s.buffer is not None)
+        assert site.source is not None
+        self._device = captured.values.tensors[(site.source, site.path)].device
         # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
         at = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(at):
             self._body = self.graph.call_function(_begin)
+
+    @property
+    def captured(self) -> Captured:
+        """What was decided of the graph."""
+        return self.program.captured
 
     @property
     def begin(self) -> fx.Node:
@@ -131,23 +144,25 @@ class Emitter:
         """The graph is done."""
         self.graph.erase_node(self._body)
 
-    def operations(self, prefix: str) -> dict[str, fx.Node]:
-        """``{operation: the first node that stands for it now}`` of a program with that prefix."""
-        return {**{prefix + n.name: n for n in self.graph.nodes}, **self.first}
+    @property
+    def operations(self) -> dict[str, fx.Node]:
+        """``{operation: the first node that stands for it now}``."""
+        nodes = {self.captured.prefix + n.name: n for n in self.graph.nodes}
+        return {**nodes, **self.first}
 
     def key(self, buffer: str, dtype: torch.dtype | None = None) -> SegmentInput:
         """The input through which a buffer is reached, as its own or another type."""
-        dtype = dtype or getattr(torch, self._dtypes[buffer])
-        assert dtype is not None
-        place = self.plan.placements[buffer]
-        nbytes = next(s.nbytes for s in self.plan.segments if s.name == place.segment)
+        plan, place = self.program.plan, self.program.plan.placements[buffer]
+        if dtype is None:
+            dtype = getattr(torch, next(b.dtype for b in plan.problem.buffers if b.name == buffer))
+        nbytes = next(s.nbytes for s in plan.segments if s.name == place.segment)
         begin = place.offset if buffer in self.apart and not place.offset % _ALIGNED else None
         return SegmentInput(place.segment, dtype, (nbytes - (begin or 0)) // dtype.itemsize, begin)
 
     def offset(self, buffer: str, dtype: torch.dtype) -> int:
         """Where a buffer begins in its input, in elements."""
         begin = self.key(buffer, dtype).begin or 0
-        return (self.plan.placements[buffer].offset - begin) // dtype.itemsize
+        return (self.program.plan.placements[buffer].offset - begin) // dtype.itemsize
 
     def reach(self, buffer: str) -> tuple[SegmentInput | str, ...]:
         """Through which inputs the graph reaches a buffer; all of them are in `nodes`."""
@@ -168,13 +183,13 @@ class Emitter:
         """The input for a key, added when it is first asked for."""
         node = self.inputs.get(key)
         if node is None:
-            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            last = self.graph.find_nodes(op="placeholder")[-1]
             with self.graph.inserting_after(last):
                 words = (key.segment, str(key.dtype).removeprefix("torch."), key.begin)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")
             with self.fake_mode:
-                node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self.device)
+                node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self._device)
             self.inputs[key] = node
         return node
 

@@ -159,7 +159,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         return unit.runner(run_by_nodes(gm), name, part)
     if part is not None:
         # Segments never move: CUDA graphs must use them where they are, not copy them.
-        added = [n for n in gm.graph.nodes if n.op == "placeholder"][len(inputs) :]
+        added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         first, end = len(inputs), len(inputs) + len(added)
         kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *range(first, end)]
         inputs = [*inputs, *(n.meta["val"] for n in added)]
@@ -172,7 +172,7 @@ def _unwrap(gm: fx.GraphModule) -> bool:
     """Undo [Note: wrapped ops], in place; whether there were any."""
     found = list(_wrapped(gm))
     for node, call in found:
-        inside = [n for n in call.graph.nodes if n.op == "placeholder"]
+        inside = call.graph.find_nodes(op="placeholder")
         outside = dict(zip(inside, node.args[2:], strict=True))
         with gm.graph.inserting_before(node):
             new = gm.graph.node_copy(call, outside.__getitem__)
@@ -195,7 +195,7 @@ def _wrapped(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             continue
         inner = getattr(gm, str(node.args[1].target)).graph
         calls = [n for n in inner.nodes if n.op == "call_function"]
-        (output,) = (n for n in inner.nodes if n.op == "output")
+        output = inner.output_node()
         if len(calls) == 1 and output.args == (calls[0],):
             yield node, calls[0]
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import Emitter, SegmentInput
     from symmplan.model import Placement
-    from symmplan.place.program import PlacedProgram
 
 __all__ = ["keep_order", "poison"]
 
@@ -24,24 +23,19 @@ __all__ = ["keep_order", "poison"]
 Inputs: TypeAlias = "set[SegmentInput | str]"
 
 
-def poison(emitter: Emitter, captured: Captured) -> None:
-    """For debugging, insert the overwriting of dead placements that `plan_poison` planned.
-
-    Args:
-        emitter: Its graph has been rewritten, and its order not yet been kept.
-        captured: The graph's decisions.
-    """
-    problem = captured.problem
+def poison(emitter: Emitter) -> None:
+    """For debugging, insert the overwriting of dead placements that `plan_poison` planned."""
+    problem, steps = emitter.captured.problem, emitter.captured.steps
     buffers = {b.name: b for b in problem.buffers}
-    nodes = emitter.operations(captured.prefix)
-    at = _output(emitter)
+    nodes = emitter.operations
+    at = emitter.graph.output_node()
     last: fx.Node | None = None  # the node of the operation before each
     before: dict[str, fx.Node | None] = {}
     for operation in problem.operations:
         before[operation.name] = last
         last = nodes.get(operation.name, last)
     for operation in reversed(problem.operations):
-        step = captured.steps[operation.name]
+        step = steps[operation.name]
         if step.kind in ("given", "saved"):
             continue  # the ends of the graph
         if step.kind != "poison":
@@ -58,18 +52,12 @@ def poison(emitter: Emitter, captured: Captured) -> None:
     emitter.origin = None
 
 
-def keep_order(emitter: Emitter, program: PlacedProgram) -> None:
-    """Insert the program's barriers, and the fences. See [Note: fences].
-
-    Args:
-        emitter: Its graph has been rewritten but for this.
-        program: What it follows.
-    """
-    captured = program.captured
-    nodes = emitter.operations(captured.prefix)
+def keep_order(emitter: Emitter) -> None:
+    """Insert the program's barriers, and the fences, behind all else. See [Note: fences]."""
+    captured, nodes = emitter.captured, emitter.operations
     reached = {b.name: {*emitter.reach(b.name)} for b in captured.problem.buffers}
-    ends = _ends(emitter, captured, reached)
-    crossing = _crossings(emitter, captured, reached, ends)
+    ends = _ends(emitter, reached)
+    crossing = _crossings(emitter, reached, ends)
     written: dict[str, Inputs] = {}
     for access in captured.problem.accesses:
         if access.write:
@@ -84,15 +72,15 @@ def keep_order(emitter: Emitter, program: PlacedProgram) -> None:
         for key, alone in emitter.nodes.items():
             if key in written.get(operation, ()) and key not in together:
                 emitter.fence(nodes[operation], alone)
-    for operation, covered in _updates(emitter, captured, ends).items():
+    for operation, covered in _updates(emitter, ends).items():
         emitter.fence(nodes[operation], covered)
-    edges = {"given": emitter.begin, "saved": _output(emitter)}
-    for instruction in program.instructions:
+    edges = {"given": emitter.begin, "saved": emitter.graph.output_node()}
+    for instruction in emitter.program.instructions:
         if instruction.kind != "barrier":
             continue
         group = instruction.group
         at = edges.get(instruction.step.kind) or nodes[instruction.operation]
-        node = _of_group(emitter, captured, group)
+        node = _of_group(emitter, group)
         everything = [*_nodes(emitter, {*emitter.nodes}), *(k.node for k in captured.kept)]
         emitter.fence(at, everything)
         with emitter.graph.inserting_before(at):
@@ -100,42 +88,33 @@ def keep_order(emitter: Emitter, program: PlacedProgram) -> None:
         emitter.fence(at, everything)
 
 
-def _output(emitter: Emitter) -> fx.Node:
-    (output,) = (n for n in emitter.graph.nodes if n.op == "output")
-    return output  # type: ignore[no-any-return]
-
-
 def _nodes(emitter: Emitter, inputs: Inputs) -> list[fx.Node]:
     return [node for key, nodes in emitter.nodes.items() if key in inputs for node in nodes]
 
 
-def _of_group(emitter: Emitter, captured: Captured, group: str) -> fx.Node:
+def _of_group(emitter: Emitter, group: str) -> fx.Node:
     """An input that lies in symmetric memory of a group."""
-    named = {s.name for s in emitter.plan.segments if group in s.groups}
-    for key, node in emitter.inputs.items():
-        if key.segment in named:
-            return node
-    for kept in captured.kept:
-        if kept.group == group:
-            return kept.node
-    buffers = captured.problem.buffers
-    buffer = next(b for b in buffers if emitter.plan.placements[b.name].segment in named)
-    return emitter.input(emitter.key(buffer.name))
+    plan, captured = emitter.program.plan, emitter.captured
+    named = {s.name for s in plan.segments if group in s.groups}
+    inputs = [node for key, node in emitter.inputs.items() if key.segment in named]
+    inputs += [kept.node for kept in captured.kept if kept.group == group]
+    if inputs:
+        return inputs[0]
+    names = (b.name for b in captured.problem.buffers)
+    buffer = next(name for name in names if plan.placements[name].segment in named)
+    return emitter.input(emitter.key(buffer))
 
 
 def _crossings(
-    emitter: Emitter,
-    captured: Captured,
-    reached: Mapping[str, Inputs],
-    ends: Mapping[str, Inputs],
+    emitter: Emitter, reached: Mapping[str, Inputs], ends: Mapping[str, Inputs]
 ) -> dict[str, Inputs]:
     """``{operation: inputs}``: what first touches bytes that were in use through other inputs."""
-    problem = captured.problem
+    problem, placements = emitter.captured.problem, emitter.program.plan.placements
     first: dict[str, str] = {}
     rank = {o.name: i for i, o in enumerate(problem.operations)}
     for access in sorted(problem.accesses, key=lambda a: rank[a.operation]):
         first.setdefault(access.buffer, access.operation)
-    places = [(b.name, emitter.plan.placements[b.name]) for b in problem.buffers]
+    places = [(b.name, placements[b.name]) for b in problem.buffers]
     places.sort(key=lambda item: (item[1].segment, item[1].offset, item[0]))
     found: dict[str, Inputs] = {}
     active: list[tuple[str, Placement]] = []
@@ -149,7 +128,7 @@ def _crossings(
                 found.setdefault(first[new], set()).update(together)
         active.append((buffer, place))
     # What writes a buffer itself once more, after asynchronous work on it has ended.
-    waits = _wait_names(captured)
+    waits = _wait_names(emitter.captured)
     ended = {(a.buffer, rank[a.operation]) for a in problem.accesses if a.operation in waits}
     for buffer, end in ended:
         later = (
@@ -164,12 +143,13 @@ def _crossings(
     return found
 
 
-def _ends(emitter: Emitter, captured: Captured, reached: Mapping[str, Inputs]) -> dict[str, Inputs]:
+def _ends(emitter: Emitter, reached: Mapping[str, Inputs]) -> dict[str, Inputs]:
     """``{buffer: inputs}``: what is waited for where asynchronous work on the buffer ends.
 
     To Inductor, the wait for a collective touches what the collective writes. Nothing else says
     that until then what it reads is in use, too.
     """
+    captured = emitter.captured
     waits = _wait_names(captured)
     problems = [p for p in (captured.problem, captured.residence) if p is not None]
     held: dict[str, list[str]] = {}
@@ -187,10 +167,9 @@ def _wait_names(captured: Captured) -> set[str]:
     return {captured.prefix + w.name for ends in captured.waits.values() for w in ends.values()}
 
 
-def _updates(
-    emitter: Emitter, captured: Captured, ends: Mapping[str, Inputs]
-) -> dict[str, list[fx.Node]]:
+def _updates(emitter: Emitter, ends: Mapping[str, Inputs]) -> dict[str, list[fx.Node]]:
     """``{operation: inputs}``: what writes kept inputs that asynchronous work has read."""
+    captured = emitter.captured
     found: dict[str, list[fx.Node]] = {}
     for kept in captured.kept:
         awaited = ends.get(captured.prefix + kept.node.name)

@@ -13,25 +13,23 @@ from symmplan.integrate.compile.crossing import Given, overlap
 from symmplan.model import Access, Buffer, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Sequence
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import SegmentInput
     from symmplan.integrate.compile.pool import Shared
     from symmplan.model import Placement, Plan
     from symmplan.place.choice import Choice
+    from symmplan.place.program import PlacedProgram
 
 __all__ = [
     "Part",
     "PartName",
     "Record",
     "alike",
-    "given_of",
     "keep_away",
-    "mark",
     "pinned",
-    "unreturned",
-    "writes_of",
+    "protect",
 ]
 
 PartName: TypeAlias = Literal["forward", "backward", "inference"]
@@ -43,7 +41,7 @@ class Part:
 
     Attributes:
         name: Which it is.
-        graph: What is remembered of the graph that it is a part of.
+        record: What is remembered of the graph that it is a part of.
         order: Names of its operations in the problem.
         barriers: ``(operation, group)`` of the barriers that it runs.
         inputs: What it takes of the segments after its own inputs, in order.
@@ -59,7 +57,7 @@ class Part:
     """
 
     name: PartName
-    graph: Record
+    record: Record
     order: tuple[str, ...]
     barriers: tuple[tuple[str, str], ...]
     inputs: tuple[SegmentInput, ...]
@@ -71,7 +69,54 @@ class Part:
     shared: Shared | None = field(init=False, default=None)
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
-    taken: tuple[Any, list[torch.Tensor]] = field(init=False, default=(None, []))
+    taken: tuple[Any, Sequence[torch.Tensor]] = field(init=False, default=(None, ()))
+
+    @classmethod
+    def of(
+        cls,
+        name: PartName,
+        record: Record,
+        graph: fx.Graph,
+        program: PlacedProgram,
+        barriers: tuple[tuple[str, str], ...],
+        inputs: tuple[SegmentInput, ...],
+        *,
+        fixed: bool,
+    ) -> Part:
+        """A part that was rewritten to follow a program.
+
+        Where ``fixed``, what its forward left in placements has to lie there again: a CUDA graph
+        knows it by its address.
+        """
+        captured, placements = program.captured, program.plan.placements
+        needed = {s.buffer for s in captured.sites if s.buffer is not None}
+        written = sorted({a.buffer for a in captured.problem.accesses if a.write})
+        writes = [placements[buffer] for buffer in written]
+        index = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        given = []
+        for node, buffer in captured.given.items():
+            place, offset = placements[buffer], node.meta["val"].storage_offset()
+            given.append(
+                Given(
+                    index=index[node],
+                    place=place,
+                    offset=offset if isinstance(offset, int) else 0,
+                    needed=fixed or buffer in needed,
+                    overwritten=any(overlap(other, place) for other in writes),
+                )
+            )
+        return cls(
+            name=name,
+            record=record,
+            order=tuple(o.name for o in captured.problem.operations),
+            barriers=barriers,
+            inputs=inputs,
+            saved={i: placements[buffer] for i, buffer in captured.saved.items()},
+            given=tuple(given),
+            writes=tuple(dict.fromkeys([*writes, *(g.place for g in given if g.needed)])),
+            calls=len(program.calls),
+            copies=sum(i.kind.startswith("copy") for i in program.instructions),
+        )
 
     @property
     def copies_back(self) -> bool:
@@ -150,22 +195,17 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
     )
 
 
-def mark(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
-    """Name the inputs of a backward that lie in placements.
+def protect(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
+    """Let a backward return no part of these inputs, which lie in placements, and name them.
 
     Inductor may let results take the memory of inputs that end with the graph, but not of these
     (see `keep_inputs`). Its code cache keys on names, and not on that.
     """
     for node in inputs:
         node.name = node.target = f"{node.name}_kept"
-    module.recompile()
-
-
-def unreturned(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
-    """Let a backward return copies of these inputs, where it returns them or views of them."""
-    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    output = module.graph.output_node()
     for node in output.all_input_nodes:
-        source = node
+        source: Any = node
         while source not in inputs and source.op == "call_function" and is_pure_view(source):
             source = source.args[0]
         if source in inputs:
@@ -173,43 +213,7 @@ def unreturned(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
             copy.meta["val"] = node.meta["val"].clone()
             output.replace_input_with(node, copy)
-
-
-def given_of(
-    module: fx.GraphModule, captured: Captured, plan: Plan, *, fixed: bool
-) -> tuple[Given, ...]:
-    """The inputs that lie in placements when a backward begins.
-
-    Where ``fixed``, all of them have to lie there: a CUDA graph knows them by their addresses.
-    """
-    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    needed = {s.buffer for s in captured.sites if s.buffer is not None}
-    written = _written(captured)
-    found = []
-    for node, buffer in captured.given.items():
-        place = plan.placements[buffer]
-        offset = node.meta["val"].storage_offset()
-        found.append(
-            Given(
-                index=inputs.index(node),
-                place=place,
-                offset=offset if isinstance(offset, int) else 0,
-                needed=fixed or buffer in needed,
-                overwritten=any(overlap(plan.placements[b], place) for b in written),
-            )
-        )
-    return tuple(found)
-
-
-def writes_of(captured: Captured, plan: Plan, given: Iterable[Given]) -> tuple[Placement, ...]:
-    """The bytes that a part writes, itself or on its entry."""
-    places = [plan.placements[b] for b in _written(captured)]
-    places += [g.place for g in given if g.needed]
-    return tuple(dict.fromkeys(places))
-
-
-def _written(captured: Captured) -> Collection[str]:
-    return sorted({a.buffer for a in captured.problem.accesses if a.write})
+    module.recompile()
 
 
 def alike(one: Any, other: Any) -> bool:

@@ -2,11 +2,10 @@
 
 [Note: moving in]
     A tensor moves when its data is exchanged (``tensor.data = ...``): the object stays, and with it
-    gradients, hooks, optimizer state and what a graph was compiled for. That is only right where
-    nobody else looks at the old storage, so a tensor moves only if it alone uses all of a storage
-    that torch allocated. Each resident has a storage of its own on the placement's bytes (see
-    [Note: lent bytes]), so that a saved state dict holds no more than the tensor, and so that its
-    end is noticed.
+    gradients, hooks and optimizer state. That is only right where nobody else looks at the old
+    storage, so it must use all of a storage that torch allocated, alone. Each resident has a
+    storage of its own on the placement's bytes (see [Note: lent bytes]), so that a saved state dict
+    holds no more than the tensor, and so that its end is noticed.
 
 [Note: copying in]
     What a run is given need not be what lives in the placement: parameters are replaced

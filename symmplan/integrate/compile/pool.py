@@ -1,21 +1,18 @@
 """The segments of a compile backend: its graphs take turns in them.
 
 [Note: turns]
-    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward:
-    other results are copied out, and work that the graph does not wait for is not planned. So all
-    graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
-    recompilations) can use the same bytes, one after the other, and the segments need be no larger
-    than for the one that needs most.
+    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward.
+    So all graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
+    recompilations) use the same bytes, one after the other, and the segments need be no larger than
+    for the one that needs most. One that needs more makes all ranks, which have agreed on its plan,
+    allocate larger segments and give the old ones back, before it first runs. Segments are inputs
+    of the compiled code, so all graphs use the new ones from their next run on.
 
     A graph that is planned between a forward and its backward keeps away from what was saved, so
     that between graph breaks everything stays where it is. Where graphs meet in another order than
     they were planned in, what was saved is evacuated (see [Note: crossing tensors]). Whether a
     backward is due is told from the order of runs, which is the same on all ranks, and not from
     what is still alive, which need not be.
-
-    A graph that needs more than there is makes all ranks, which have agreed on its plan, allocate
-    larger segments and give the old ones back, before it first runs. Segments are inputs of the
-    compiled code, so all graphs use the new ones from their next run on.
 
     A plan's barriers cover its own repetition. Where another graph had the bytes before, and one of
     the two has accesses that do not meet all ranks before and after, a barrier lies between them;

@@ -84,7 +84,7 @@ class Residents:
 
     def candidates(self, module: fx.GraphModule, part: str) -> frozenset[fx.Node]:
         """The inputs of a part that keep their address from call to call."""
-        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = module.graph.find_nodes(op="placeholder")
         if part != "backward":  # whose inputs have the names that they have in the forward part
             self._static.update(inputs[i].name for i in static_inputs() if i < len(inputs))
         return frozenset(n for n in inputs if n.name in self._static)
@@ -93,7 +93,7 @@ class Residents:
         """Plan the kept inputs of a part, before it is rewritten."""
         if captured.residence is None:
             return
-        nodes = [n for n in captured.kept[0].node.graph.nodes if n.op == "placeholder"]
+        nodes = captured.kept[0].node.graph.find_nodes(op="placeholder")
         index = {node: i for i, node in enumerate(nodes)}
         inputs = tuple(
             _Input(index[k.node], (k.node.name, k.group), captured.prefix + k.node.name, k)

@@ -21,9 +21,9 @@ from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.capture.sites import Home, Site
     from symmplan.capture.values import Value
     from symmplan.place.lower import Launched
     from symmplan.place.program import PlacedCall, PlacedProgram
@@ -53,45 +53,25 @@ def rewrite(
 
     Collective: no.
     """
-    captured = program.captured
-    site = next(s for s in captured.sites if s.buffer is not None)
-    assert site.source is not None
-    device = captured.values.tensors[(site.source, site.path)].device
-    given: dict[str, list[fx.Node]] = {}
-    for node, buffer in captured.given.items():
-        given.setdefault(buffer, []).append(node)
-    later = _written_later(captured)
-    emitter = Emitter(module.graph, program.plan, device, fake_mode, later, given)
-    _shift_absolute_views(emitter, captured)
-    for home in captured.homes:
+    emitter = Emitter(module.graph, program, fake_mode)
+    _shift_absolute_views(emitter)
+    for home in program.captured.homes:
         if home.write not in ("declared", "given"):
-            _make_home(emitter, captured, home)
-    _Declared(emitter, program).run()
-    poison(emitter, captured)
-    keep_order(emitter, program)
+            _make_home(emitter, home)
+    _Declared(emitter).run()
+    poison(emitter)
+    keep_order(emitter)
     emitter.finish()
     module.graph.lint()
     module.recompile()  # Inductor keys its code cache on the code as it is now
     return tuple(emitter.inputs)
 
 
-def _written_later(captured: Captured) -> frozenset[str]:
-    """The buffers that asynchronous ops write. See [Note: storages of their own]."""
-    waits = captured.waits
-    homes = {h.buffer for h in captured.homes if waits.get(h.node)}
-    sites = {
-        s.buffer
-        for s in captured.sites
-        if s.buffer is not None and waits.get(s.node) and (s.kind == "result" or s.writes)
-    }
-    return frozenset(homes | sites)
-
-
-def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
+def _shift_absolute_views(emitter: Emitter) -> None:
     """``as_strided`` counts from the start of the storage, which is now the segment's."""
-    values = captured.values
+    values, homes = emitter.captured.values, emitter.captured.homes
     # What was given has a storage of its own, which begins where the buffer does.
-    roots = {values.find((h.node, h.path)): h for h in captured.homes if h.write != "given"}
+    roots = {values.find((h.node, h.path)): h for h in homes if h.write != "given"}
     for node in emitter.graph.nodes:
         overload = called(node)
         if overload is None or overload._schema.name not in _ABSOLUTE:
@@ -121,9 +101,9 @@ def _shift_absolute_views(emitter: Emitter, captured: Captured) -> None:
         node.kwargs = {}
 
 
-def _make_home(emitter: Emitter, captured: Captured, home: Home) -> None:
+def _make_home(emitter: Emitter, home: Home) -> None:
     """Let the producer of a storage write it in its placement."""
-    node, like = home.node, captured.values.tensors[(home.node, home.path)]
+    node, like = home.node, emitter.captured.values.tensors[(home.node, home.path)]
     if home.write in ("alloc", "out"):
         with emitter.graph.inserting_before(node):
             first = view = emitter.view(home.buffer, like)
@@ -134,7 +114,7 @@ def _make_home(emitter: Emitter, captured: Captured, home: Home) -> None:
                 op: Any = out_overload(overload) if variant is None else overload_named(variant)
                 name = op._schema.arguments[-1].name  # "out", or "grad_input" and the like
                 first = emitter.call(op, node.args, {**node.kwargs, name: view})
-        emitter.first[captured.prefix + node.name] = first
+        emitter.first[emitter.captured.prefix + node.name] = first
         node.replace_all_uses_with(view)
         emitter.graph.erase_node(node)
     else:
@@ -150,19 +130,14 @@ class _Declared:
     """Rewrites the declared ops, one after the other. A `Machine` to which values are nodes."""
 
     emitter: Emitter
-    program: PlacedProgram
     tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
         return self.emitter.graph
 
-    @property
-    def captured(self) -> Captured:
-        return self.program.captured
-
     def run(self) -> None:
-        for call in self.program.calls.values():
+        for call in self.emitter.program.calls.values():
             node = call.node
             self.emitter.origin = node
             with self.graph.inserting_before(node):
@@ -176,7 +151,7 @@ class _Declared:
         self.emitter.doing(operation)
 
     def _fake(self, like: Value) -> Any:
-        return self.captured.values.tensors[like]
+        return self.emitter.captured.values.tensors[like]
 
     def view(self, buffer: str, like: Value, *, contiguous: bool) -> fx.Node:
         return self.emitter.view(buffer, self._fake(like), contiguous=contiguous)
@@ -209,7 +184,7 @@ class _Declared:
         """Copy out what leaves, hand the results to their readers, drop the old node."""
         node, results = call.node, launched.results
         synchronous = not call.spec.asynchronous
-        waits = {} if synchronous else self.captured.waits.get(node, {})
+        waits = {} if synchronous else self.emitter.captured.waits.get(node, {})
         with self.graph.inserting_before(node):
             anchor = self.graph.call_function(_anchor)  # where code after the op goes
         for site in call.sites:
@@ -258,18 +233,15 @@ class _Declared:
         An input of the graph is written back. For a tensor that the graph made, its later readers
         take a copy instead; capture has made sure that they read it through no other view.
         """
-        nodes = list(self.graph.nodes)
-        last = max(waits.values(), key=nodes.index) if waits else None
         outside = source.op != "call_function"
-        with self._behind(last or anchor):
+        with self._behind(max(waits.values(), default=anchor)):
             if outside:
                 back = self.emitter.call(torch.ops.aten.copy_.default, (source, view))
             else:
                 back = self.emitter.call(torch.ops.aten.clone.default, (view,))
         written = source if outside else back
-        position = {n: i for i, n in enumerate(self.graph.nodes)}
         if not outside:
-            _redirect(source, back, but=back, after=position[back], position=position)
+            _redirect(source, back, behind=back)
         for path, value in results.items():
             if value is not view:
                 continue
@@ -279,7 +251,7 @@ class _Declared:
             else:
                 _redirect(wait, written, but=back)
                 for result in _results(site.node, path):  # what was waited for, by its old name
-                    _redirect(result, written, but=back, after=position[back], position=position)
+                    _redirect(result, written, behind=back)
 
     def _hand_over(self, node: fx.Node, results: dict[tuple[int, ...], fx.Node]) -> None:
         if () in results:
@@ -299,17 +271,11 @@ class _Declared:
 
 
 def _redirect(
-    node: fx.Node,
-    to: fx.Node,
-    *,
-    but: fx.Node,
-    after: int = -1,
-    position: Mapping[fx.Node, int] | None = None,
+    node: fx.Node, to: fx.Node, *, but: fx.Node | None = None, behind: fx.Node | None = None
 ) -> None:
-    """Give the readers of ``node`` another node: all but one, or those behind a position."""
-    place = position or {}
+    """Give the readers of a node another one: all but one of them, or those behind a node."""
     node.replace_all_uses_with(
-        to, delete_user_cb=lambda user: user is not but and place.get(user, 0) > after
+        to, delete_user_cb=lambda user: user is not but and (behind is None or user > behind)
     )
 
 

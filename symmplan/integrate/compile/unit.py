@@ -18,18 +18,7 @@ from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.poison import plan_poison
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.integrate.compile.crossing import Reservation
-from symmplan.integrate.compile.parts import (
-    Part,
-    PartName,
-    Record,
-    alike,
-    given_of,
-    keep_away,
-    mark,
-    pinned,
-    unreturned,
-    writes_of,
-)
+from symmplan.integrate.compile.parts import Part, Record, alike, keep_away, pinned, protect
 from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
@@ -54,6 +43,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.backend import CompileOptions
+    from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool, Shared
     from symmplan.model import Buffer, OpSpec, Plan, Problem
 
@@ -144,21 +134,12 @@ class Unit:
             kept = self.residents.barriers(name)
             points = in_turn(*map(_points, (plan.barriers, alone, kept)))
             self.engines.update(engines.values())
-            found = given_of(module, captured, plan, fixed=fixed)
             self._reserve(module, captured, plan)
             barriers = [Barrier(before, group) for before, group in points]
             program = place(captured, plan, lowerings, engines, barriers)
-            self.parts[name] = Part(
-                name=name,
-                graph=self.record,
-                order=tuple(o.name for o in captured.problem.operations),
-                barriers=points,
-                inputs=rewrite(module, program, fake_mode),
-                saved={i: plan.placements[buffer] for i, buffer in captured.saved.items()},
-                given=found,
-                writes=writes_of(captured, plan, found),
-                calls=len(program.calls),
-                copies=sum(i.kind.startswith("copy") for i in program.instructions),
+            inputs = rewrite(module, program, fake_mode)
+            self.parts[name] = Part.of(
+                name, self.record, module.graph, program, points, inputs, fixed=fixed
             )
             return self.parts[name]
 
@@ -212,25 +193,23 @@ class Unit:
             return (), {}
         first, sizes = seen
         if name == "forward":
-            (output,) = (n for n in module.graph.nodes if n.op == "output")
+            output: Any = module.graph.output_node()
             return range(first, len(output.args[0])), {}
-        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = module.graph.find_nodes(op="placeholder")
         found = {
             at: buffer
             for i, (buffer, like) in self.crossing.items()
             if (at := sizes + i - first) < len(inputs) and alike(inputs[at].meta["val"], like)
         }
         keep_inputs(found)
-        kept = [inputs[i] for i in found]
-        mark(module, kept)
-        unreturned(module, kept)
+        protect(module, [inputs[i] for i in found])
         return (), {inputs[i].name: buffer for i, buffer in found.items()}
 
     def _reserve(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
         """Remember what a forward leaves in placements."""
         if not captured.saved:
             return
-        (output,) = (n for n in module.graph.nodes if n.op == "output")
+        output: Any = module.graph.output_node()
         buffers = {b.name: b for b in pinned(plan).buffers}
         for i, name in captured.saved.items():
             self.crossing[i] = (buffers[name], output.args[0][i].meta["val"])
@@ -342,7 +321,7 @@ class Unit:
         if not all(map(compat.is_registered, part.groups or ())):
             # A process group is gone. Another may have its name, and other ranks.
             part.shared = part.groups = None
-            part.taken = (None, [])
+            part.taken = (None, ())
             self.residents.forget(part.name)
         shared = part.shared or self._take(part)
         if part.groups is None:
