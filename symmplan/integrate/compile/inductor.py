@@ -110,14 +110,7 @@ def modes() -> dict[str, dict[str, Any]]:
 def compile_inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit, patches: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph, its parts rewritten to follow the plan.
-
-    Args:
-        module: The graph.
-        example_inputs: Its inputs.
-        unit: Where its plan is kept.
-        patches: Inductor's settings for it.
-    """
+    """Compile one Dynamo graph, its parts rewritten; ``patches`` are Inductor's settings for it."""
     # AOTAutograd's cache would hand back compiled code without asking us for the segments;
     # Inductor's own cache stays on: what it keys on is the rewritten graph.
     # Both parts share one set of segments, so both must be known before the first run.

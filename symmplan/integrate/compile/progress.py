@@ -165,9 +165,6 @@ class Progress:
     def plan(self, groups: Mapping[str, Any]) -> Callable[[], None]:
         """This rank begins to plan for its next run, and will wait for all ranks of the groups.
 
-        Args:
-            groups: ``{name: process group}``.
-
         Returns:
             What raises an `AgreementError` if a peer runs an old graph instead.
         """
@@ -179,10 +176,7 @@ class Progress:
         return functools.partial(_look_for_runners, mine)
 
     def gather(self, groups: Mapping[str, Any]) -> None:
-        """Wait until all ranks of the groups have come to plan.
-
-        Args:
-            groups: ``{name: process group}``.
+        """Wait until all ranks of the groups, ``{name: process group}``, have come to plan.
 
         Raises:
             AgreementError: A peer runs an old graph instead.

@@ -46,14 +46,7 @@ def refresh_changed(
     fake_mode: Any,
     noted: Mapping[fx.Node, tuple[Any, ...]],
 ) -> None:
-    """Give every node the fake value it has now.
-
-    Args:
-        gm: The graph.
-        inputs: Its inputs, fake.
-        fake_mode: Their mode.
-        noted: What `note` said before it was changed.
-    """
+    """Give every node the fake value it has now; ``noted`` is what `note` said before changes."""
     changed: set[fx.Node] = set()
     for node in _calls(gm):
         before = noted.get(node, ())

@@ -43,15 +43,8 @@ def rewrite(
 ) -> tuple[SegmentInput, ...]:
     """Change ``module`` in place so that it follows a plan.
 
-    Args:
-        module: The graph that was captured.
-        program: What the plan makes of it.
-        fake_mode: The mode of the graph's fake tensors.
-
     Returns:
         The inputs that the graph now takes after its own, in order.
-
-    Collective: no.
     """
     emitter = Emitter(module.graph, program, fake_mode)
     _shift_absolute_views(emitter)
