@@ -62,10 +62,11 @@ def new_backend(inner="eager", *, debug=False, **options):
     return symmplan.backend(inner=inner, timeout=30.0, debug=debug, **options)
 
 
-def held_lanes(backend):
+def held_loans(backend):
     gc.collect()
-    lanes = [lane for shared in backend._pool._shared.values() for lane in shared.lanes.values()]
-    return sum(lane.held for lane in lanes), len(lanes)
+    shared = backend._pool._shared.values()
+    loans = [loan for each in shared for loan in each.loans.by_place.values()]
+    return sum(loan.held for loan in loans), len(loans)
 
 
 def in_segment(backend, tensor):

@@ -280,7 +280,7 @@ def rewritten(
     program = place(captured, plan, lowerings, {}, [Barrier(*point) for point in barriers])
     inputs = rewrite(module, program, fake_mode_of(fakes))
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"][len(fakes) :]
-    segments = {name: (i.segment, i.lane or 0) for name, i in zip(names, inputs, strict=True)}
+    segments = {name: (i.segment, i.begin or 0) for name, i in zip(names, inputs, strict=True)}
     return Rewritten(module, segments, program)
 
 

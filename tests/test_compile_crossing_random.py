@@ -56,10 +56,10 @@ def _compare(rank, world_size, training: Training, inner: str, debug: bool):
             plan.verify()
         gc.collect()
         held = [
-            lane.place
+            loan.place
             for shared in backend._pool._shared.values()
-            for lane in shared.lanes.values()
-            if lane.held
+            for loan in shared.loans.by_place.values()
+            if loan.held
         ]
         torch.distributed.barrier()
         return backend.stats, [p.fingerprint for p in backend.plans], held

@@ -95,9 +95,9 @@ def test_ops_that_return_what_they_wrote_are_traced(inner):
 def test_what_makes_its_result_has_a_fake_form():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from symmplan.integrate.compile import traceable
+    from symmplan.integrate.compile import ops
 
-    traceable.load()
+    ops.load()
     with FakeTensorMode():
         x = torch.empty(4, 8)
         made = torch.ops.symm_mem.multimem_one_shot_all_reduce(x, "sum", "group")

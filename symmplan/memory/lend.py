@@ -43,7 +43,7 @@ class _Owner:
             self._on_drop()
 
 
-def lend(tensor: torch.Tensor, on_drop: Callable[[], None]) -> torch.Tensor:
+def lend(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
     """The same bytes as another storage, which reports its end.
 
     Args:

@@ -13,7 +13,7 @@ from symmplan.memory.exchange import Exchange, was_told
 from symmplan.memory.groups import resolve_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = ["everywhere", "leaders", "tell", "telling", "throughout"]
 
@@ -30,7 +30,11 @@ def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tell(
-    what: str, payload: Mapping[str, Any], groups: Mapping[str, Any], timeout: float
+    what: str,
+    payload: Mapping[str, Any],
+    groups: Mapping[str, Any],
+    timeout: float,
+    watch: Callable[[], None] | None = None,
 ) -> dict[str, list[Any]]:
     """Tell the ranks of some groups something, and hear what they say.
 
@@ -39,19 +43,15 @@ def tell(
         payload: ``{name of a group: plain data}``.
         groups: ``{name: process group}``.
         timeout: Seconds that ranks wait for each other.
+        watch: Called now and then while this rank waits; what it raises ends the wait.
 
     Returns:
         ``{name of the group: what each rank said}``; None for what is no JSON.
 
     Collective: yes, over the groups of ``payload``.
     """
-    exchange = Exchange(resolve_groups(payload, groups), timeout)
-    try:
+    with Exchange(resolve_groups(payload, groups), timeout, watch) as exchange:
         texts = exchange.round(what, {n: json.dumps(p).encode() for n, p in payload.items()})
-        exchange.finish()
-    except BaseException as error:
-        exchange.fail(error)
-        raise
     return {name: [_read(text) for text in answers] for name, answers in texts.items()}
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from attrs import frozen
+
 from symmplan.errors import BackendError
-from symmplan.integrate.compile import ops, traceable
+from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.crossing import reasons
-from symmplan.integrate.compile.pool import Pool
-from symmplan.integrate.compile.records import CompileOptions, Record
+from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
+from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.place.options import Options, known
 from symmplan.place.stats import Stats
 
 if TYPE_CHECKING:
@@ -24,14 +27,29 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
+    from symmplan.integrate.compile.parts import PartName, Record
     from symmplan.model import Plan
     from symmplan.place.choice import Choice, Choose
     from symmplan.place.ways import Collectives
 
-__all__ = ["CompileBackend", "backend", "symmplan"]
+__all__ = ["CompileBackend", "CompileOptions", "backend", "symmplan"]
 
-#: Seconds that ranks wait for each other before they raise.
-DEFAULT_TIMEOUT = 300.0
+
+@frozen(kw_only=True)
+class CompileOptions(Options):
+    """How a compile backend was asked to work; see `Options`.
+
+    Attributes:
+        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
+        bind: Keep static inputs of declared ops in symmetric memory.
+    """
+
+    inner: Literal["inductor", "eager"] = "inductor"
+    bind: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        known("inner compiler", self.inner, ("inductor", "eager"))
+        super().__attrs_post_init__()
 
 
 class CompileBackend:
@@ -43,43 +61,27 @@ class CompileBackend:
         settings: How it was asked to work.
     """
 
-    def __init__(
-        self,
-        inner: Literal["inductor", "eager"] = "inductor",
-        memory: str = "auto",
-        effort: Literal["fast", "optimal"] = "fast",
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        choose: Choose = "auto",
-        bind: bool = False,
-        debug: bool | Literal["poison"] = False,
-        collectives: Collectives = "auto",
-    ) -> None:
-        self.settings = CompileOptions(
-            inner=inner,
-            memory=memory,
-            effort=effort,
-            timeout=timeout,
-            choose=choose,
-            debug=debug,
-            bind=bind,
-            collectives=collectives,
-        )
-        traceable.load()  # before Dynamo traces
+    def __init__(self, settings: CompileOptions) -> None:
+        self.settings = settings
+        ops.load()  # before Dynamo traces
         self.__name__ = "symmplan"
         self._graphs = 0
         self._records: list[Record] = []
-        self._pool = Pool(timeout, debug is True)
+        self._pool = Pool(settings.timeout, settings.debug is True)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans made so far: of graphs with declared tensors, then of kept inputs."""
-        return (*self._turns, *(p for record in self._records for p in record.kept.values()))
+        return (*self._plans, *self._kept)
 
     @property
-    def _turns(self) -> tuple[Plan, ...]:
+    def _plans(self) -> tuple[Plan, ...]:
         plans = (plan for record in self._records for plan in record.plans.values())
         return tuple({id(plan): plan for plan in plans}.values())
+
+    @property
+    def _kept(self) -> tuple[Plan, ...]:
+        return tuple(plan for record in self._records for plan in record.kept.values())
 
     @property
     def compile_seconds(self) -> float:
@@ -94,23 +96,23 @@ class CompileBackend:
     @property
     def stats(self) -> Stats:
         """What was done so far."""
-        how = [how for record in self._records for *_, how, _ in record.sites]
-        plans = self._turns
-        kept = [p for record in self._records for p in record.kept.values()]
-        both = (*plans, *kept)
+        records, plans, kept = self._records, self._plans, self._kept
+        how = [how for record in records for *_, how, _ in record.sites]
         # Plans of one structure take turns in one set of segments.
-        turns: dict[Any, list[Plan]] = {}
+        alike: dict[Any, list[Plan]] = {}
         for plan in plans:
-            turns.setdefault(tuple((s.groups, s.signal_pad) for s in plan.segments), []).append(
-                plan
-            )
+            alike.setdefault(structure_of(plan), []).append(plan)
+        segments = [
+            s for same in alike.values() for s in zip(*(p.segments for p in same), strict=True)
+        ]
+        buffers = [b for p in plans for b in p.problem.buffers if not b.persistent]
         return Stats(
             graphs=self._graphs,
             plans=len(plans),
-            replans=sum(bool(record.outgrown) for record in self._records),
-            iterations=sum(record.runs for record in self._records),
-            served=sum(record.served for record in self._records),
-            copies=sum(record.copies for record in self._records),
+            replans=sum(record.replanned for record in records),
+            iterations=sum(record.runs for record in records),
+            served=sum(record.served for record in records),
+            copies=sum(record.copies for record in records),
             rendezvous=self._pool.rendezvous,
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
@@ -118,19 +120,14 @@ class CompileBackend:
             kept=self._pool.places.count,
             missed=self._pool.places.copies,
             unplanned=sum(len(p.unplanned) for p in plans),
-            crossing_bytes=sum(record.crossing_bytes for record in self._records),
+            crossing_bytes=sum(record.crossing_bytes for record in records),
             evacuated=sum(self._pool.copies.values()),
-            barriers=sum(len(p.barriers) for p in both),
+            barriers=sum(len(p.barriers) for p in self.plans),
             segment_bytes=sum(p.peak_bytes for p in kept)
-            + sum(
-                max(s.nbytes for s in same)
-                for of in turns.values()
-                for same in zip(*(p.segments for p in of), strict=True)
-            ),
+            + sum(max(s.nbytes for s in same) for same in segments),
             lower_bound_bytes=sum(p.lower_bound_bytes for p in kept)
-            + sum(max(p.lower_bound_bytes for p in of) for of in turns.values()),
-            unshared_bytes=sum(p.unshared_bytes for p in kept)
-            + sum(b.nbytes for p in plans for b in p.problem.buffers if not b.persistent),
+            + sum(max(p.lower_bound_bytes for p in same) for same in alike.values()),
+            unshared_bytes=sum(p.unshared_bytes for p in kept) + sum(b.nbytes for b in buffers),
         )
 
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
@@ -138,15 +135,9 @@ class CompileBackend:
 
         Also every kept input that was not in its placement when it was last used.
         """
-        return (
-            *(
-                (name, op, where, reason)
-                for record in self._records
-                for name, op, where, how, reason in record.sites
-                if how == "stage"
-            ),
-            *self._pool.places.away,
-        )
+        sites = (site for record in self._records for site in record.sites)
+        staged = ((name, op, where, why) for name, op, where, how, why in sites if how == "stage")
+        return (*staged, *self._pool.places.away)
 
     def evacuated(self) -> tuple[tuple[int, str], ...]:
         """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
@@ -173,14 +164,8 @@ class CompileBackend:
     ) -> Callable[..., Any]:
         """Compile one graph that Dynamo traced.
 
-        Args:
-            module: The graph.
-            example_inputs: Its inputs, fake or real.
-            options: From ``torch.compile(options=...)``; there are none.
-            mode: From ``torch.compile(mode=...)``: one of Inductor's.
-
         Raises:
-            BackendError: There are options, or a mode that Inductor does not know.
+            BackendError: There are options of ``torch.compile``, or a mode that Inductor has not.
         """
         if options:
             raise BackendError(
@@ -190,25 +175,15 @@ class CompileBackend:
                 fix="pass backend=symmplan.backend(inner=..., memory=..., timeout=...)",
             )
         self._graphs += 1
-        ops.load()
-        unit = self._unit(module)
+        unit = Unit(self.settings, _device_of(module), self._pool)
+        self._records.append(unit.record)
         if self.settings.inner == "eager":
-            from symmplan.integrate.compile.op_by_op import compile_eager
-
             _refuse_mode(mode, ("default",))
-            return compile_eager(module, example_inputs, unit)
+            return _compile_eager(module, example_inputs, unit)
         from symmplan.integrate.compile.inductor import compile_inductor, modes
 
         _refuse_mode(mode, tuple(modes()))
         return compile_inductor(module, example_inputs, unit, modes()[mode or "default"])
-
-    def _unit(self, module: fx.GraphModule) -> Unit | None:
-        device = _device_of(module)
-        if device is None:
-            return None
-        unit = Unit(self.settings, device, self._pool)
-        self._records.append(unit.record)
-        return unit
 
 
 def backend(
@@ -255,7 +230,7 @@ def backend(
             memory and count in ``stats.segment_bytes``; `CompileBackend.release` moves them back.
             A tensor that cannot move (it shares its storage, or torch does not own its memory), or
             that was replaced and cannot take its place again, is copied in on each run, counted
-            in ``stats.copies`` and named by `CompileBackend.staged`. Not by default, because
+            in ``stats.missed`` and named by `CompileBackend.staged`. Not by default, because
             whoever remembers the address of such a tensor (a CUDA graph captured by hand, another
             process) would be left with the old memory; and not for parameters whose storage is
             resized, as FSDP2 does.
@@ -285,15 +260,57 @@ def backend(
         ``inner_exception`` is symmplan's error. What fails in a run arrives as it is.
     """
     return CompileBackend(
-        inner,
-        memory,
-        effort,
-        timeout,
-        choose=choose,
-        bind=bind,
-        debug=debug,
-        collectives=collectives,
+        CompileOptions(
+            inner=inner,
+            memory=memory,
+            effort=effort,
+            timeout=timeout,
+            choose=choose,
+            bind=bind,
+            debug=debug,
+            collectives=collectives,
+        )
     )
+
+
+def _compile_eager(
+    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit
+) -> Callable[..., Any]:
+    """Split and rewrite one Dynamo graph; nothing is fused, every op is called as it stands."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+    from torch._inductor.virtualized import V
+
+    from symmplan.integrate.compile.refresh import fake_mode_of, refresh_values
+    from symmplan.place.watching import run_by_nodes
+
+    def compiler(name: PartName) -> Callable[..., Any]:
+        def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            mode = fake_mode_of(inputs)
+            if unit.declares(gm):
+                # Functionalized custom ops become copies and the ops themselves, to be captured.
+                with V.set_fake_mode(mode):
+                    decompose_auto_functionalized(gm.graph)
+                refresh_values(gm, inputs, mode)
+            part = unit.rewrite(gm, name, mode)
+            gm.recompile()
+            run = run_by_nodes(gm) if unit.watches else make_boxed_func(gm)
+            return unit.runner(run, name, part)
+
+        return compile_part
+
+    # Both parts share one set of segments, so both must be known before the first run.
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(module, example_inputs)
+    return compiled
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
@@ -306,20 +323,19 @@ def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
         )
 
 
-def _device_of(module: fx.GraphModule) -> torch.device | None:
+def _device_of(module: fx.GraphModule) -> torch.device:
     """The device of the graph's tensors: the first that is not the CPU, else the CPU."""
+    import torch
+
     from symmplan.capture.graphs import tensor_leaves
 
-    cpu = None
     for node in module.graph.nodes:
         value = node.meta.get("val", node.meta.get("example_value"))
         for _, fake in tensor_leaves(value):
             if fake.device.type != "cpu":
-                device: torch.device = fake.device
-                return device
-            cpu = fake.device
-    return cpu
+                return fake.device  # type: ignore[no-any-return]
+    return torch.device("cpu")
 
 
 #: The backend behind the name ``"symmplan"`` in ``torch.compile``.
-symmplan = CompileBackend()
+symmplan = backend()

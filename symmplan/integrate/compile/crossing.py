@@ -38,13 +38,13 @@ from symmplan.errors import RunError
 from symmplan.memory.lend import lend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections import Counter
+    from collections.abc import Collection, Iterable, Mapping
 
-    from symmplan.integrate.compile.pool import Shared
-    from symmplan.integrate.compile.records import Rewritten
+    from symmplan.integrate.compile.parts import Part
     from symmplan.model import Placement
 
-__all__ = ["REASONS", "Given", "Lane", "Zone", "hand_over", "overlap", "reasons", "take_over"]
+__all__ = ["Given", "Loan", "Loans", "Reservation", "overlap", "reasons"]
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -82,18 +82,18 @@ class Given:
 
 
 @define(eq=False)
-class Zone:
+class Reservation:
     """Where what a forward saved lies until its backward, for graphs that are planned meanwhile.
 
     Attributes:
         structure: The segments' structure that the placements refer to.
         places: ``(placement, group)`` of every crossing buffer.
-        ahead: Whether the forward has run and the backward has not, since.
+        due: Whether the forward has run and the backward has not, since.
     """
 
     structure: Any
     places: tuple[tuple[Placement, str], ...]
-    ahead: bool = False
+    due: bool = False
 
 
 def overlap(a: Placement, b: Placement) -> bool:
@@ -102,7 +102,7 @@ def overlap(a: Placement, b: Placement) -> bool:
 
 
 @define(eq=False)
-class Lane:
+class Loan:
     """The bytes of a crossing buffer, as a storage of their own.
 
     Attributes:
@@ -118,11 +118,6 @@ class Lane:
     _idle: int = field(init=False)
     _out: list[TensorWeakRef] = field(init=False, factory=list)
 
-    @classmethod
-    def of(cls, place: Placement, segment: torch.Tensor) -> Lane:
-        """The lane of a placement in a segment's bytes."""
-        return cls(place, lend(segment[place.offset : place.end], _nothing))
-
     def __attrs_post_init__(self) -> None:
         self._storage = self.tensor.untyped_storage()
         self._idle = storage_use_count(self._storage._cdata)
@@ -137,17 +132,19 @@ class Lane:
         begin = self.tensor.data_ptr()
         return begin <= tensor.data_ptr() < begin + self.place.nbytes
 
-    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies here, as one that can be moved."""
-        offset = (tensor.data_ptr() - self.tensor.data_ptr()) // tensor.element_size()
-        out = self._like(tensor, self._storage, offset)
-        self._out.append(TensorWeakRef(out))
-        return out
+    def hand_out(self, tensors: Iterable[torch.Tensor], owner: Any) -> list[torch.Tensor]:
+        """Tensors that lie here, as ones that can be moved; a forward of ``owner`` made them."""
+        made = self._on(self._storage, tensors)
+        self.owner, self._out = owner, [TensorWeakRef(t) for t in made]
+        return made
 
-    def begin(self, owner: Any) -> None:
-        """Nothing is handed out; a forward of ``owner`` is about to."""
-        self._out.clear()
-        self.owner = owner
+    def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of tensors that lie here, alike in their storage."""
+        return self._on(self.tensor.clone().untyped_storage(), tensors)
+
+    def _on(self, storage: Any, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        begin = self.tensor.data_ptr()
+        return [_like(t, storage, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
 
     def evacuate(self) -> None:
         """Give everything that was handed out a copy.
@@ -166,41 +163,30 @@ class Lane:
             )
 
     def move(self, to: torch.Tensor) -> None:
-        """Let everything that was handed out lie elsewhere.
-
-        Args:
-            to: As many bytes, uint8, at the beginning of their storage. They hold the same.
-        """
+        """Let everything that was handed out lie in a copy of the bytes, which begins a storage."""
         for reference in self._out:
             tensor = reference()
             if tensor is not None and self.has(tensor):
-                tensor.data = self._like(tensor, to.untyped_storage(), tensor.storage_offset())
+                tensor.data = _like(tensor, to.untyped_storage(), tensor.storage_offset())
         self._out = [reference for reference in self._out if reference() is not None]
 
-    def move_to(self, lane: Lane) -> None:
-        """Let everything that was handed out lie in another lane, which takes it over."""
+    def move_to(self, loan: Loan) -> None:
+        """Let everything that was handed out lie in other bytes, whose loan takes it over."""
         if self.held:
-            lane.tensor.copy_(self.tensor)
-            self.move(lane.tensor)
-            lane.owner, lane._out, self._out = self.owner, self._out, []
+            loan.tensor.copy_(self.tensor)
+            self.move(loan.tensor)
+            loan.owner, loan._out, self._out = self.owner, self._out, []
 
-    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of tensors that lie here, alike in their storage."""
-        storage = self.tensor.clone().untyped_storage()
-        begin = self.tensor.data_ptr()
-        return [self._like(t, storage, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies here, but is not moved with what was handed out."""
+        return _like(tensor, self._storage, tensor.storage_offset())
 
     def fill(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """Copy a tensor back that was moved away.
+        """Copy a tensor back that was moved away, to an offset in elements.
 
-        Args:
-            tensor: The tensor; hooks on saved tensors may have made it anew.
-            offset: Where it begins here, in elements.
-
-        Returns:
-            A tensor like it, here.
+        Hooks on saved tensors may have made it anew.
         """
-        here = self._like(tensor, self._storage, offset)
+        here = _like(tensor, self._storage, offset)
         moved = tensor.untyped_storage()
         if tensor.storage_offset() == offset and moved.nbytes() == self.place.nbytes:
             self.tensor.copy_(tensor.new_empty(0, dtype=torch.uint8).set_(moved))
@@ -208,84 +194,113 @@ class Lane:
             here.copy_(tensor)
         return here
 
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies here, but is not moved with what was handed out."""
-        return self._like(tensor, self._storage, tensor.storage_offset())
 
-    @staticmethod
-    def _like(tensor: torch.Tensor, storage: Any, offset: Any) -> torch.Tensor:
-        return tensor.new_empty(0).set_(storage, offset, tensor.size(), tensor.stride())
+def _like(tensor: torch.Tensor, storage: Any, offset: Any) -> torch.Tensor:
+    return tensor.new_empty(0).set_(storage, offset, tensor.size(), tensor.stride())
 
 
-def _nothing() -> None:
-    """The segment outlives what is handed out."""
+@define(eq=False)
+class Loans:
+    """What crosses in one set of segments.
 
-
-def take_over(shared: Shared, rewritten: Rewritten, args: list[Any]) -> None:
-    """Before a part runs: what others saved makes room, what it needs in place is there.
-
-    Args:
-        shared: The segments.
-        rewritten: The part.
-        args: Its inputs; replaced where they have to lie elsewhere.
+    Attributes:
+        segments: The segments, by name.
+        copies: How many crossing tensors were copied, by reason.
+        by_place: The bytes of each crossing buffer that a graph has had so far.
     """
-    for place in rewritten.saved.values():
-        shared.lane(place)
-    here = {g.place for g in rewritten.given if shared.lane(g.place).has(args[g.index])}
-    shared.evacuate(rewritten, here)
-    if not rewritten.given:
-        return
-    if here and keeps_graph():
-        _keep(shared, rewritten, args)
-    for given in rewritten.given:
-        lane, tensor = shared.lane(given.place), args[given.index]
-        if lane.has(tensor):
-            continue
-        if given.needed:
-            args[given.index] = lane.fill(tensor, given.offset)
-            shared.copies["back"] += 1
-        elif tensor.is_cuda:  # it may have been copied on another stream
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
+    segments: Mapping[str, Any]
+    copies: Counter[str]
+    by_place: dict[Placement, Loan] = field(init=False, factory=dict)
+    _overlaps: dict[Part, tuple[int, list[Loan]]] = field(init=False, factory=dict)
 
-def _keep(shared: Shared, rewritten: Rewritten, args: list[Any]) -> None:
-    """Another backward will need what this one overwrites: let it have copies."""
-    lost: dict[Placement, list[int]] = {}
-    for given in rewritten.given:
-        if given.overwritten and shared.lane(given.place).has(args[given.index]):
-            lost.setdefault(given.place, []).append(given.index)
-    for place, indices in lost.items():
-        lane = shared.lane(place)
-        lane.evacuate()
-        shared.copies["kept"] += 1
-        for i in indices:
-            args[i] = lane.view(args[i])
+    def _at(self, place: Placement) -> Loan:
+        loan = self.by_place.get(place)
+        if loan is None:
+            segment = self.segments[place.segment].tensor
+            loan = self.by_place[place] = Loan(place, lend(segment[place.offset : place.end]))
+        return loan
 
+    def enter(self, part: Part, args: list[Any]) -> None:
+        """Before a part runs: what others saved makes room, what it needs in place is put there."""
+        for place in part.saved.values():
+            self._at(place)
+        here = {g.place for g in part.given if self._at(g.place).has(args[g.index])}
+        self._evacuate(part, here)
+        if here and keeps_graph():
+            self._keep(part, args)
+        for given in part.given:
+            loan, tensor = self._at(given.place), args[given.index]
+            if loan.has(tensor):
+                continue
+            if given.needed:
+                args[given.index] = loan.fill(tensor, given.offset)
+                self.copies["back"] += 1
+            elif tensor.is_cuda:  # it may have been copied on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-def hand_over(shared: Shared, rewritten: Rewritten, results: list[Any]) -> list[Any]:
-    """What a forward returns: what it saved, as tensors that can be moved.
+    def _evacuate(self, part: Part, here: Collection[Placement]) -> None:
+        """Copy out of the bytes that a part writes what was saved, but for this run of it."""
+        count, loans = self._overlaps.get(part, (0, []))
+        if count != len(self.by_place):
+            loans = [
+                loan
+                for place, loan in self.by_place.items()
+                if any(overlap(place, written) for written in part.writes)
+            ]
+            self._overlaps[part] = (len(self.by_place), loans)
+        for loan in loans:
+            if loan.place not in here and loan.held:
+                loan.evacuate()
+                self.copies["again" if loan.owner is part.record else "other"] += 1
 
-    Args:
-        shared: The segments.
-        rewritten: The forward.
-        results: What the compiled code returned; changed.
-    """
-    hooks = has_saved_tensor_hooks()
-    together: dict[Placement, list[int]] = {}
-    for i, place in rewritten.saved.items():
-        if shared.lane(place).has(results[i]):
-            together.setdefault(place, []).append(i)
-    for place, indices in together.items():
-        lane = shared.lane(place)
-        if hooks:
-            shared.copies["hooks"] += 1
-            made = lane.copy([results[i] for i in indices])
-        else:
-            lane.begin(rewritten.owner)
-            made = [lane.hand_out(results[i]) for i in indices]
-        for i, tensor in zip(indices, made, strict=True):
-            results[i] = tensor
-    return results
+    def _keep(self, part: Part, args: list[Any]) -> None:
+        """Another backward will need what this one overwrites: let it have copies."""
+        overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
+        for place, indices in self._together(overwritten, args).items():
+            loan = self._at(place)
+            loan.evacuate()
+            self.copies["kept"] += 1
+            for i in indices:
+                args[i] = loan.view(args[i])
+
+    def hand_over(self, part: Part, results: list[Any]) -> list[Any]:
+        """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
+        hooks = has_saved_tensor_hooks()
+        saved = ((place, i) for i, place in part.saved.items())
+        for place, indices in self._together(saved, results).items():
+            loan, tensors = self._at(place), [results[i] for i in indices]
+            if hooks:
+                self.copies["hooks"] += 1
+            made = loan.copies(tensors) if hooks else loan.hand_out(tensors, part.record)
+            for i, tensor in zip(indices, made, strict=True):
+                results[i] = tensor
+        return results
+
+    def _together(
+        self, found: Iterable[tuple[Placement, int]], tensors: list[Any]
+    ) -> dict[Placement, list[int]]:
+        """The indices of tensors that do lie in their placements, by placement."""
+        together: dict[Placement, list[int]] = {}
+        for place, index in found:
+            if self._at(place).has(tensors[index]):
+                together.setdefault(place, []).append(index)
+        return together
+
+    def move_to(self, segments: Mapping[str, Any]) -> None:
+        """Use other segments; what was saved moves with them."""
+        old, self.by_place = self.by_place, {}
+        self.segments = segments
+        self._overlaps.clear()
+        for place, loan in old.items():
+            loan.move_to(self._at(place))
+
+    def clear(self) -> None:
+        """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
+        for loan in self.by_place.values():
+            if loan.held:
+                loan.move(loan.tensor.clone())
+                self.copies["released"] += 1
 
 
 def reasons(counts: Mapping[str, int]) -> tuple[tuple[int, str], ...]:

@@ -13,16 +13,16 @@
     before every operation that writes; it costs nothing when the program runs.
 
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
-    no free view that changes the element size; and so it is for lanes, and for what a forward left
-    in a placement, which its backward gets as an input. Inductor cannot know that they overlap. So
+    no free view that changes the element size; storages of their own are more inputs, and so is
+    what a forward left in a placement for its backward. Inductor cannot know that they overlap. So
     where bytes pass from one input to another, the fence covers both, and stays in the schedule as
     a node that does nothing, to keep what was before it before it.
 
     Nor can it know that an asynchronous collective still reads its input until its wait, because
     the wait is given only what the collective writes. So where the bytes of an input that was read
-    asynchronously are written again, the fence covers the lane that was waited for, too.
+    asynchronously are written again, the fence covers what was waited for, too.
 
-[Note: lanes]
+[Note: storages of their own]
     c10d's ``wait_tensor`` waits for all work that was registered on a tensor's *storage*. If all
     placements shared the segment's, to wait for one collective would be to wait for all of them.
     So what asynchronous collectives write is reached through inputs of their own, one for each
@@ -32,6 +32,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,13 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
+from symmplan.memory.lend import lend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.model import Plan
+    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.place.program import PlacedProgram
 
 __all__ = ["Emitter", "SegmentInput"]
 
@@ -52,36 +55,8 @@ __all__ = ["Emitter", "SegmentInput"]
 # the same graph has to be compiled anew.
 _SEGMENT = "symmplan5"
 
-
 #: Inductor copies inputs that begin elsewhere.
 _ALIGNED = 16
-
-
-def _begin() -> None:
-    """Marks where the graph's own operations begin, while it is rewritten."""
-
-
-def _dense(shape: Sequence[int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """The strides of a contiguous tensor."""
-    strides: list[int | torch.SymInt] = []
-    step: int | torch.SymInt = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step = step * size
-    return strides
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | None:
-    """The argument that an op writes and returns, if that is what it does."""
-    (result, *others) = op._schema.returns
-    if others or result.alias_info is None or not result.alias_info.is_write:
-        return None
-    for i, argument in enumerate(op._schema.arguments):
-        info = argument.alias_info
-        if info is not None and info.is_write and info.before_set & result.alias_info.before_set:
-            given = kwargs.get(argument.name, args[i] if i < len(args) else None)
-            return given if isinstance(given, fx.Node) else None
-    return None
 
 
 @frozen
@@ -92,13 +67,19 @@ class SegmentInput:
         segment: Name of the segment.
         dtype: Element type that its bytes are seen as.
         numel: How many elements, to the end of the segment.
-        lane: First byte, if it is a storage of its own from there on; None for the segment itself.
+        begin: First byte, if it is a storage of its own from there on; None for the segment itself.
     """
 
     segment: str
     dtype: torch.dtype
     numel: int
-    lane: int | None = None
+    begin: int | None = None
+
+    def of(self, segment: torch.Tensor) -> torch.Tensor:
+        """The input itself, of the segment's bytes."""
+        begin = self.begin or 0
+        part = segment[begin : begin + self.numel * self.dtype.itemsize]
+        return (part if self.begin is None else lend(part)).view(self.dtype)
 
 
 @define(eq=False)
@@ -107,10 +88,9 @@ class Emitter:
 
     Attributes:
         graph: The graph that changes.
-        plan: Where buffers lie.
-        device: The device of the segments.
+        program: What it will follow.
         fake_mode: The mode of the graph's fake tensors.
-        lanes: The buffers that asynchronous collectives write.
+        apart: The buffers that asynchronous collectives write. See [Note: storages of their own].
         given: ``{buffer: inputs of the graph}`` of what lies in placements before it begins.
         inputs: The segment inputs added so far, in order.
         first: ``{operation: the first node that stands for it now}``, where that has changed.
@@ -118,23 +98,38 @@ class Emitter:
     """
 
     graph: fx.Graph
-    plan: Plan
-    device: torch.device
+    program: PlacedProgram
     fake_mode: Any
-    lanes: frozenset[str] = frozenset()
-    given: dict[str, list[fx.Node]] = field(factory=dict)
+    apart: frozenset[str] = field(init=False)
+    given: dict[str, list[fx.Node]] = field(init=False, factory=dict)
     inputs: dict[SegmentInput, fx.Node] = field(init=False, factory=dict)
     first: dict[str, fx.Node] = field(init=False, factory=dict)
     origin: fx.Node | None = field(init=False, default=None)
     _doing: list[str] = field(init=False, factory=list)
     _numbers: dict[Any, fx.Node] = field(init=False, factory=dict)
     _body: fx.Node = field(init=False)
+    _device: torch.device = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        captured = self.captured
+        written: list[Home | Site] = [s for s in captured.sites if s.kind == "result" or s.writes]
+        written += captured.homes
+        later = (x.buffer for x in written if captured.waits.get(x.node))
+        self.apart = frozenset(buffer for buffer in later if buffer is not None)
+        for node, buffer in captured.given.items():
+            self.given.setdefault(buffer, []).append(node)
+        site = next(s for s in captured.sites if s.buffer is not None)
+        assert site.source is not None
+        self._device = captured.values.tensors[(site.source, site.path)].device
         # Nothing erases it: it is put here to mark the place, and goes when the graph is done.
         at = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(at):
             self._body = self.graph.call_function(_begin)
+
+    @property
+    def captured(self) -> Captured:
+        """What was decided of the graph."""
+        return self.program.captured
 
     @property
     def begin(self) -> fx.Node:
@@ -149,24 +144,32 @@ class Emitter:
         """The graph is done."""
         self.graph.erase_node(self._body)
 
-    def key(self, buffer: str, dtype: torch.dtype) -> SegmentInput:
-        """The input through which a buffer is reached. See [Note: lanes]."""
-        place = self.plan.placements[buffer]
-        nbytes = next(s.nbytes for s in self.plan.segments if s.name == place.segment)
-        lane = place.offset if buffer in self.lanes and not place.offset % _ALIGNED else None
-        return SegmentInput(place.segment, dtype, (nbytes - (lane or 0)) // dtype.itemsize, lane)
+    @property
+    def operations(self) -> dict[str, fx.Node]:
+        """``{operation: the first node that stands for it now}``."""
+        nodes = {self.captured.prefix + n.name: n for n in self.graph.nodes}
+        return {**nodes, **self.first}
+
+    def key(self, buffer: str, dtype: torch.dtype | None = None) -> SegmentInput:
+        """The input through which a buffer is reached, as its own or another type."""
+        plan, place = self.program.plan, self.program.plan.placements[buffer]
+        if dtype is None:
+            dtype = getattr(torch, next(b.dtype for b in plan.problem.buffers if b.name == buffer))
+        nbytes = next(s.nbytes for s in plan.segments if s.name == place.segment)
+        begin = place.offset if buffer in self.apart and not place.offset % _ALIGNED else None
+        return SegmentInput(place.segment, dtype, (nbytes - (begin or 0)) // dtype.itemsize, begin)
 
     def offset(self, buffer: str, dtype: torch.dtype) -> int:
         """Where a buffer begins in its input, in elements."""
-        begin = self.key(buffer, dtype).lane or 0
-        return (self.plan.placements[buffer].offset - begin) // dtype.itemsize
+        begin = self.key(buffer, dtype).begin or 0
+        return (self.program.plan.placements[buffer].offset - begin) // dtype.itemsize
 
-    def reach(self, buffer: str) -> SegmentInput | str:
+    def reach(self, buffer: str) -> tuple[SegmentInput | str, ...]:
         """Through which inputs the graph reaches a buffer; all of them are in `nodes`."""
-        if buffer in self.given:
-            return buffer
-        dtype = next(b.dtype for b in self.plan.problem.buffers if b.name == buffer)
-        return self.key(buffer, getattr(torch, dtype))
+        key = self.key(buffer)
+        if buffer not in self.given:
+            return (key,)
+        return (buffer, key) if key in self.inputs else (buffer,)  # poison takes the segment
 
     @property
     def nodes(self) -> dict[SegmentInput | str, list[fx.Node]]:
@@ -180,20 +183,20 @@ class Emitter:
         """The input for a key, added when it is first asked for."""
         node = self.inputs.get(key)
         if node is None:
-            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            last = self.graph.find_nodes(op="placeholder")[-1]
             with self.graph.inserting_after(last):
-                words = (key.segment, str(key.dtype).removeprefix("torch."), key.lane)
+                words = (key.segment, str(key.dtype).removeprefix("torch."), key.begin)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")
             with self.fake_mode:
-                node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self.device)
+                node.meta["val"] = torch.empty(key.numel, dtype=key.dtype, device=self._device)
             self.inputs[key] = node
         return node
 
     def view(self, buffer: str, like: Any, *, contiguous: bool = False) -> fx.Node:
         """The placement as a tensor like ``like``, inserted at the current point."""
-        stride = _dense(like.shape) if contiguous else like.stride()
         base = self.input(self.key(buffer, like.dtype))
+        stride = _dense(like.shape) if contiguous else like.stride()
         offset = self.offset(buffer, like.dtype)
         args = (base, self.numbers(like.shape), self.numbers(stride), offset)
         return self.call(torch.ops.aten.as_strided.default, args)
@@ -202,17 +205,12 @@ class Emitter:
         """Sizes as the graph can use them: those that only its inputs tell, as nodes."""
         symbolic = any(isinstance(v, torch.SymInt) for v in values)
         if symbolic and not self._numbers:
-            self._numbers.update(self._symbols())
+            for symbol, (node, dimension) in sources(self.graph).items():
+                self._numbers[symbol] = node
+                if dimension is not None:
+                    size = self._early(torch.ops.aten.sym_size.int, (node, dimension))
+                    self._numbers[symbol] = size
         return [self._number(v.node.expr) if isinstance(v, torch.SymInt) else v for v in values]
-
-    def _symbols(self) -> dict[Any, fx.Node]:
-        found = {}
-        for symbol, (node, dimension) in sources(self.graph).items():
-            found[symbol] = node
-            if dimension is not None:
-                args = (node, dimension)
-                found[symbol] = self._early(torch.ops.aten.sym_size.int, args)
-        return found
 
     def _number(self, expr: Any) -> int | fx.Node:
         if expr.is_Integer:
@@ -261,13 +259,30 @@ class Emitter:
         node.meta["val"] = value.meta["val"][index]
         return node
 
-    def fence(self, at: fx.Node, inputs: Sequence[fx.Node] | None = None) -> None:
-        """Keep all accesses before ``at`` before it. See [Note: fences].
-
-        Args:
-            at: What follows the fence.
-            inputs: The inputs that it covers, or None for all.
-        """
-        covered = [n for nodes in self.nodes.values() for n in nodes] if inputs is None else inputs
+    def fence(self, at: fx.Node, inputs: Sequence[fx.Node]) -> None:
+        """Keep all accesses of these inputs before ``at`` before it. See [Note: fences]."""
         with self.graph.inserting_before(at):
-            self.call(torch.ops.symmplan.fence_.default, (list(covered),))
+            self.call(torch.ops.symmplan.fence_.default, (list(inputs),))
+
+
+def _begin() -> None:
+    """Marks where the graph's own operations begin, while it is rewritten."""
+
+
+def _dense(shape: Sequence[Any]) -> list[Any]:
+    """The strides of a contiguous tensor."""
+    steps = itertools.accumulate(reversed(shape), operator.mul, initial=1)
+    return [*steps][:-1][::-1]
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | None:
+    """The argument that an op writes and returns, if that is what it does."""
+    (result, *others) = op._schema.returns
+    if others or result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for i, argument in enumerate(op._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set & result.alias_info.before_set:
+            given = kwargs.get(argument.name, args[i] if i < len(args) else None)
+            return given if isinstance(given, fx.Node) else None
+    return None

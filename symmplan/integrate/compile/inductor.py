@@ -8,6 +8,13 @@
     off. What is left, Inductor's scheduler and its buffer reuse, keeps the order of all accesses
     to a segment, because it is one tensor that everybody mutates (see [Note: segments are inputs]).
 
+[Note: wrapped ops]
+    Overlap scheduling (``aten_distributed_optimizations``) moves collectives and matrix products in
+    the graph, and then wraps each in a higher-order op that also takes what must come before it, so
+    that the order survives what follows. A collective inside such an op could be neither placed nor
+    waited for by itself. So they are all taken out again where they stand, and nothing is moved
+    after that: their order is the graph's.
+
 [Note: reordering]
     With ``reorder_for_compute_comm_overlap``, Inductor moves collectives and waits after its graph
     is lowered, so after it was planned. That is right as long as they stay behind the readers of
@@ -47,13 +54,13 @@ from torch._inductor.virtualized import V
 from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
-from symmplan.integrate.compile.running import noted, with_segments
-from symmplan.integrate.compile.unwrap import unwrap
 from symmplan.place.watching import run_by_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.unit import Unit
 
 ops.load()
@@ -82,6 +89,16 @@ _PASSES_OFF = {
     "aten_distributed_optimizations.allow_comms_decompositions": False,
 }
 
+#: See [Note: kernels are not tuned on segments].
+_TUNING_OFF = {
+    "triton.autotune_pointwise": False,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+}
+
+_WRAPPER = "control_deps"
+
 
 def modes() -> dict[str, dict[str, Any]]:
     """Inductor's settings for each mode of ``torch.compile``."""
@@ -91,22 +108,9 @@ def modes() -> dict[str, dict[str, Any]]:
 
 
 def compile_inductor(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    unit: Unit | None,
-    patches: dict[str, Any],
+    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit, patches: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph, its parts rewritten to follow the plan.
-
-    Args:
-        module: The graph.
-        example_inputs: Its inputs.
-        unit: Where its plan is kept, or None if it declares nothing.
-        patches: Inductor's settings for it.
-    """
-    config = {"config_patches": patches} if patches else {}
-    if unit is None:
-        return _compile_fx(module, list(example_inputs), **config)  # type: ignore[no-any-return]
+    """Compile one Dynamo graph, its parts rewritten; ``patches`` are Inductor's settings for it."""
     # AOTAutograd's cache would hand back compiled code without asking us for the segments;
     # Inductor's own cache stays on: what it keys on is the rewritten graph.
     # Both parts share one set of segments, so both must be known before the first run.
@@ -114,50 +118,95 @@ def compile_inductor(
         compat.autograd_cache_off(),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
     ):
-        inner = functools.partial(_compile_part, unit)
-        return _compile_fx(module, list(example_inputs), inner_compile=inner, **config)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = _compile_fx(
+            module,
+            list(example_inputs),
+            inner_compile=functools.partial(_compile_part, unit),
+            **({"config_patches": patches} if patches else {}),
+        )
+    return compiled
 
 
 def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    part = "forward"
+    name: PartName = "forward"
     if kwargs.get("is_backward"):
-        part = "backward"
+        name = "backward"
     elif kwargs.get("is_inference"):
-        part = "inference"
-    if not unit.declares(gm):
-        unit.cross(gm, part)
-        return noted(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, part)
+        name = "inference"
     mode = fake_mode_of(inputs)
+    if not unit.declares(gm):
+        unit.rewrite(gm, name, mode)
+        return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name)
     _view_to_reshape(gm)
     with torch.no_grad():
         inductor.fake_tensor_prop(gm, inputs)
     with unit.timed():
         before = note(gm)
     with torch.no_grad(), V.set_fake_mode(mode):
-        inductor._recursive_post_grad_passes(gm, is_inference=part == "inference")
+        inductor._recursive_post_grad_passes(gm, is_inference=name == "inference")
     with unit.timed():
-        ordered = unwrap(gm)
+        ordered = _unwrap(gm)
         refresh_changed(gm, inputs, mode, before)
-    rewritten = unit.rewrite(gm, part, mode, fixed=bool(kwargs.get("cudagraphs")))
-    if rewritten is not None and unit.watches:
-        return with_segments(run_by_nodes(gm), unit, rewritten)
+    part = unit.rewrite(gm, name, mode, fixed=bool(kwargs.get("cudagraphs")))
+    if part is not None and unit.watches:
+        return unit.runner(run_by_nodes(gm), name, part)
+    if part is not None:
+        # Segments never move: CUDA graphs must use them where they are, not copy them.
+        added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
+        first, end = len(inputs), len(inputs) + len(added)
+        kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *range(first, end)]
+        inputs = [*inputs, *(n.meta["val"] for n in added)]
     off = inductor_config.patch(_off(ordered=ordered))
     with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
-        if rewritten is None:
-            return noted(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, part)
-        added = [n for n in gm.graph.nodes if n.op == "placeholder"][len(inputs) :]
-        # Segments never move: CUDA graphs must use them where they are, not copy them.
-        static = [
-            *kwargs.get("static_input_idxs", ()),
-            *range(len(inputs), len(inputs) + len(added)),
-        ]
-        kwargs["static_input_idxs"] = static
-        inputs = [*inputs, *(n.meta["val"] for n in added)]
-        return with_segments(inductor.compile_fx_inner(gm, inputs, **kwargs), unit, rewritten)
+        return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name, part)
+
+
+def _unwrap(gm: fx.GraphModule) -> bool:
+    """Undo [Note: wrapped ops], in place; whether there were any."""
+    found = list(_wrapped(gm))
+    for node, call in found:
+        inside = call.graph.find_nodes(op="placeholder")
+        outside = dict(zip(inside, node.args[2:], strict=True))
+        with gm.graph.inserting_before(node):
+            new = gm.graph.node_copy(call, outside.__getitem__)
+        new.meta = {**call.meta, **node.meta}
+        name, attribute = node.name, node.args[1]
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        new.name = name
+        assert isinstance(attribute, fx.Node)
+        if not attribute.users:
+            gm.graph.erase_node(attribute)
+    return bool(found)
+
+
+def _wrapped(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each wrapper with the one call that it wraps."""
+    for node in gm.graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.HigherOrderOperator) or target.name() != _WRAPPER:
+            continue
+        inner = getattr(gm, str(node.args[1].target)).graph
+        calls = [n for n in inner.nodes if n.op == "call_function"]
+        output = inner.output_node()
+        if len(calls) == 1 and output.args == (calls[0],):
+            yield node, calls[0]
 
 
 @contextlib.contextmanager
-def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> Iterator[None]:
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Other attributes for a while; names that a torch does not have are left out."""
+    saved = {name: getattr(owner, name) for name in attributes if hasattr(owner, name)}
+    try:
+        for name in saved:
+            setattr(owner, name, attributes[name])
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(owner, name, value)
+
+
+def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> AbstractContextManager[None]:
     """Inductor runs its passes over no graph twice: ``gm`` has had them, and has its values."""
     propagate: Any = inductor.fake_tensor_prop
     passes: Any = inductor._recursive_post_grad_passes
@@ -168,21 +217,14 @@ def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> Iterator[None]:
     def pass_others(given: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return None if given is gm else passes(given, *args, **kwargs)
 
-    module: Any = inductor
-    module.fake_tensor_prop = propagate_others
-    module._recursive_post_grad_passes = pass_others
-    try:
-        yield
-    finally:
-        module.fake_tensor_prop = propagate
-        module._recursive_post_grad_passes = passes
+    return _replaced(
+        inductor, fake_tensor_prop=propagate_others, _recursive_post_grad_passes=pass_others
+    )
 
 
-@contextlib.contextmanager
-def _order_kept() -> Iterator[None]:
+def _order_kept() -> AbstractContextManager[None]:
     """See [Note: order between kernels is kept]."""
-    node: Any = scheduler.SchedulerNode
-    recompute = node.recompute_size_and_body
+    recompute = scheduler.SchedulerNode.recompute_size_and_body
 
     def recompute_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
         kinds = (dependencies.StarDep, dependencies.WeakDep)
@@ -193,26 +235,12 @@ def _order_kept() -> Iterator[None]:
                 found = self.read_writes.with_read(dep)
                 self.set_read_writes(found.rename(self.mutation_renames))
 
-    node.recompute_size_and_body = recompute_and_keep
-    try:
-        yield
-    finally:
-        node.recompute_size_and_body = recompute
+    return _replaced(scheduler.SchedulerNode, recompute_size_and_body=recompute_and_keep)
 
 
-@contextlib.contextmanager
-def _readers_count() -> Iterator[None]:
+def _readers_count() -> AbstractContextManager[None]:
     """Move collectives no further than what they write is free. See [Note: reordering]."""
-    module: Any = comms
-    saved = getattr(module, "_is_fake_dep", None)
-    if saved is None:
-        yield
-        return
-    module._is_fake_dep = lambda _dependency: False
-    try:
-        yield
-    finally:
-        module._is_fake_dep = saved
+    return _replaced(comms, _is_fake_dep=lambda _dependency: False)
 
 
 class _Fence(ir.FallbackKernel):
@@ -238,25 +266,16 @@ def _types_as_given() -> Iterator[None]:
     Inductor promotes the tensors of a collective together with its numbers: a bool tensor and a
     ``group_size`` become int64, so that the op would write a converted copy of its placement.
     """
-    saved = {op: f for op, f in lowerings.items() if _is_collective(op)}
+    saved: dict[Any, Any] = {
+        op: lower
+        for op, lower in lowerings.items()
+        if isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional"
+    }
     lowerings.update({op: getattr(f, "__wrapped__", f) for op, f in saved.items()})
     try:
         yield
     finally:
         lowerings.update(saved)
-
-
-def _is_collective(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional"
-
-
-#: See [Note: kernels are not tuned on segments].
-_TUNING_OFF = {
-    "triton.autotune_pointwise": False,
-    "max_autotune": False,
-    "max_autotune_pointwise": False,
-    "coordinate_descent_tuning": False,
-}
 
 
 def _off(*, ordered: bool) -> dict[str, Any]:

@@ -1,67 +1,76 @@
-"""Ops that rewritten graphs call: fences, and matrix products with a given ``out``.
+"""Ops that compiled graphs call, and forms of torch's own ops that can be traced.
 
-ATen's own ``out`` overloads return the tensor they were given, which Inductor does not take; these
-mutate ``out`` and return nothing, so that a matrix product can write its placement without a copy.
+Inductor takes no op that returns a tensor it was given, and functionalization none that returns the
+tensor it wrote. So such ops get forms that return nothing: ATen's ``out`` overloads, so that a
+matrix product can write its placement without a copy, and ops of ``torch.ops.symm_mem``. Wherever a
+program is traced, one of the latter becomes that form, which stands for it in the registry, and the
+tensor that it wrote. Eager programs run the op itself.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed._symmetric_memory  # defines some of the ops
+from torch._C import DispatchKey
+
+from symmplan.registry.declare import store
+from symmplan.registry.rows import SYMM_MEM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._ops import OpOverload
 
 __all__ = ["load", "without_returns"]
+
+_LIBRARY = torch.library.Library("symmplan", "FRAGMENT")
+_SYMM_MEM_LIBRARY = torch.library.Library("symm_mem", "FRAGMENT")
+
+#: Ops that make their result, without a fake kernel: the argument that it is like.
+_LIKE = {"symm_mem::multimem_one_shot_all_reduce": "input"}
 
 
 @functools.cache
 def load() -> None:
-    """Define the ops, once per process."""
-    lib = torch.library.Library("symmplan", "FRAGMENT")
-    _KEEP.append(lib)
-    lib.define("mm_out(Tensor self, Tensor mat2, *, Tensor(a!) out) -> ()")
-    lib.define("bmm_out(Tensor self, Tensor mat2, *, Tensor(a!) out) -> ()")
-    lib.define(
-        "addmm_out(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1, "
-        "Tensor(a!) out) -> ()"
-    )
-    lib.define("poison_(Tensor(a!) freed) -> ()")
-    lib.impl("poison_", _poison, "CompositeExplicitAutograd")
-    lib.define("fence_(Tensor(a!)[] segments) -> ()")
-    lib.impl("fence_", _nothing, "CompositeExplicitAutograd")
-    lib.impl("mm_out", _mm_out, "CompositeExplicitAutograd")
-    lib.impl("bmm_out", _bmm_out, "CompositeExplicitAutograd")
-    lib.impl("addmm_out", _addmm_out, "CompositeExplicitAutograd")
-    for name in ("mm_out", "bmm_out", "addmm_out", "fence_", "poison_"):
-        torch.library.register_fake(f"symmplan::{name}", _nothing, lib=lib)
+    """Define the ops, and make those of this torch traceable, once per process."""
+    for name in ("mm", "bmm", "addmm"):
+        without_returns(getattr(torch.ops.aten, name).out, f"{name}_out")
+    _define("poison_", "(Tensor(a!) freed)", _poison)
+    _define("fence_", "(Tensor(a!)[] segments)", _nothing)
+    for row in SYMM_MEM:
+        namespace, _, name = row.op.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        op = getattr(packet, "default", None)
+        if op is not None:
+            _make_traceable(op, _LIKE.get(row.op))
 
 
 @functools.cache
-def without_returns(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """An op that does the same as an out-variant but returns nothing; defined when first asked for.
-
-    Inductor takes no op that returns a tensor it was given.
-    """
+def without_returns(op: OpOverload, name: str = "") -> OpOverload:
+    """An op that does the same but returns nothing; defined when first asked for."""
     if not op._schema.returns:
         return op
-    name = f"{op.name()}_{op._overloadname}".replace("::", "_").replace(".", "_")
+    name = name or f"{op.name()}_{op._overloadname}".replace("::", "_").replace(".", "_")
     arguments = str(op._schema).partition("(")[2].rpartition(" -> ")[0]
-    lib = torch.library.Library("symmplan", "FRAGMENT")
-    _KEEP.append(lib)
-    lib.define(f"{name}({arguments} -> ()")
 
     def run(*args: object, **kwargs: object) -> None:
         op(*args, **kwargs)
 
-    lib.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"symmplan::{name}", _nothing, lib=lib)
+    return _define(name, f"({arguments}", run)
+
+
+def _define(name: str, arguments: str, run: Callable[..., None]) -> OpOverload:
+    _LIBRARY.define(f"{name}{arguments} -> ()")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"symmplan::{name}", _nothing, lib=_LIBRARY)
     return getattr(torch.ops.symmplan, name).default  # type: ignore[no-any-return]
 
 
-_KEEP: list[torch.library.Library] = []
-
-
 def _nothing(*_args: object, **_kwargs: object) -> None:
-    """Nothing to compute: a fence, or the fake form of an op that only writes ``out``."""
+    """Nothing to compute: a fence, or the fake form of an op that returns nothing."""
 
 
 def _poison(freed: torch.Tensor) -> None:
@@ -69,21 +78,37 @@ def _poison(freed: torch.Tensor) -> None:
     freed.view(torch.uint8).fill_(255)
 
 
-def _mm_out(self: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor) -> None:
-    torch.mm(self, mat2, out=out)
+def _make_traceable(op: OpOverload, like: str | None) -> None:
+    names = [a.name for a in op._schema.arguments]
+    written = _returned(op)
+    if written is not None:
+        if DispatchKey.CompositeImplicitAutograd in op.py_kernels:
+            return
+        silent, target = without_returns(op), names[written]
+        store.stand_in(silent, op)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            silent(*args, **kwargs)
+            return args[written] if written < len(args) else kwargs[target]
+
+        op.py_impl(DispatchKey.CompositeImplicitAutograd)(run)
+    elif like is not None and not op.has_kernel_for_dispatch_key(DispatchKey.Meta):
+        at = names.index(like)
+
+        def made(*args: Any) -> torch.Tensor:
+            return torch.empty_like(args[at])
+
+        name, library = op._schema.name, _SYMM_MEM_LIBRARY
+        torch.library.register_fake(name, made, lib=library, allow_override=True)
 
 
-def _bmm_out(self: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor) -> None:
-    torch.bmm(self, mat2, out=out)
-
-
-def _addmm_out(
-    self: torch.Tensor,
-    mat1: torch.Tensor,
-    mat2: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-    out: torch.Tensor,
-) -> None:
-    torch.addmm(self, mat1, mat2, beta=beta, alpha=alpha, out=out)
+def _returned(op: OpOverload) -> int | None:
+    """Index of the argument that the op returns; None if it returns something else."""
+    returns = op._schema.returns
+    if len(returns) != 1 or returns[0].alias_info is None:
+        return None
+    names = returns[0].alias_info.before_set
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & names:
+            return at
+    return None

@@ -2,17 +2,16 @@
 
 [Note: moving in]
     A tensor moves when its data is exchanged (``tensor.data = ...``): the object stays, and with it
-    gradients, hooks, optimizer state and what a graph was compiled for. That is only right where
-    nobody else looks at the old storage, so a tensor moves only if it alone uses all of a storage
-    that torch allocated. Each tenant has a storage of its own on the placement's bytes (see
-    [Note: lent bytes]), so that a saved state dict holds no more than the tensor, and so that its
-    end is noticed.
+    gradients, hooks and optimizer state. That is only right where nobody else looks at the old
+    storage, so it must use all of a storage that torch allocated, alone. Each resident has a
+    storage of its own on the placement's bytes (see [Note: lent bytes]), so that a saved state dict
+    holds no more than the tensor, and so that its end is noticed.
 
 [Note: copying in]
     What a run is given need not be what lives in the placement: parameters are replaced
     (``load_state_dict(assign=True)``, ``p.data = ...``). Peers read the placement in any case. So
-    the tensor takes the place over if the old tenant is gone or can move out, and is copied in
-    otherwise. If others still look at the old tenant's storage, its bytes are put back after the
+    the tensor takes the place over if the old resident is gone or can move out, and is copied in
+    otherwise. If others still look at the old resident's storage, its bytes are put back after the
     run: then all peers have read, because the plan says that the outside may write. What the graph
     returns of the copy (activations that are views of a parameter) is returned of the original.
 
@@ -23,6 +22,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +38,10 @@ if TYPE_CHECKING:
 
     from symmplan.memory.arena import Arena
 
-__all__ = ["Copy", "Place", "Places"]
+__all__ = ["Copy", "Place", "Places", "check_others"]
 
 #: Uses of a storage that only one tensor has: that tensor's, and the one of who asks.
 _OWN_USES = 2
-
-
-@define(eq=False)
-class _Lease:
-    """Whether a storage on a placement's bytes is still used by anybody."""
-
-    over: bool = False
-
-    def end(self) -> None:
-        self.over = True
 
 
 @frozen(eq=False)
@@ -84,7 +74,9 @@ class Copy:
 
     def of_original(self, result: Any) -> Any:
         """A result of the run; where it is a view of the copy, the same view of the original."""
-        if not isinstance(result, torch.Tensor) or not _shares(result, self.placed):
+        if not isinstance(result, torch.Tensor):
+            return result
+        if result.untyped_storage()._cdata != self.placed.untyped_storage()._cdata:
             return result
         offset = result.storage_offset() + self.original.storage_offset()
         return self.original.detach().as_strided(result.size(), result.stride(), offset)
@@ -105,18 +97,19 @@ class Place:
     process_group: Any
     bytes: torch.Tensor
     address: int = field(init=False)
-    _tenant: Any = field(init=False, default=None)
+    _resident: Any = field(init=False, default=None)
     _former: list[Any] = field(init=False, factory=list)
     _crowded: bool = field(init=False, default=False)
-    _lease: _Lease = field(init=False, factory=lambda: _Lease(over=True))
+    _left: threading.Event = field(init=False, factory=threading.Event)
 
     def __attrs_post_init__(self) -> None:
         self.address = self.bytes.data_ptr()
+        self._left.set()
 
     @property
     def taken(self) -> bool:
         """Whether anybody uses a storage on its bytes."""
-        return not self._lease.over
+        return not self._left.is_set()
 
     def admit(self, tensor: torch.Tensor, *, written: bool) -> tuple[Copy | None, str]:
         """Let a tensor live here from now on, or copy it in for one run. See [Note: moving in].
@@ -143,32 +136,34 @@ class Place:
                     "those (state dicts, detached views) before the next run"
                 )
             if not stays:
-                self._lease = _Lease()
+                self._left = left = threading.Event()
                 # To the letter what it was, elsewhere.
-                tensor.data = self._filled(tensor, self._lease)
-                self._tenant = weakref.ref(tensor)
+                tensor.data = self._filled(tensor, lend(self.bytes, left.set))
+                self._resident = weakref.ref(tensor)
                 return None, ""
             saved = self.bytes.clone() if self.taken else None
-            placed = self._filled(tensor, _Lease())
+            placed = self._filled(tensor, lend(self.bytes))
         return Copy(self, tensor, placed, saved, written), stays
 
-    def _filled(self, like: torch.Tensor, lease: _Lease) -> torch.Tensor:
-        if self.address <= like.data_ptr() < self.address + self.bytes.numel():
-            like = like.clone()  # a part of the tenant: it must not be read while it is written
-        flat = lend(self.bytes, lease.end).view(like.dtype)
-        return flat.as_strided(like.size(), like.stride()).copy_(like)
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor begins in its bytes."""
+        return self.address <= tensor.data_ptr() < self.address + self.bytes.numel()
+
+    def _filled(self, like: torch.Tensor, lent: torch.Tensor) -> torch.Tensor:
+        if self.has(like):
+            like = like.clone()  # a part of the resident: it must not be read while it is written
+        return lent.view(like.dtype).as_strided(like.size(), like.stride()).copy_(like)
 
     def move_out(self) -> bool:
-        """Move the tenant to ordinary memory. False if others look at its storage, too."""
-        tenant = None if self._tenant is None else self._tenant()
-        if tenant is None or tenant.data_ptr() != self.address or _is_shared(tenant):
+        """Move the resident to ordinary memory. False if others look at its storage, too."""
+        resident = None if self._resident is None else self._resident()
+        if resident is None or resident.data_ptr() != self.address or _is_shared(resident):
             return not self.taken
         with torch.inference_mode(mode=False), torch.no_grad():
-            fresh = torch.empty_strided(
-                tenant.size(), tenant.stride(), dtype=tenant.dtype, device=tenant.device
-            )
-            tenant.data = fresh.copy_(tenant)
-        self._former = [f for f in self._former if f() is not None] + [self._tenant]
+            resident.data = torch.empty_strided(
+                resident.size(), resident.stride(), dtype=resident.dtype, device=resident.device
+            ).copy_(resident)
+        self._former = [f for f in self._former if f() is not None] + [self._resident]
         return not self.taken
 
 
@@ -197,10 +192,6 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     return compat.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
 
 
-def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
 @define(eq=False)
 class Places:
     """All such placements of a backend.
@@ -214,7 +205,7 @@ class Places:
     arenas: list[Arena] = field(init=False, factory=list)
     _all: list[Place] = field(init=False, factory=list)
     _away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
-    _used: list[tuple[Any, tuple[int | None, ...]]] = field(init=False, factory=list)
+    _used: set[tuple[Any, tuple[int | None, ...]]] = field(init=False, factory=set)
 
     @property
     def count(self) -> int:
@@ -249,46 +240,39 @@ class Places:
 
     def use(self, process_group: Any, numbers: Sequence[int | None]) -> None:
         """Remember which placements the inputs of a graph have, on all ranks alike."""
-        if not self.were_used(process_group, numbers):
-            self._used.append((process_group, tuple(numbers)))
+        self._used.add((process_group, tuple(numbers)))
 
     def were_used(self, process_group: Any, numbers: Sequence[int | None]) -> bool:
         """Whether a graph's inputs had these placements, all of them, on all ranks.
 
         Then a graph that one rank compiles alone may have them, too, and nobody need be asked.
         """
-        wanted = tuple(numbers)
-        return None not in wanted and any(
-            group is process_group and used == wanted for group, used in self._used
-        )
-
-    def check_others(self, copies: Sequence[Copy], args: Sequence[Any]) -> None:
-        """A run must not be given the old tenant of a placement beside a copy.
-
-        Raises:
-            RunError: It is.
-        """
-        for copy in copies:
-            begin, end = copy.place.address, copy.place.address + copy.place.bytes.numel()
-            for other in args:
-                if (
-                    isinstance(other, torch.Tensor)
-                    and other is not copy.placed
-                    and begin <= other.data_ptr() < end
-                ):
-                    for each in copies:
-                        each.end()
-                    raise RunError(
-                        f"an input of shape {tuple(other.shape)} lies where another one must be "
-                        "copied to",
-                        expected="inputs that were not in each other's placement before",
-                        got="the same bytes for two of them",
-                        fix="pass a copy of one of the two, or compile without bind=True",
-                    )
+        return None not in numbers and (process_group, tuple(numbers)) in self._used
 
     def release(self) -> None:
-        """Move all tenants out, and give the memory back. Idempotent. Collective: no."""
+        """Move all residents out, and give the memory back. Idempotent. Collective: no."""
         for place in self._all:
             place.move_out()
         for arena in self.arenas:
             arena.release()
+
+
+def check_others(copies: Sequence[Copy], args: Sequence[Any]) -> None:
+    """A run must not be given the old resident of a placement beside a copy.
+
+    Raises:
+        RunError: It is. The copies have ended.
+    """
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    for copy in copies:
+        for other in tensors:
+            if other is not copy.placed and copy.place.has(other):
+                for each in copies:
+                    each.end()
+                raise RunError(
+                    f"an input of shape {tuple(other.shape)} lies where another one must be "
+                    "copied to",
+                    expected="inputs that were not in each other's placement before",
+                    got="the same bytes for two of them",
+                    fix="pass a copy of one of the two, or compile without bind=True",
+                )

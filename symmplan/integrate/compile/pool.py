@@ -1,21 +1,18 @@
 """The segments of a compile backend: its graphs take turns in them.
 
 [Note: turns]
-    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward:
-    other results are copied out, and work that the graph does not wait for is not planned. So all
-    graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
-    recompilations) can use the same bytes, one after the other, and the segments need be no larger
-    than for the one that needs most.
+    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward.
+    So all graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
+    recompilations) use the same bytes, one after the other, and the segments need be no larger than
+    for the one that needs most. One that needs more makes all ranks, which have agreed on its plan,
+    allocate larger segments and give the old ones back, before it first runs. Segments are inputs
+    of the compiled code, so all graphs use the new ones from their next run on.
 
     A graph that is planned between a forward and its backward keeps away from what was saved, so
     that between graph breaks everything stays where it is. Where graphs meet in another order than
     they were planned in, what was saved is evacuated (see [Note: crossing tensors]). Whether a
     backward is due is told from the order of runs, which is the same on all ranks, and not from
     what is still alive, which need not be.
-
-    A graph that needs more than there is makes all ranks, which have agreed on its plan, allocate
-    larger segments and give the old ones back, before it first runs. Segments are inputs of the
-    compiled code, so all graphs use the new ones from their next run on.
 
     A plan's barriers cover its own repetition. Where another graph had the bytes before, and one of
     the two has accesses that do not meet all ranks before and after, a barrier lies between them;
@@ -39,10 +36,9 @@ import torch
 from attrs import define, evolve, field
 
 from symmplan.errors import ReleasedError, RunError
-from symmplan.integrate.compile.crossing import Lane, Zone, overlap
+from symmplan.integrate.compile.crossing import Loans, Reservation
 from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
-from symmplan.integrate.compile.structure import group_names, is_unmet, structure_of
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import obtain
@@ -54,11 +50,11 @@ from symmplan.planner.fingerprint import visible
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from symmplan.integrate.compile.records import Rewritten
+    from symmplan.integrate.compile.parts import Part
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
 
-__all__ = ["Pool", "Shared"]
+__all__ = ["Pool", "Shared", "group_names", "is_unmet", "released", "structure_of"]
 
 
 @define(eq=False)
@@ -69,49 +65,34 @@ class Shared:
         arena: The segments; replaced when they must grow.
         device: Where they lie.
         groups: The process groups that they met.
-        copies: How many crossing tensors were copied, by reason.
+        loans: What crosses in them.
         progress: How far the ranks are.
         agreed: The first plan of each kind that all ranks have agreed on.
-        lanes: The bytes of each crossing buffer that a graph has had so far.
         released: Whether the segments were given back.
         engines: Names of communicators over which copy engines run collectives in them.
         align: What the segments must begin at a multiple of, in bytes.
         crosses: Whether something in them outlives a run of its graph.
+        lock: Held while a graph runs in them.
     """
 
     arena: Arena | CarveOut
     device: torch.device
     groups: list[Any]
-    copies: Counter[str]
+    loans: Loans
     progress: Progress
     agreed: dict[Any, Plan] = field(init=False, factory=dict)
-    lanes: dict[Placement, Lane] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
     engines: set[str] = field(init=False, factory=set)
     align: int = field(init=False, default=1)
     crosses: bool = field(init=False, default=False)
-    _overlaps: dict[Rewritten, tuple[int, list[Lane]]] = field(init=False, factory=dict)
+    lock: Any = field(init=False, factory=threading.Lock)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
-    _turn: Any = field(init=False, factory=threading.Lock)
     _last: Plan | None = field(init=False, default=None)
     _vacate: Callable[[], None] | None = field(init=False, default=None)
     _stream: Any = field(init=False, default=None)
 
-    def enter(
-        self,
-        plan: Plan,
-        prepare: Callable[[], None] = lambda: None,
-        *,
-        writes: bool = False,
-        groups: Collection[Any] = (),
-    ) -> None:
-        """Begin a run of a graph that follows ``plan``. See [Note: turns].
-
-        Args:
-            plan: The plan, as `Pool.take` returned it.
-            prepare: What this rank has to do before peers touch the bytes.
-            writes: Whether that may write them.
-            groups: The process groups of whatever the graph has in symmetric memory.
+    def enter(self, part: Part, args: list[Any]) -> None:
+        """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
 
         Raises:
             RunError: A graph that uses the same segments is running: inside it, or in another
@@ -119,8 +100,8 @@ class Shared:
             ReleasedError: The backend was released.
         """
         if self.released:
-            raise _released()
-        if not self._turn.acquire(blocking=False):
+            raise released()
+        if not self.lock.acquire(blocking=False):
             raise RunError(
                 "a compiled graph started while another one was using the same segments",
                 expected="graphs of one backend that run one after the other",
@@ -129,20 +110,17 @@ class Shared:
             )
         try:
             ran(self)
-            self.progress.run(groups)
+            self.progress.run(part.groups or ())
             self._follow()
-            if writes and self._is_unmet(plan):
+            if part.copies_back and self._is_unmet(part.agreed):
                 self._barrier()
-            prepare()
-            self._meet(plan)
+            self.loans.enter(part, args)
+            if isinstance(self.arena, CarveOut):
+                self._vacate = self.arena.occupy(args)
+            self._meet(part.agreed)
         except BaseException:
             self.leave()
             raise
-
-    def occupy(self, args: list[Any]) -> None:
-        """Take the bytes, if they are a carve-out; what of the inputs lies there is replaced."""
-        if isinstance(self.arena, CarveOut):
-            self._vacate = self.arena.occupy(args)
 
     def finish(self, plan: Plan) -> None:
         """A run has ended well: whoever has the bytes next may touch its peers'.
@@ -159,7 +137,7 @@ class Shared:
             if vacate is not None:
                 vacate()
         finally:
-            self._turn.release()
+            self.lock.release()
 
     @property
     def hostable(self) -> bool:
@@ -170,15 +148,12 @@ class Shared:
 
     def move_in(self, carved: CarveOut) -> None:
         """Live there from now on; see [Note: guests] in `symmplan.place.guests`."""
-        old = self.arena
         self.progress.add(carved)
-        self.progress.remove(old)
         if self.engines:
             met = [r for s in carved.segments.values() for r in s.rendezvous.items()]
             found = ((n, known(r.group.process_group)) for n, r in met)
             register(carved, {name: engines for name, engines in found if engines is not None})
         self.move(carved)
-        let_go(old)
 
     def _follow(self) -> None:
         if self.device.type == "cuda":
@@ -188,11 +163,9 @@ class Shared:
             self._stream = stream
 
     def _meet(self, plan: Plan) -> None:
-        last = self._last
-        changed = last is not None and last is not plan
-        if (changed and last is not None and self._is_unmet(last)) or (
-            (changed or self.lanes or self._vacate) and self._is_unmet(plan)
-        ):
+        last = self._last or plan
+        shares = last is not plan or self.loans.by_place or self._vacate
+        if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
             self._barrier()
         self._last = plan
 
@@ -212,59 +185,22 @@ class Shared:
             self._unmet[id(plan)] = (plan, is_unmet(plan))
         return self._unmet[id(plan)][1]
 
-    def lane(self, place: Placement) -> Lane:
-        """The bytes of a crossing buffer."""
-        lane = self.lanes.get(place)
-        if lane is None:
-            segment = self.arena.segments[place.segment].tensor
-            lane = self.lanes[place] = Lane.of(place, segment)
-        return lane
-
-    def evacuate(self, part: Rewritten, here: Collection[Placement]) -> None:
-        """Copy what was saved out of the bytes that a graph is about to write.
-
-        Args:
-            part: The graph.
-            here: Where it finds what was saved for this run of it.
-        """
-        count, lanes = self._overlaps.get(part, (0, []))
-        if count != len(self.lanes):
-            lanes = [
-                lane
-                for place, lane in self.lanes.items()
-                if any(overlap(place, written) for written in part.writes)
-            ]
-            self._overlaps[part] = (len(self.lanes), lanes)
-        for lane in lanes:
-            if lane.place not in here and lane.held:
-                lane.evacuate()
-                self.copies["again" if lane.owner is part.owner else "other"] += 1
-
     def move(self, arena: Arena | CarveOut) -> None:
-        """Use other segments, as large or larger; what was saved moves with them."""
-        old, self.lanes = self.lanes, {}
-        self.arena = arena
-        self._overlaps.clear()
-        for place, lane in old.items():
-            lane.move_to(self.lane(place))
+        """Use other segments, as large or larger; what was saved moves, and the old ones go."""
+        old, self.arena = self.arena, arena
+        self.loans.move_to(arena.segments)
+        if self.loans.by_place:
+            synchronize(self.device)  # what was saved has been copied
+        self.progress.remove(old)
+        let_go(old)
 
     def release(self) -> None:
-        """Give the segments back; what was saved is copied out.
-
-        Collective: no.
-        """
-        self.clear()
+        """Give the segments back; what was saved is copied out. Collective: no."""
+        self.loans.clear()
         self.released = True
         self.progress.remove(self.arena)
         synchronize(self.device)
         let_go(self.arena)
-
-    def clear(self) -> None:
-        """Copy everything out that was saved."""
-        for lane in self.lanes.values():
-            if lane.held:  # what cannot move keeps the memory that it lies in
-                lane.move(lane.tensor.clone())
-                self.copies["released"] += 1
 
 
 @define(eq=False)
@@ -289,7 +225,7 @@ class Pool:
     bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
     progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
-    _zones: list[Zone] = field(init=False, factory=list)
+    _reservations: list[Reservation] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.progress = Progress(self.timeout)
@@ -304,10 +240,10 @@ class Pool:
         plan: Plan,
         memory: str,
         device: torch.device,
-        barriers: Iterable[tuple[int, str]] | None = None,
+        barriers: Iterable[tuple[int, str]],
         *,
-        engines: Collection[str] = (),
-        crosses: bool = False,
+        engines: Collection[str],
+        crosses: bool,
     ) -> tuple[Shared, Plan]:
         """Agree on a plan, and find or make segments for it.
 
@@ -315,8 +251,8 @@ class Pool:
             plan: The plan.
             memory: Name of the memory backend.
             device: Where the segments lie.
-            barriers: What its graphs run besides the program, if that is more than the plan says;
-                as for `symmplan.planner.fingerprint.visible`.
+            barriers: What its graphs run besides the program; as for
+                `symmplan.planner.fingerprint.visible`.
             engines: Names of the communicators over which copy engines run its collectives.
             crosses: Whether something that its graphs leave in placements outlives their runs.
 
@@ -330,14 +266,14 @@ class Pool:
         Collective: yes, over the plan's groups, unless its like was agreed before.
         """
         if self.released:
-            raise _released()
+            raise released()
         key = (memory, device, structure_of(plan))
         named = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
         groups = list(named.values())
         shared = self._shared.get(key)
         if shared is not None and shared.groups != groups:
             del self._shared[key]
-            shared.clear()
+            shared.loans.clear()
             self.progress.remove(shared.arena)
             shared.arena.release()  # of a process group that is gone; another has its name
             shared = None
@@ -351,11 +287,11 @@ class Pool:
         agree(shown, timeout=self.timeout, watch=self.progress.plan(named))
         if shared is None:
             arena = self._obtain(shown, memory, device, named)
-            shared = self._shared[key] = Shared(arena, device, groups, self.copies, self.progress)
+            loans = Loans(arena.segments, self.copies)
+            shared = self._shared[key] = Shared(arena, device, groups, loans, self.progress)
         else:
             self._grow(shared, shown, memory, named, alone=crosses)
-        aligns = [b.align for b in plan.problem.buffers]
-        shared.align = max((shared.align, *aligns))
+        shared.align = max((shared.align, *(b.align for b in plan.problem.buffers)))
         shared.crosses = shared.crosses or crosses
         shared.engines.update(engines)
         if shared.engines:
@@ -372,15 +308,9 @@ class Pool:
         moves = alone and isinstance(shared.arena, CarveOut)
         if not moves and all(s.nbytes == have[s.name] for s in larger):
             return
-        device = shared.device
-        synchronize(device)  # before all ranks meet: then nobody uses the old ones
-        arena = self._obtain(evolve(plan, segments=tuple(larger)), memory, device, groups)
-        old = shared.arena
-        shared.move(arena)
-        if shared.lanes:
-            synchronize(device)  # what was saved has been copied
-        self.progress.remove(old)
-        let_go(old)
+        synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones
+        larger_plan = evolve(plan, segments=tuple(larger))
+        shared.move(self._obtain(larger_plan, memory, shared.device, groups))
 
     def _obtain(
         self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]
@@ -398,25 +328,17 @@ class Pool:
         self.progress.add(arena)
         return arena
 
-    def zone(self, zone: Zone) -> None:
+    def reserve(self, reservation: Reservation) -> None:
         """Remember where the forward of a graph leaves what its backward reads."""
-        self._zones.append(zone)
+        self._reservations.append(reservation)
 
-    def kept(self, structure: Any, but: Zone | None) -> list[tuple[Placement, str]]:
-        """``(placement, group)`` of what was saved by forwards whose backwards are due.
-
-        Args:
-            structure: Of the plan that is being made.
-            but: The graph's own zone, if it has one already.
-        """
-        due = (z for z in self._zones if z is not but and z.ahead and z.structure == structure)
-        return list(dict.fromkeys(place for zone in due for place in zone.places))
+    def reserved(self, structure: Any, but: Reservation | None) -> list[tuple[Placement, str]]:
+        """``(placement, group)`` of what other graphs' forwards saved whose backwards are due."""
+        due = (r for r in self._reservations if r is not but and r.due and r.structure == structure)
+        return list(dict.fromkeys(place for r in due for place in r.places))
 
     def release(self) -> None:
-        """Give all segments back. Idempotent.
-
-        Collective: no.
-        """
+        """Give all segments back. Idempotent. Collective: no."""
         self.released = True
         for arena in self.places.arenas:
             self.progress.remove(arena)
@@ -427,7 +349,29 @@ class Pool:
         self.progress.release()
 
 
-def _released() -> ReleasedError:
+def structure_of(plan: Plan) -> Any:
+    """What plans that share segments have in common."""
+    return tuple((s.name, s.groups, s.signal_pad) for s in plan.segments)
+
+
+def group_names(plan: Plan) -> list[str]:
+    """Names of the groups that a plan's segments meet."""
+    return [group for spec in plan.segments for group in spec.groups]
+
+
+def is_unmet(plan: Plan) -> bool:
+    """Whether peers touch a rank's bytes before it starts the operation, or after it has ended."""
+    operations = {o.name: o for o in plan.problem.operations}
+    found = ((operations[a.operation], a) for a in plan.problem.accesses if a.remote)
+    return any(
+        not (o.handshake or a.enters) or not (o.release or a.releases)
+        for o, a in found
+        if not o.ends
+    )
+
+
+def released() -> ReleasedError:
+    """What is raised where a graph runs too late."""
     return ReleasedError(
         "a compiled graph ran after its backend was released",
         fix="compile the model again, with a new symmplan.backend()",

@@ -38,12 +38,12 @@ from attrs import define, field
 from symmplan.errors import AgreementError, SymmplanError
 from symmplan.memory import realize
 from symmplan.memory.exchange import Exchange, processes_of
-from symmplan.memory.groups import resolve_groups
+from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from symmplan.memory.arena import Arena
     from symmplan.memory.groups import Group
@@ -76,10 +76,17 @@ class _Counts:
     boards: list[Rendezvous] = field(factory=list)
     made: Arena | None = None
 
-    def tell(self, boards: Iterable[Rendezvous]) -> None:
+    def say(self, boards: Iterable[Rendezvous]) -> None:
+        """Say so on some boards."""
         for board in boards:
             # In this order: a planning is seen with what it is for, a run with what was planned.
             board.tell((self.planned_for, self.plannings, self.runs))
+
+    def said(self) -> Iterator[tuple[Group, int, tuple[int, ...]]]:
+        """``(group, rank, (planned_for, plannings, runs))`` of all ranks, as their boards say."""
+        for board in self.boards:
+            for rank, words in enumerate(board.told()):
+                yield board.group, rank, words
 
 
 @define(eq=False)
@@ -99,7 +106,7 @@ class Progress:
         Collective: yes, over its groups, the first time for each.
         """
         self._add(arena)
-        for group in _groups(arena):
+        for group in {r.group.torch_name: r.group for r in _met(arena)}.values():
             counts = self._of(group.process_group)
             if not counts.boards:
                 counts.made = _make(group, self.timeout)
@@ -107,18 +114,20 @@ class Progress:
                     self._add(counts.made)
 
     def _add(self, arena: Arena | CarveOut) -> None:
-        for board in _boards(arena):
-            counts = self._of(board.group.process_group)
-            counts.boards.append(board)
-            counts.tell([board])
-            board.watch(self.look)
+        for board in _met(arena):
+            if board.told():
+                counts = self._of(board.group.process_group)
+                counts.boards.append(board)
+                counts.say([board])
+                board.watch(self.look)
 
     def remove(self, arena: Arena | CarveOut) -> None:
         """The arena is about to be released."""
-        for board in _boards(arena):
-            board.watch(None)
-            with contextlib.suppress(ValueError):
-                self._of(board.group.process_group).boards.remove(board)
+        for board in _met(arena):
+            counts = self._of(board.group.process_group)
+            if board in counts.boards:
+                board.watch(None)
+                counts.boards.remove(board)
 
     def release(self) -> None:
         """Nothing runs any more. Collective: no."""
@@ -137,41 +146,37 @@ class Progress:
         for group in groups:
             counts = self._of(group)
             counts.runs += 1
-            counts.tell(counts.boards[:1])
+            counts.say(counts.boards[:1])
             if counts.made is not None:
                 self._look(counts)
 
     def look(self) -> None:
-        """Raise if a peer plans a new graph while this rank runs an old one.
-
-        Raises:
-            AgreementError: It does.
-        """
+        """Raise an `AgreementError` if a peer plans a new graph while this rank runs an old one."""
         for counts in list(self._counts.values()):
             self._look(counts)
+
+    def _look(self, counts: _Counts) -> None:
+        for group, rank, (planned_for, plannings, _) in counts.said():
+            if plannings > counts.plannings and counts.runs >= planned_for > 0:
+                error = _differ(group, planning=rank, running=group.rank)
+                self._join_all(error)
+                raise error
 
     def plan(self, groups: Mapping[str, Any]) -> Callable[[], None]:
         """This rank begins to plan for its next run, and will wait for all ranks of the groups.
 
-        Args:
-            groups: ``{name: process group}``.
-
         Returns:
             What raises an `AgreementError` if a peer runs an old graph instead.
         """
-        groups = {name: group for name, group in groups.items() if group is not None}
-        for group in groups.values():
-            counts = self._of(group)
+        mine = [self._of(group) for group in groups.values() if group is not None]
+        for counts in mine:
             counts.planned_for = counts.runs + 1
             counts.plannings += 1
-            counts.tell(counts.boards)
-        return functools.partial(self._look_for_runners, groups)
+            counts.say(counts.boards)
+        return functools.partial(_look_for_runners, mine)
 
     def gather(self, groups: Mapping[str, Any]) -> None:
-        """Wait until all ranks of the groups have come to plan.
-
-        Args:
-            groups: ``{name: process group}``.
+        """Wait until all ranks of the groups, ``{name: process group}``, have come to plan.
 
         Raises:
             AgreementError: A peer runs an old graph instead.
@@ -180,36 +185,17 @@ class Progress:
         Collective: yes, over those groups.
         """
         watch = self.plan(groups)
-        with Exchange(resolve_groups(groups, groups), self.timeout, watch) as exchange:
-            exchange.round("planning", b"")
+        tell("planning", dict.fromkeys(groups), groups, self.timeout, watch)
 
     def _of(self, group: Any) -> _Counts:
-        counts = self._counts.get(group)
-        if counts is None:
-            counts = self._counts[group] = _Counts()
+        counts: _Counts = self._counts.setdefault(group, _Counts())
         return counts
-
-    def _look(self, counts: _Counts) -> None:
-        for board in counts.boards:
-            for rank, (planned_for, plannings, _) in enumerate(board.told()):
-                if plannings > counts.plannings and counts.runs >= planned_for > 0:
-                    error = _differ(board.group, planning=rank, running=board.group.rank)
-                    self._join_all(error)
-                    raise error
-
-    def _look_for_runners(self, groups: Mapping[str, Any]) -> None:
-        for group in groups.values():
-            counts = self._of(group)
-            for board in counts.boards:
-                for rank, (_, plannings, runs) in enumerate(board.told()):
-                    if runs >= counts.planned_for and plannings < counts.plannings:
-                        raise _differ(board.group, planning=board.group.rank, running=rank)
 
     def _join_all(self, error: BaseException) -> None:
         """Take part in the exchanges in which peers wait for this rank, by failing them."""
         for counts in self._counts.values():
-            told = [words for board in counts.boards for words in board.told()]
-            missed = max((plannings for _, plannings, _ in told), default=0) - counts.plannings
+            theirs = max((plannings for *_, (_, plannings, _) in counts.said()), default=0)
+            missed = theirs - counts.plannings
             for _ in range(min(missed, _MOST_MISSED)):
                 group = counts.boards[0].group
                 with contextlib.suppress(Exception):  # the store may be what failed
@@ -217,21 +203,19 @@ class Progress:
             if missed > 0:
                 counts.plannings += missed
                 counts.planned_for = 0  # for none: it only caught up
-                counts.tell(counts.boards)
+                counts.say(counts.boards)
+
+
+def _look_for_runners(mine: Iterable[_Counts]) -> None:
+    for counts in mine:
+        for group, rank, (_, plannings, runs) in counts.said():
+            if runs >= counts.planned_for and plannings < counts.plannings:
+                raise _differ(group, planning=group.rank, running=rank)
 
 
 def _met(arena: Arena | CarveOut) -> list[Rendezvous]:
     met = {id(r): r for s in arena.segments.values() for r in s.rendezvous.values()}
-    return list(met.values())
-
-
-def _boards(arena: Arena | CarveOut) -> list[Rendezvous]:
-    """Where peers can be seen."""
-    return [r for r in _met(arena) if r.group.size > 1 and r.told()]
-
-
-def _groups(arena: Arena | CarveOut) -> list[Group]:
-    return list({r.group.torch_name: r.group for r in _met(arena) if r.group.size > 1}.values())
+    return [r for r in met.values() if r.group.size > 1]
 
 
 def _make(group: Group, timeout: float) -> Arena | None:

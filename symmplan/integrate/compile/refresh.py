@@ -12,7 +12,6 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
 from torch import fx
 
 from symmplan.capture.graphs import tensor_leaves
@@ -20,26 +19,7 @@ from symmplan.capture.graphs import tensor_leaves
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Noted", "fake_mode_of", "note", "refresh_changed", "refresh_values"]
-
-
-@frozen(eq=False)
-class Noted:
-    """What a node was when its value was right."""
-
-    target: Any
-    args: Any
-    kwargs: Any
-    value: Any
-
-    def holds(self, node: fx.Node) -> bool:
-        """Whether the node is still the same; the nodes it takes may have changed."""
-        return (
-            node.target is self.target
-            and node.args is self.args  # replaced as a whole whenever one of them changes
-            and node.kwargs is self.kwargs
-            and node.meta.get("val") is self.value
-        )
+__all__ = ["fake_mode_of", "note", "refresh_changed", "refresh_values"]
 
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
@@ -50,30 +30,28 @@ def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
     return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def note(gm: fx.GraphModule) -> dict[fx.Node, Noted]:
+def note(gm: fx.GraphModule) -> dict[fx.Node, tuple[Any, ...]]:
     """What every node of a graph is whose values are right."""
-    return {
-        n: Noted(n.target, n.args, n.kwargs, n.meta.get("val"))
-        for n in _calls(gm)
-        if "val" in n.meta
-    }
+    return {n: _state(n) for n in _calls(gm) if "val" in n.meta}
+
+
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    # The arguments are replaced as a whole whenever one of them changes.
+    return node.target, node.args, node.kwargs, node.meta.get("val")
 
 
 def refresh_changed(
-    gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any, noted: Mapping[fx.Node, Noted]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    fake_mode: Any,
+    noted: Mapping[fx.Node, tuple[Any, ...]],
 ) -> None:
-    """Give every node the fake value it has now.
-
-    Args:
-        gm: The graph.
-        inputs: Its inputs, fake.
-        fake_mode: Their mode.
-        noted: What `note` said before it was changed.
-    """
+    """Give every node the fake value it has now; ``noted`` is what `note` said before changes."""
     changed: set[fx.Node] = set()
     for node in _calls(gm):
-        before = noted.get(node)
-        if before is not None and before.holds(node) and changed.isdisjoint(node.all_input_nodes):
+        before = noted.get(node, ())
+        same = before and all(map(operator.is_, before, _state(node)))
+        if same and changed.isdisjoint(node.all_input_nodes):
             continue
         if not _is_plain(node):
             refresh_values(gm, inputs, fake_mode)
@@ -81,19 +59,15 @@ def refresh_changed(
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with torch.no_grad(), fake_mode:
             value = node.target(*args, **kwargs)  # type: ignore[operator]
-        if (
-            before is not None
-            and before.target is node.target
-            and _interchangeable(node, value, before.value)
-        ):
-            node.meta["val"] = before.value
-            continue
-        node.meta["val"] = value
-        changed.add(node)
+        if before and before[0] is node.target and _interchangeable(node, value, before[-1]):
+            node.meta["val"] = before[-1]
+        else:
+            node.meta["val"] = value
+            changed.add(node)
 
 
 def refresh_values(gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:
-    """The same, for all nodes, whatever they were."""
+    """Give all nodes the values they have now, whatever they were."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     calls = _calls(gm)

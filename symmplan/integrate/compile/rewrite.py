@@ -10,25 +10,32 @@ import torch
 from attrs import define, field
 from torch import fx
 
-from symmplan.capture.graphs import is_wait
+from symmplan.capture.graphs import called, is_wait
+from symmplan.capture.producers import OUT_VARIANTS, out_overload
 from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
-from symmplan.integrate.compile.homes import make_homes
 from symmplan.integrate.compile.ops import without_returns
-from symmplan.integrate.compile.order import keep_order
-from symmplan.integrate.compile.poison import poison
+from symmplan.integrate.compile.order import keep_order, poison
 from symmplan.place.lower import launch
+from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from symmplan.capture.graphs import Value
-    from symmplan.capture.sites import Captured, Site
+    from symmplan.capture.sites import Home, Site
     from symmplan.place.lower import Launched
     from symmplan.place.program import PlacedCall, PlacedProgram
 
 __all__ = ["rewrite"]
+
+_ABSOLUTE = frozenset({
+    "aten::as_strided",
+    "aten::as_strided_",
+    "aten::as_strided_copy",
+    "aten::as_strided_scatter",
+})  # fmt: skip
 
 
 def rewrite(
@@ -36,44 +43,79 @@ def rewrite(
 ) -> tuple[SegmentInput, ...]:
     """Change ``module`` in place so that it follows a plan.
 
-    Args:
-        module: The graph that was captured.
-        program: What the plan makes of it.
-        fake_mode: The mode of the graph's fake tensors.
-
     Returns:
         The inputs that the graph now takes after its own, in order.
-
-    Collective: no.
     """
-    captured = program.captured
-    site = next(s for s in captured.sites if s.buffer is not None)
-    device = captured.values.tensors[site.value].device
-    given: dict[str, list[fx.Node]] = {}
-    for node, buffer in captured.given.items():
-        given.setdefault(buffer, []).append(node)
-    later = _written_later(captured)
-    emitter = Emitter(module.graph, program.plan, device, fake_mode, later, given)
-    make_homes(emitter, captured)
-    _Declared(emitter, program).run()
-    poison(emitter, captured)
-    keep_order(emitter, program)
+    emitter = Emitter(module.graph, program, fake_mode)
+    _shift_absolute_views(emitter)
+    for home in program.captured.homes:
+        if home.write not in ("declared", "given"):
+            _make_home(emitter, home)
+    _Declared(emitter).run()
+    poison(emitter)
+    keep_order(emitter)
     emitter.finish()
     module.graph.lint()
     module.recompile()  # Inductor keys its code cache on the code as it is now
     return tuple(emitter.inputs)
 
 
-def _written_later(captured: Captured) -> frozenset[str]:
-    """The buffers that asynchronous ops write. See [Note: lanes]."""
-    waits = captured.waits
-    homes = {h.buffer for h in captured.homes if waits.get(h.node)}
-    sites = {
-        s.buffer
-        for s in captured.sites
-        if s.buffer is not None and waits.get(s.node) and (s.kind == "result" or s.writes)
-    }
-    return frozenset(homes | sites)
+def _shift_absolute_views(emitter: Emitter) -> None:
+    """``as_strided`` counts from the start of the storage, which is now the segment's."""
+    values, homes = emitter.captured.values, emitter.captured.homes
+    # What was given has a storage of its own, which begins where the buffer does.
+    roots = {values.find((h.node, h.path)): h for h in homes if h.write != "given"}
+    for node in emitter.graph.nodes:
+        overload = called(node)
+        if overload is None or overload._schema.name not in _ABSOLUTE:
+            continue
+        source = node.args[0]
+        home = roots.get(values.find((source, ()))) if (source, ()) in values.tensors else None
+        bound = bind_arguments(overload, node.args, node.kwargs)
+        if home is None or bound["storage_offset"] is None:
+            continue
+        like = values.tensors[(source, ())]
+        scatters = overload._schema.name == "aten::as_strided_scatter"
+        if scatters and like.storage_offset() == 0 and like.is_contiguous():
+            # It writes a copy in any case, and torch's own checks take its offset for that one's.
+            with emitter.graph.inserting_before(node):
+                copy = emitter.call(torch.ops.aten.clone.default, (source,))
+            node.replace_input_with(source, copy)
+            continue
+        shift = emitter.offset(home.buffer, like.dtype)
+        if isinstance(bound["storage_offset"], fx.Node):
+            with emitter.graph.inserting_before(node):
+                bound["storage_offset"] = emitter.call(
+                    operator.add, (bound["storage_offset"], shift)
+                )
+        else:
+            bound["storage_offset"] += shift
+        node.args = tuple(bound[a.name] for a in overload._schema.arguments)
+        node.kwargs = {}
+
+
+def _make_home(emitter: Emitter, home: Home) -> None:
+    """Let the producer of a storage write it in its placement."""
+    node, like = home.node, emitter.captured.values.tensors[(home.node, home.path)]
+    if home.write in ("alloc", "out"):
+        with emitter.graph.inserting_before(node):
+            first = view = emitter.view(home.buffer, like)
+            if home.write == "out":
+                overload = called(node)
+                assert overload is not None
+                variant = OUT_VARIANTS.get(overload._schema.name)
+                op: Any = out_overload(overload) if variant is None else overload_named(variant)
+                name = op._schema.arguments[-1].name  # "out", or "grad_input" and the like
+                first = emitter.call(op, node.args, {**node.kwargs, name: view})
+        emitter.first[emitter.captured.prefix + node.name] = first
+        node.replace_all_uses_with(view)
+        emitter.graph.erase_node(node)
+    else:
+        with emitter.graph.inserting_after(node):
+            view = emitter.view(home.buffer, like)
+        with emitter.graph.inserting_after(view):
+            copy = emitter.call(torch.ops.aten.copy_.default, (view, node))
+        node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not copy)
 
 
 @define(eq=False)
@@ -81,19 +123,14 @@ class _Declared:
     """Rewrites the declared ops, one after the other. A `Machine` to which values are nodes."""
 
     emitter: Emitter
-    program: PlacedProgram
     tails: dict[fx.Node, fx.Node] = field(init=False, factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
         return self.emitter.graph
 
-    @property
-    def captured(self) -> Captured:
-        return self.program.captured
-
     def run(self) -> None:
-        for call in self.program.calls.values():
+        for call in self.emitter.program.calls.values():
             node = call.node
             self.emitter.origin = node
             with self.graph.inserting_before(node):
@@ -107,7 +144,7 @@ class _Declared:
         self.emitter.doing(operation)
 
     def _fake(self, like: Value) -> Any:
-        return self.captured.values.tensors[like]
+        return self.emitter.captured.values.tensors[like]
 
     def view(self, buffer: str, like: Value, *, contiguous: bool) -> fx.Node:
         return self.emitter.view(buffer, self._fake(like), contiguous=contiguous)
@@ -140,7 +177,7 @@ class _Declared:
         """Copy out what leaves, hand the results to their readers, drop the old node."""
         node, results = call.node, launched.results
         synchronous = not call.spec.asynchronous
-        waits = {} if synchronous else self.captured.waits.get(node, {})
+        waits = {} if synchronous else self.emitter.captured.waits.get(node, {})
         with self.graph.inserting_before(node):
             anchor = self.graph.call_function(_anchor)  # where code after the op goes
         for site in call.sites:
@@ -189,18 +226,15 @@ class _Declared:
         An input of the graph is written back. For a tensor that the graph made, its later readers
         take a copy instead; capture has made sure that they read it through no other view.
         """
-        nodes = list(self.graph.nodes)
-        last = max(waits.values(), key=nodes.index) if waits else None
         outside = source.op != "call_function"
-        with self._behind(last or anchor):
+        with self._behind(max(waits.values(), default=anchor)):
             if outside:
                 back = self.emitter.call(torch.ops.aten.copy_.default, (source, view))
             else:
                 back = self.emitter.call(torch.ops.aten.clone.default, (view,))
         written = source if outside else back
-        position = {n: i for i, n in enumerate(self.graph.nodes)}
         if not outside:
-            _redirect(source, back, but=back, after=position[back], position=position)
+            _redirect(source, back, behind=back)
         for path, value in results.items():
             if value is not view:
                 continue
@@ -210,7 +244,7 @@ class _Declared:
             else:
                 _redirect(wait, written, but=back)
                 for result in _results(site.node, path):  # what was waited for, by its old name
-                    _redirect(result, written, but=back, after=position[back], position=position)
+                    _redirect(result, written, behind=back)
 
     def _hand_over(self, node: fx.Node, results: dict[tuple[int, ...], fx.Node]) -> None:
         if () in results:
@@ -230,17 +264,11 @@ class _Declared:
 
 
 def _redirect(
-    node: fx.Node,
-    to: fx.Node,
-    *,
-    but: fx.Node,
-    after: int = -1,
-    position: Mapping[fx.Node, int] | None = None,
+    node: fx.Node, to: fx.Node, *, but: fx.Node | None = None, behind: fx.Node | None = None
 ) -> None:
-    """Give the readers of ``node`` another node: all but one, or those behind a position."""
-    place = position or {}
+    """Give the readers of a node another one: all but one of them, or those behind a node."""
     node.replace_all_uses_with(
-        to, delete_user_cb=lambda user: user is not but and place.get(user, 0) > after
+        to, delete_user_cb=lambda user: user is not but and (behind is None or user > behind)
     )
 
 

@@ -17,26 +17,18 @@ from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison
-from symmplan.integrate.compile.crossing import Zone, hand_over, take_over
-from symmplan.integrate.compile.parts import (
-    alike,
-    given_of,
-    keep_away,
-    mark,
-    pinned,
-    unreturned,
-    writes_of,
-)
-from symmplan.integrate.compile.records import CompileOptions, Record, Rewritten
+from symmplan.integrate.compile.crossing import Reservation
+from symmplan.integrate.compile.parts import Part, Record, alike, keep_away, pinned, protect
+from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
-from symmplan.integrate.compile.running import bytes_of
-from symmplan.integrate.compile.structure import group_names, is_unmet, structure_of
 from symmplan.memory import BACKENDS, resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.own import own_work
 from symmplan.model import Barrier
 from symmplan.place.chooser import choose_ways
 from symmplan.place.program import place
+from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn
@@ -45,13 +37,15 @@ from symmplan.planner.order import order_of
 from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import fx
 
+    from symmplan.integrate.compile.backend import CompileOptions
+    from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool, Shared
-    from symmplan.model import Buffer, Plan, Problem
+    from symmplan.model import Buffer, OpSpec, Plan, Problem
 
 __all__ = ["Unit"]
 
@@ -71,18 +65,11 @@ class Unit:
     device: torch.device
     pool: Pool
     record: Record = field(init=False, factory=Record)
+    parts: dict[str, Part] = field(init=False, factory=dict)
     lowerings: Lowerings | None = field(init=False, default=None)
-    plans: dict[str, Plan] = field(init=False, factory=dict)
-    barriers: dict[str, tuple[tuple[str, str], ...]] = field(init=False, factory=dict)
-    order: dict[str, tuple[str, ...]] = field(init=False, factory=dict)
-    parts: dict[str, Rewritten] = field(init=False, factory=dict)
-    shared: dict[str, Shared] = field(init=False, factory=dict)
-    agreed: dict[str, Plan] = field(init=False, factory=dict)
-    groups: dict[str, list[Any]] = field(init=False, factory=dict)
-    taken: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, factory=dict)
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
     engines: set[str] = field(init=False, factory=set)
-    zone: Zone | None = field(init=False, default=None)
+    reservation: Reservation | None = field(init=False, default=None)
     residents: Residents = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -96,38 +83,22 @@ class Unit:
 
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""
-        hidden = (overload for _, overload, _ in hidden_calls(module.graph, module))
-        return any(spec_for(o) for o in [*hidden, *map(called, module.graph.nodes)] if o)
+        hidden = (spec_for(overload) for _, overload, _ in hidden_calls(module.graph, module))
+        return any(hidden) or any(_declared(module.graph))
 
     def _prepare(self, module: fx.GraphModule) -> Lowerings:
         """How declared ops run; decided by the groups of the first part that has any."""
         if self.lowerings is not None:
             return self.lowerings
-        names: dict[str, None] = {}
-        for node in module.graph.nodes:
-            overload = called(node)
-            spec = None if overload is None else spec_for(overload)
-            if overload is not None and spec is not None:
-                names[resolve_group_name(spec, overload, node.args, node.kwargs)] = None
+        names = dict.fromkeys(
+            resolve_group_name(spec, overload, node.args, node.kwargs)
+            for node, overload, spec in _declared(module.graph)
+        )
         backend = resolve_backend(self.settings.memory, self.device, resolve_groups(names))
         lowerings = Lowerings(backend.name, self.settings.collectives)
         if names:
             self.lowerings = lowerings
         return lowerings
-
-    def rewrite(
-        self, module: fx.GraphModule, part: str, fake_mode: Any, *, fixed: bool = False
-    ) -> Rewritten | None:
-        """Make one part follow its plan; None if it has nothing in symmetric memory.
-
-        Args:
-            module: The part.
-            part: ``"forward"``, ``"backward"`` or ``"inference"``.
-            fake_mode: The mode of its fake tensors.
-            fixed: Whether what its forward saved must have the same addresses in each run.
-        """
-        with self.timed():
-            return self._rewrite(module, part, fake_mode, fixed=fixed)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -138,24 +109,60 @@ class Unit:
         finally:
             self.record.seconds += time.perf_counter() - begin
 
-    def _rewrite(
-        self, module: fx.GraphModule, part: str, fake_mode: Any, *, fixed: bool
-    ) -> Rewritten | None:
-        if not self.declares(module):
-            return None
+    def rewrite(
+        self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool = False
+    ) -> Part | None:
+        """Make one part follow its plan; None if it has nothing in symmetric memory.
+
+        Where ``fixed``, what its forward saved must have the same addresses in each run.
+        """
+        with self.timed():
+            saved, given = self._cross(module, name)
+            if not self.declares(module):
+                return None
+            captured, engines, lowerings = self._capture(module, name, saved, given)
+            if not captured.sites and not captured.problem.unplanned:
+                return None
+            self.record.add(captured)
+            plan = self.record.plans[name] = self._plan(captured)
+            self.residents.plan(captured, name, lowerings.memory)
+            if all(s.buffer is None for s in captured.sites):
+                return None
+            # Parts may run in another order than planned (two forwards, then two backwards), so
+            # each also gets the barriers that it needs when it follows itself.
+            alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
+            kept = self.residents.barriers(name)
+            points = in_turn(*map(_points, (plan.barriers, alone, kept)))
+            self.engines.update(engines.values())
+            self._reserve(module, captured, plan)
+            barriers = [Barrier(before, group) for before, group in points]
+            program = place(captured, plan, lowerings, engines, barriers)
+            inputs = rewrite(module, program, fake_mode)
+            self.parts[name] = Part.of(
+                name, self.record, module.graph, program, points, inputs, fixed=fixed
+            )
+            return self.parts[name]
+
+    def _capture(
+        self,
+        module: fx.GraphModule,
+        name: PartName,
+        saved: Sequence[int],
+        given: dict[str, Buffer],
+    ) -> tuple[Captured, Mapping[fx.Node, str], Lowerings]:
+        """The part as it will be placed, the communicators of its copy engines, how ops run."""
         lowerings = self._prepare(module)
         self._limit(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
-        saved, given = self.cross(module, part)
         capture = functools.partial(
             capture_fx,
             module,
-            prefix=f"{part}.",
+            prefix=f"{name}.",
             lookup=lowerings.lookup,
             skip=lowerings.skip,
             producer=producer,
-            keep=self.residents.candidates(module, part) if self.settings.bind else frozenset(),
+            keep=self.residents.candidates(module, name) if self.settings.bind else frozenset(),
             saved=saved,
             given=given,
         )
@@ -170,111 +177,78 @@ class Unit:
         self.record.choices += chosen.choices
         if chosen.ordinary:
             captured = capture(refused={**reasons, **chosen.ordinary})
-        if not captured.sites and not captured.problem.unplanned:
-            return None
         if self.settings.debug:
             captured = plan_poison(captured)
-        self.record.add(captured)
-        plan = self._plan(captured, part)
-        self.record.plans[part] = plan
-        self.residents.plan(captured, part, lowerings.memory)
-        if all(s.buffer is None for s in captured.sites):
-            return None
-        # Parts may run in another order than planned (two forwards, then two backwards), so each
-        # part also gets the barriers that it needs when it follows itself.
-        alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
-        kept = self.residents.barriers(part)
-        self.barriers[part] = in_turn(*map(_points, (plan.barriers, alone, kept)))
-        self.order[part] = tuple(o.name for o in captured.problem.operations)
-        self.engines.update(chosen.engines.values())
-        places = given_of(module, captured, plan, fixed=fixed)
-        self._save(module, captured, plan)
-        barriers = [Barrier(before, group) for before, group in self.barriers[part]]
-        program = place(captured, plan, lowerings, chosen.engines, barriers)
-        inputs = rewrite(module, program, fake_mode)
-        leaves = {i: plan.placements[buffer] for i, buffer in captured.saved.items()}
-        written = writes_of(captured, plan, places)
-        copies = sum(i.kind.startswith("copy") for i in program.instructions)
-        calls = len(program.calls)
-        self.parts[part] = Rewritten(part, inputs, leaves, places, written, self, calls, copies)
-        return self.parts[part]
+        return captured, chosen.engines, lowerings
 
-    def cross(self, module: fx.GraphModule, part: str) -> tuple[Sequence[int], dict[str, Buffer]]:
+    def _cross(
+        self, module: fx.GraphModule, name: PartName
+    ) -> tuple[Sequence[int], dict[str, Buffer]]:
         """The outputs that only the backward gets, and the inputs that lie in placements.
 
         A backward is changed, also if it declares nothing: it returns no part of a placement.
         """
         seen = saved_outputs()
-        if seen is None or part == "inference":
+        if seen is None or name == "inference":
             return (), {}
         first, sizes = seen
-        if part == "forward":
-            (output,) = (n for n in module.graph.nodes if n.op == "output")
+        if name == "forward":
+            output: Any = module.graph.output_node()
             return range(first, len(output.args[0])), {}
-        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = module.graph.find_nodes(op="placeholder")
         found = {
             at: buffer
             for i, (buffer, like) in self.crossing.items()
             if (at := sizes + i - first) < len(inputs) and alike(inputs[at].meta["val"], like)
         }
         keep_inputs(found)
-        kept = [inputs[i] for i in found]
-        mark(module, kept)
-        unreturned(module, kept)
+        protect(module, [inputs[i] for i in found])
         return (), {inputs[i].name: buffer for i, buffer in found.items()}
 
-    def _save(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
+    def _reserve(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
         """Remember what a forward leaves in placements."""
         if not captured.saved:
             return
-        (output,) = (n for n in module.graph.nodes if n.op == "output")
+        output: Any = module.graph.output_node()
         buffers = {b.name: b for b in pinned(plan).buffers}
         for i, name in captured.saved.items():
             self.crossing[i] = (buffers[name], output.args[0][i].meta["val"])
         names = sorted({*captured.saved.values()})
-        self.zone = Zone(
-            structure_of(plan), tuple((plan.placements[n], buffers[n].group) for n in names)
-        )
-        self.pool.zone(self.zone)
+        places = tuple((plan.placements[n], buffers[n].group) for n in names)
+        self.reservation = Reservation(structure_of(plan), places)
+        self.pool.reserve(self.reservation)
         self.record.crossing_bytes += sum(buffers[n].nbytes for n in names)
 
     def _limit(self, module: fx.GraphModule) -> None:
         """Bound the sizes of declared tensors, so that they can be planned."""
-        declared = [n for n in module.graph.nodes if (o := called(n)) is not None and spec_for(o)]
-        wanted = [t for n in declared for t in (n, *n.all_input_nodes)]
-        for name, size in limit(module.graph, wanted).items():
-            self._note_outgrown(name, *size)
+        wanted = [t for n, *_ in _declared(module.graph) for t in (n, *n.all_input_nodes)]
+        for name, (now, largest) in limit(module.graph, wanted).items():
+            key = (compat.compiled_frame(), name)
+            before = self.pool.bounds.get(key)
+            self.pool.bounds[key] = largest
+            if before is not None and now > before:
+                self.record.replanned = True
+                _LOG.warning(
+                    "a size outgrew its plan: %s is %s, planned were up to %s; the graph is "
+                    "compiled and planned again, on all ranks, for up to %s",
+                    *(name, now, before, largest),
+                )
 
-    def _note_outgrown(self, name: str, now: int, largest: int) -> None:
-        """Say so where the graph is compiled again because a size was too large for the plan."""
-        key = (compat.compiled_frame(), name)
-        before = self.pool.bounds.get(key)
-        self.pool.bounds[key] = largest
-        if before is not None and now > before:
-            text = (
-                f"a size outgrew its plan: {name} is {now}, planned were up to {before}; the graph "
-                f"is compiled and planned again, on all ranks, for up to {largest}"
-            )
-            self.record.outgrown.append(text)
-            _LOG.warning(text)
-
-    def _plan(self, captured: Captured, part: str) -> Plan:
+    def _plan(self, captured: Captured) -> Plan:
         """Plan one part, together with the parts before it if they have not run yet."""
-        effort = self.settings.effort
-        before = next(iter(self.plans.values()), None)
-        if before is not None and not self.shared:
+        effort, plans = self.settings.effort, self.record.plans
+        before = next(iter(plans.values()), None)
+        if before is not None and all(p.shared is None for p in self.parts.values()):
             plan = _checked_plan(join([pinned(before), captured.problem]), effort)
             if self._keeps(before, plan):
-                for name in (*self.plans, part):
-                    self.plans[name] = self.record.plans[name] = plan
+                plans.update(dict.fromkeys(plans, plan))
                 return plan
         plan = _checked_plan(captured.problem, effort)
-        kept = self.pool.kept(structure_of(plan), but=self.zone)
-        if kept:
-            apart = _checked_plan(keep_away(captured.problem, kept), effort)
+        reserved = self.pool.reserved(structure_of(plan), but=self.reservation)
+        if reserved:
+            apart = _checked_plan(keep_away(captured.problem, reserved), effort)
             if structure_of(apart) == structure_of(plan):
-                plan = apart
-        self.plans[part] = plan
+                return apart
         return plan
 
     def _keeps(self, before: Plan, plan: Plan) -> bool:
@@ -282,107 +256,122 @@ class Unit:
         if any(plan.placements[name] != place for name, place in before.placements.items()):
             return False
         compiled = {o.name for o in before.problem.operations}
-        inserted = [point for points in self.barriers.values() for point in points]
+        inserted = [point for part in self.parts.values() for point in part.barriers]
         asked = (p for p in _points(plan.barriers) if p[0] in compiled)
         return len(in_turn(inserted, asked)) == len(inserted)
 
-    def enter(self, rewritten: Rewritten, args: list[Any]) -> None:
-        """Begin to run a part: add to its inputs what it takes of the segments.
+    def runner(
+        self, compiled: Callable[[list[Any]], Any], name: PartName, part: Part | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """Compiled code of a part as it is to be called; ``part`` is what `rewrite` returned.
+
+        Also one that follows no plan may be the backward of a part that does.
+        """
+        if part is None and (name != "backward" or self.reservation is None):
+            return compiled
+
+        def run(args: list[Any]) -> Any:
+            if part is not None:
+                return self._run(part, compiled, args)
+            self._passed(name)
+            return compiled(args)
+
+        def watch(args: list[Any]) -> Any:
+            with Watching(self.settings.timeout):
+                return run(args)
+
+        chosen = watch if part is not None and self.watches else run
+        chosen._boxed_call = True  # type: ignore[attr-defined]
+        return chosen
+
+    def _run(self, part: Part, compiled: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a part in the segments, and see that all is where it has to be.
 
         Collective: the first time, over the groups of the plan; it agrees and allocates.
         """
-        part = rewritten.part
-        if not all(map(compat.is_registered, self.groups.get(part, ()))):
-            self._forget(part)
-        shared = self.shared.get(part) or self._settle(part)
-        if part not in self.groups:
-            self.residents.settle(part, args)
-            names = [*group_names(self.agreed[part]), *self.residents.groups(part)]
-            members = resolve_groups(names).values()
-            self.groups[part] = [g.process_group for g in members if g.process_group is not None]
-        shared.enter(
-            self.agreed[part],
-            functools.partial(_prepare, shared, rewritten, args),
-            writes=rewritten.copies_back,
-            groups=self.groups[part],
-        )
-        if shared.arena.races is not None:
-            shared.arena.races.follow(self.plans[part].placements)
+        shared = self._settled(part, args)
+        shared.enter(part, args)
         try:
-            arena, taken = self.taken.get(part, (None, []))
-            if arena is not shared.arena or shared.arena.released:
-                arena = shared.arena
-                taken = [bytes_of(arena.segments[i.segment].tensor, i) for i in rewritten.inputs]
-                self.taken[part] = (arena, taken)
-            args.extend(taken)
-        except BaseException:
+            arena = shared.arena
+            if arena.races is not None:
+                arena.races.follow(self.record.plans[part.name].placements)
+            if part.taken[0] is not arena or arena.released:
+                taken = [i.of(arena.segments[i.segment].tensor) for i in part.inputs]
+                part.taken = (arena, taken)
+            args.extend(part.taken[1])
+            copies = self.residents.enter(part.name, args)
+            with own_work:
+                results = compiled(args)
+            if copies:
+                results = self.residents.leave(copies, results)
+            self._passed(part.name)
+            shared.finish(part.agreed)
+            return shared.loans.hand_over(part, list(results)) if part.saved else results
+        finally:
+            self.record.ran(part)
             shared.leave()
-            raise
 
-    def hand_over(self, rewritten: Rewritten, results: Any) -> Any:
-        """What a part returns: what it saved lies in its placements."""
-        self.passed(rewritten.part)
-        self.shared[rewritten.part].finish(self.agreed[rewritten.part])
-        if not rewritten.saved:
-            return results
-        return hand_over(self.shared[rewritten.part], rewritten, list(results))
-
-    def passed(self, part: str) -> None:
+    def _passed(self, name: PartName) -> None:
         """Note that a part has run: a backward is due behind its forward."""
-        if self.zone is not None:
-            self.zone.ahead = part == "forward" or keeps_graph()
+        if self.reservation is not None:
+            self.reservation.due = name == "forward" or keeps_graph()
 
-    def leave(self, rewritten: Rewritten) -> None:
-        """End the run of a part."""
-        self.record.ran(rewritten)
-        self.shared[rewritten.part].leave()
+    def _settled(self, part: Part, args: list[Any]) -> Shared:
+        """The segments of a part, found or made before it first runs."""
+        if not all(map(compat.is_registered, part.groups or ())):
+            # A process group is gone. Another may have its name, and other ranks.
+            part.shared = part.groups = None
+            part.taken = (None, ())
+            self.residents.forget(part.name)
+        shared = part.shared or self._take(part)
+        if part.groups is None:
+            self.residents.settle(part.name, args)
+            names = [*group_names(part.agreed), *self.residents.groups(part.name)]
+            members = resolve_groups(names).values()
+            part.groups = [g.process_group for g in members if g.process_group is not None]
+        return shared
 
-    def _forget(self, part: str) -> None:
-        """A process group of a part is gone. Another may have its name, and other ranks."""
-        for known in (self.groups, self.shared, self.agreed, self.taken):
-            known.pop(part, None)
-        self.residents.forget(part)
-
-    def _settle(self, part: str) -> Shared:
+    def _take(self, part: Part) -> Shared:
         assert self.lowerings is not None
-        plan = self.plans[part]
+        plan = self.record.plans[part.name]
+        same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
         shared, agreed = self.pool.take(
             plan,
             self.lowerings.memory,
             self.device,
-            self._inserted(plan),
+            self._inserted(plan, same),
             engines=self.engines,
-            crosses=any(p.saved for n, p in self.parts.items() if self.plans[n] is plan),
+            crosses=any(p.saved for p in same),
         )
-        for name, other in self.plans.items():
-            if other is plan:
-                self.shared[name], self.agreed[name] = shared, agreed
+        for each in same:
+            each.shared, each.agreed = shared, agreed
         return shared
 
-    def _inserted(self, plan: Plan) -> list[tuple[int, str]]:
+    def _inserted(self, plan: Plan, parts: Iterable[Part]) -> list[tuple[int, str]]:
         """``(place in the plan's order, group)`` of the barriers that its parts run.
 
         Also of those that a part may run on its entry, or make all later ones run. See
         [Note: turns] in `symmplan.integrate.compile.pool`.
         """
         index = order_of(plan.problem).index
-        groups = [g for s in plan.segments for g in s.groups] if is_unmet(plan) else []
+        groups = group_names(plan) if is_unmet(plan) else []
         found: list[tuple[int, str]] = []
-        for part, points in self.barriers.items():
-            if self.plans[part] is not plan:
-                continue
-            mine = [index[name] for name in self.order[part]]
+        for part in parts:
+            mine = [index[name] for name in part.order]
             end = max(mine) + 1  # where its output is
-            found += [(min(mine), g) for g in groups if self.parts[part].copies_back]
-            found += [(index.get(before, end), group) for before, group in points]
-            found += [(end, g) for g in groups if self.parts[part].saved]
+            found += [(min(mine), g) for g in groups if part.copies_back]
+            found += [(index.get(before, end), group) for before, group in part.barriers]
+            found += [(end, g) for g in groups if part.saved]
         return found
 
 
-def _prepare(shared: Shared, rewritten: Rewritten, args: list[Any]) -> None:
-    """What a rank has to do before peers touch the bytes for a run."""
-    take_over(shared, rewritten, args)
-    shared.occupy(args)
+def _declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:
+    """``(node, overload, what is declared of it)`` of the graph's own calls."""
+    for node in graph.nodes:
+        overload = called(node)
+        spec = None if overload is None else spec_for(overload)
+        if spec is not None:
+            yield node, overload, spec
 
 
 def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
