@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
-from symmplan.integrate.eager.calls import runner, stands_for
-from symmplan.integrate.eager.direct import starter
-from symmplan.integrate.eager.expected import is_tensors
-from symmplan.integrate.eager.schedule import Bound, Event, Lent, Stage
+from symmplan.integrate.eager.calls import is_tensors, stands_for
+from symmplan.integrate.eager.schedule import Event, Lent
 from symmplan.integrate.eager.tape import Slot, Tape, getter
 from symmplan.memory.lend import lend
 from symmplan.place.lower import launch
@@ -28,11 +27,10 @@ from symmplan.planner.order import order_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
-    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.capture.sites import Captured, Home
     from symmplan.capture.values import Value
     from symmplan.memory import Arena
     from symmplan.model import Plan
@@ -52,8 +50,6 @@ class _Builder:
     lowerings: Lowerings
     one_stream: bool = field(init=False)
     lent: dict[str, Lent] = field(init=False, factory=dict)
-    shared: dict[Any, Lent] = field(init=False, factory=dict)
-    views: dict[Any, torch.Tensor] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
 
     @property
@@ -70,20 +66,16 @@ class _Builder:
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend_once(home.buffer, (home.node, home.path))
-        gives = {}
+            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
         events = []
         for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
             event = self._event(call, homes.get(call.node, []))
             events.append(event)
             placed = self.program.calls.get(call.node)
             if placed is not None and event.overload is not None:
-                gives[len(events) - 1] = self._placed(event, placed)
+                self._place(event, placed)
         self._claim(events)
-        tail = self._between(events, order)
-        for i, give in gives.items():
-            events[i].run = runner(events[i], give)
-        return events, tail
+        return events, self._between(events, order)
 
     def _bytes(self, buffer: str) -> torch.Tensor:
         place = self.plan.placements[buffer]
@@ -91,121 +83,91 @@ class _Builder:
 
     def _lend(self, buffer: str, value: Value) -> Lent:
         like = self.captured.values.tensors[value]
-        flat = self._bytes(buffer).view(like.dtype)
-        base = lend(flat, _nothing)
-        tensor = base.as_strided(like.shape, like.stride(), 0)
-        del base
-        return Lent(tensor, flat.data_ptr())
+        flat = lend(self._bytes(buffer).view(like.dtype), lambda: None)  # uses are counted
+        tensor = flat.as_strided(like.shape, like.stride(), 0)
+        del flat
+        return Lent(tensor)
 
-    def _lend_once(self, buffer: str, value: Value) -> Lent:
-        """The same for buffers that differ in nothing but the time: they share it."""
-        like, place = self.captured.values.tensors[value], self.plan.placements[buffer]
-        key = place.segment, place.offset, place.end, like.dtype, like.shape, like.stride()
-        if key not in self.shared:
-            self.shared[key] = self._lend(buffer, value)
-        return self.shared[key]
-
-    def _flat(self, buffer: str, like: Any) -> torch.Tensor:
-        """The placement as a contiguous tensor; one for all that look the same."""
-        place = self.plan.placements[buffer]
-        key = place.segment, place.offset, like.dtype, like.shape
-        if key not in self.views:
-            flat = self._bytes(buffer)[: like.numel() * like.element_size()]
-            self.views[key] = flat.view(like.dtype).view(like.shape)
-        return self.views[key]
+    def _flat(self, buffer: str, like: Any, begin: int = 0) -> torch.Tensor:
+        """The placement, from a byte of it on, as a contiguous tensor."""
+        flat = self._bytes(buffer)[begin : begin + like.numel() * like.element_size()]
+        return flat.view(like.dtype).view(like.shape)
 
     def _event(self, call: Recorded, homes: list[Home]) -> Event:
-        overload = overload_of(call.form) if call.kind == "op" else None
-        watched = self.arena.races is not None
-        event = Event(call, overload, self.device, stream=call.stream, watched=watched)
-        event.form = overload is not None and call.op is not overload
+        values, spec = self.captured.values, self.captured.specs.get(call.node)
+        event = Event(
+            call,
+            overload_of(call.form) if call.kind == "op" else None,
+            {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)},
+            None if spec is None else self.lowerings.row(spec),
+        )
         for home in homes:
             event.lent[home.path] = self.lent[home.buffer]
             event.writes.append(home.buffer)
-        values = self.captured.values
-        event.shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
-        spec = self.captured.specs.get(call.node)
-        event.row = None if spec is None else self.lowerings.row(spec)
-        if overload is not None:
-            arguments = overload._schema.arguments
-            event.names = [a.name for a in arguments]
-            event.defaults = [a.default_value for a in arguments]
         return event
 
-    def _placed(self, event: Event, call: PlacedCall) -> Callable[[list[Any]], Any]:
-        """Take down what a placed call does; returns what the program gets of its frame."""
-        event.placed, event.engine = True, call.engine
+    def _place(self, event: Event, call: PlacedCall) -> None:
+        """Take down what a placed call does."""
         event.results = {path: lent.tensor for path, lent in event.lent.items()}
-        sites = [s for s in call.sites if s.buffer is not None]
-        event.group = next((self._group(s.buffer) for s in sites if s.buffer is not None), "")
-        recorded = dict(zip(event.names, event.call.args, strict=False)) | event.call.kwargs
-        wants = [recorded.get(name) for name in event.names]
+        sites = {s: s.buffer for s in call.sites if s.buffer is not None}
+        groups = {b.name: b.group for b in self.captured.problem.buffers}
+        event.group = call.engine or next((groups[buffer] for buffer in sites.values()), "")
+        wants = list(event.recorded.values())
         event.lists = [i for i, want in enumerate(wants) if is_tensors(want)]
-        if event.engine and event.form:
-            event.launch = _on_engine(call, self.device)
         tape = event.tape = Tape(
             lambda buffer, like, contiguous: self._view(event, call, buffer, like, contiguous),
             lambda like: self.captured.values.tensors[like],
             self.device,
-            4 if event.form else len(event.names) + sum(len(wants[i]) for i in event.lists) + 1,
-            watched=event.watched,
+            len(wants) + sum(len(wants[i]) for i in event.lists) + 1,
+            watched=self.arena.races is not None,
             direct=not any(x.dtype.is_complex for x in event.shapes.values()),
-            launches=event.form and not event.one_sided,
+            works=event.call.asynchronous or bool(call.engine) if event.form else None,
         )
         launched = launch(call, tape, stands_for(event))
-        for site in sites:
-            self._note(event, site, call)
+        for site, buffer in sites.items():
+            if site.kind == "argument":
+                assert site.source is not None
+                like = self.captured.values.tensors[(site.source, site.path)]
+                begin = 0 if site.how == "stage" else like.storage_offset() * like.element_size()
+                event.arguments[site] = self._flat(buffer, like, begin)
         event.copies = len(event.results) - len(event.lent)
-        event.copies += sum(s.copy_in + s.copy_back for s in event.stages)
-        return self._finish(event, call, launched)
+        event.copies += sum(call.reads(s) + s.writes for s in call.staged)
+        event.gives = self._finish(event, tape, call, launched)
 
     def _view(
         self, event: Event, call: PlacedCall, buffer: str, like: Value, contiguous: bool
     ) -> torch.Tensor:
         """The placement of a staged argument (contiguous), or where a result is made."""
-        fake, path = self.captured.values.tensors[like], like[1]
+        path = like[1]
         if not contiguous and path in event.lent:
             return event.lent[path].tensor
         event.writes.append(buffer)
+        view = self._flat(buffer, self.captured.values.tensors[like])
         if contiguous:
-            return self._flat(buffer, fake)
-        view = self._flat(buffer, fake)
+            return view
         if call.spec.asynchronous and not event.form:
             lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, like)
             view = lent.tensor
         event.results[path] = view
         return view
 
-    def _note(self, event: Event, site: Site, call: PlacedCall) -> None:
-        """What the session has to know of an argument."""
-        if site.kind != "argument":
-            return
-        assert site.buffer is not None
-        assert site.source is not None
-        like = self.captured.values.tensors[(site.source, site.path)]
-        if site.how == "stage":
-            view = self._flat(site.buffer, like)
-            event.stages.append(Stage(site.head, site.index, view, call.reads(site), site.writes))
-        else:
-            begin = like.storage_offset() * like.element_size()
-            view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
-            view = view.view(like.dtype).view(like.shape)
-            event.binds.append(Bound(site.head, site.index, view.data_ptr(), site.buffer, view))
-
     def _finish(
-        self, event: Event, call: PlacedCall, launched: Launched
+        self, event: Event, tape: Tape, call: PlacedCall, launched: Launched
     ) -> Callable[[list[Any]], Any]:
         """Take down what comes behind the launch; returns what the program gets of the frame."""
-        tape = event.tape
-        assert tape is not None
         results, back = dict(launched.results), []
+        tape.part(tape.late)
+        waits = event.form and (call.engine or any(s.writes for s in call.staged))
+        if waits and tape.result is not None and not event.pends:
+            # What ran on this stream has no work.
+            tape.do(lambda work: None if work is None else work.wait(), tape.result)
         for site in call.sites:
             if site.leaves:
                 tape.part(tape.away if site.path in event.leaving else tape.late)
                 tape.doing(call.copy("copy out", site))
                 if site.path not in event.leaving:
-                    results[site.path] = tape.clone(results[site.path])
-            elif site.how == "stage" and site.kind == "argument" and site.writes:
+                    results[site.path] = tape.do(torch.clone, results[site.path])
+            elif site in call.staged and site.writes:
                 view, source = launched.staged[site]
                 tape.part(tape.late)
                 tape.doing(call.copy("copy back", site))
@@ -213,26 +175,20 @@ class _Builder:
                     tape.wait(view)
                 tape.copy(source, view)
                 back.append((view, source))
-        event.size = tape.size
         if event.form:
-            return _work(tape)
+            return getter(compat.finished() if tape.result is None else tape.result)
         if tape.result is not None and not call.results:
-            event.gives = ("raw", tape.result)
             return _raw(tape.result, back)
-        gives, keys = [], []
-        for path, value in results.items():
-            lent = event.lent.get(path, event.leaving.get(path))
-            if lent is not None:
-                gives.append(_giving(lent))
-                keys.append((path, id(lent)))
-                continue
-            source = next((s for view, s in back if view is value), value)
-            gives.append(getter(source))
-            keys.append((path, source.index if isinstance(source, Slot) else id(source)))
-        event.gives = tuple(keys)
-        if () in results:
-            return gives[0]
-        return lambda frame: [give(frame) for give in gives]
+        lent = {**event.leaving, **event.lent}
+        gives = {
+            path: _giving(lent[path])
+            if path in lent
+            else getter(next((source for view, source in back if view is value), value))
+            for path, value in results.items()
+        }
+        if () in gives:
+            return gives[()]
+        return lambda frame: [give(frame) for give in gives.values()]
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -258,9 +214,6 @@ class _Builder:
                 free = left
                 if not free:
                     break
-
-    def _group(self, buffer: str) -> str:
-        return next(b.group for b in self.captured.problem.buffers if b.name == buffer)
 
     def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Callable[[], None]]:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
@@ -344,7 +297,7 @@ class _Builder:
             for a in self.captured.problem.accesses
             if a.remote and a.buffer in barrier.buffers
         }
-        last = {e.stream: e for e in events if e.call.node in nodes}
+        last = {e.call.stream: e for e in events if e.call.node in nodes}
         return list(last.values())
 
 
@@ -390,39 +343,17 @@ def _hand_over(
     return left
 
 
-def _nothing() -> None:
-    """Nobody needs to know that a lent tensor is gone: uses are counted."""
-
-
-def _on_engine(call: PlacedCall, device: torch.device) -> Callable[..., Any]:
-    """Start a ``c10d::`` call over the communicator for copy engines."""
-    assert call.row is not None
-    start = starter(call.row.target, call.engine, device, reduction=None, root=None)
-    assert start is not None
-    return lambda out, source, _options: start(out, source)
-
-
 def _giving(lent: Lent) -> Callable[[list[Any]], Any]:
     give = lent.tensor.detach
     return lambda _frame: give()
 
 
-def _work(tape: Tape) -> Callable[[list[Any]], Any]:
-    at = tape.result
-    if at is None:
-        finished = compat.finished()
-        return lambda _frame: finished
-    return lambda frame: frame[at]
-
-
-def _raw(at: int, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
+def _raw(slot: Slot, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
     """What the op itself returned; the program's own tensor where it is its placement."""
-    if not back:
-        return lambda frame: frame[at]
     pairs = [(view, getter(source)) for view, source in back]
 
     def give(frame: list[Any]) -> Any:
-        result = frame[at]
+        result = frame[slot.index]
         return next((get(frame) for view, get in pairs if result is view), result)
 
     return give

@@ -39,7 +39,7 @@ from symmplan.memory.alarm import Alarm
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
@@ -188,6 +188,13 @@ class Faults:
             self.found(error)
             raise
 
+    def perform(self, acts: Sequence[Callable[[], None]]) -> None:
+        """Do things of ours, one after the other."""
+        if acts:
+            with self.guarded():
+                for act in acts:
+                    act()
+
     def found(self, error: BaseException) -> None:
         """``error`` came up here. Returns if it is this rank's own.
 
@@ -320,7 +327,7 @@ def _name_of_buffer(event: Event | None) -> str:
     """A buffer that an event touches, for messages."""
     if event is None:
         return ""
-    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds] + event.writes
+    names = [c[0] for c in event.claims] + [s.buffer or "" for s in event.bound] + event.writes
     return names[0] if names else ""
 
 

@@ -15,7 +15,6 @@ from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.copies import copies_of
 from symmplan.integrate.eager.faults import public
-from symmplan.integrate.eager.lanes import Lanes
 from symmplan.integrate.eager.rescue import missing_of
 from symmplan.integrate.eager.scratch import RecordingScratch
 from symmplan.memory.exchange import Exchange
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.integrate.eager.lanes import Streams
     from symmplan.integrate.eager.schedule import Event
+    from symmplan.integrate.eager.streams import Streams
     from symmplan.memory import Arena
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
@@ -83,7 +82,6 @@ class Frozen:
         captured: What the recorded program does.
         arena: The plan's memory.
         rendezvous: How many were made for it.
-        lanes: Its streams.
         events: The declared calls that are expected, in order.
         tail: What to do at the end of each iteration.
         copies: See `Copy`.
@@ -96,7 +94,6 @@ class Frozen:
     captured: Captured
     arena: Arena
     rendezvous: int
-    lanes: Lanes
     events: list[Event]
     tail: list[Callable[[], None]]
     copies: tuple[Copy, ...]
@@ -227,7 +224,6 @@ class Recording:
             met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
             found = ((n, known(m.group.process_group)) for n, m in met.items())
             register(arena, {name: engines for name, engines in found if engines is not None})
-        lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
@@ -235,6 +231,4 @@ class Recording:
         copies = copies_of(captured, recorder)
         choices = tuple(chosen.choices)
         rendezvous = arena.rendezvous - met_before
-        return Frozen(
-            plan, captured, arena, rendezvous, lanes, events, tail, copies, missing, choices
-        )
+        return Frozen(plan, captured, arena, rendezvous, events, tail, copies, missing, choices)

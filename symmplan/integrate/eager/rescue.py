@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.integrate.eager.direct import starter
 from symmplan.integrate.eager.faults import ends_within
+from symmplan.integrate.eager.tape import starter
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
@@ -46,66 +46,57 @@ def missing_of(
     Returns:
         None if no call is a collective of the process group.
     """
-    found: list[Callable[[], None] | None] = [_missing(event, device) for event in events]
-    there = any(
-        e.call.kind == "op" and act is not None for e, act in zip(events, found, strict=True)
-    )
+    # Peers have no part in memory.
+    found = [_missing(e, device) if e.call.kind == "op" else lambda: None for e in events]
+    there = any(e.call.kind == "op" and act for e, act in zip(events, found, strict=True))
     return found if there else None
 
 
-def _nothing() -> None:
-    """Memory: peers have no part in it."""
-
-
 def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
-    if event.call.kind != "op":
-        return _nothing
     row = event.row
     if row is None or row.one_sided:
         return None
-    values = dict(zip(event.names, event.call.args, strict=False))
-    values.update(event.call.kwargs)
+    values = event.recorded
     start = starter(
         row.target,
-        event.engine or event.group or values.get("group_name"),
+        event.group or values.get("group_name"),
         device,
         reduction=values.get("reduce_op"),
         root=values.get("src"),
     )
     if start is None:
         return None
-    places = {(s.head, s.index): s.view for s in event.stages}
-    places.update({(b.head, b.index): b.view for b in event.binds})
+    places = {(s.head, s.index): place for s, place in event.arguments.items()}
+
+    def at(head: str, path: tuple[int, ...]) -> Any:
+        """The placement of an argument; its shape and type if it has none."""
+        value = values[head]
+        for i in path:
+            value = value[i]
+        return places.get((head, path), value)
+
     pairs = []
     for path in [(i,) for i in range(len(values["inputs"]))] if row.each else [()]:
         head = "inputs" if row.each else "input"
-        source = places.get((head, path), _at(values[head], path))
-        out: Any
         if row.out == "return":
             like = event.shapes[path]
             out = event.results.get(path, (like.shape, like.dtype))
         else:
-            out = places.get((row.out, path), _at(values[row.out], path))
-        pairs.append((out, out if row.inplace or row.out == head else source))
+            out = at(row.out, path)
+        pairs.append((out, out if row.inplace or row.out == head else at(head, path)))
 
     def make() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         for out, source in pairs:
             there = _real(out, device)
-            kept = there.clone()
+            saved = there.clone()
             work = start(there, there if source is out else _real(source, device))
             if work is not None:
                 work.wait()
-            there.copy_(kept)
+            there.copy_(saved)
 
     return make
-
-
-def _at(value: Any, path: tuple[int, ...]) -> Any:
-    for i in path:
-        value = value[i]
-    return value
 
 
 def _real(tensor: Any, device: torch.device) -> torch.Tensor:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from symmplan import _compat as compat
 from symmplan.capture.streams import CudaWatch
 
 if TYPE_CHECKING:
-    import torch
-
     from symmplan.capture.streams import Watch
 
-__all__ = ["CudaStreams", "Lanes", "Streams", "streams_of"]
+__all__ = ["CudaStreams", "Roles", "Streams", "streams_of"]
 
 
 class Streams(Protocol):
@@ -39,7 +39,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The streams of a CUDA device."""
+    """The `Streams` of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,8 +48,6 @@ class CudaStreams:
 
     def current(self) -> Any:
         """The current stream."""
-        import torch
-
         return torch.cuda.current_stream(self._device)
 
     def wait(self, stream: Any, other: Any) -> None:
@@ -62,7 +60,7 @@ def streams_of(device: torch.device) -> Streams | None:
     return CudaStreams(device) if device.type == "cuda" else None
 
 
-class Lanes:
+class Roles:
     """Which stream plays which role in this iteration. See [Note: streams have no names].
 
     Args:
@@ -71,42 +69,35 @@ class Lanes:
 
     def __init__(self, streams: Streams | None) -> None:
         self._streams = streams
-        self._number = None if streams is None else streams.number
-        self._numbers: dict[str, int] = {}
-        self._bound: dict[str, Any] = {}
+        self._bound: dict[str, tuple[int, Any]] = {}
 
     def fits(self, role: str) -> bool:
         """Whether the current stream plays ``role``, or may from now on."""
-        if self._number is None:
+        if self._streams is None:
             return True
-        number = self._number()
-        return self._numbers.get(role) == number or self._binds(role, number)
-
-    def _binds(self, role: str, number: int) -> bool:
-        """Give a stream a role if both are free."""
-        if role in self._numbers or number in self._numbers.values():
+        number = self._streams.number()
+        if role in self._bound:
+            return self._bound[role][0] == number
+        if any(number == taken for taken, _ in self._bound.values()):
             return False
-        assert self._streams is not None
-        self._numbers[role] = number
-        self._bound[role] = self._streams.current()
+        self._bound[role] = number, self._streams.current()
         return True
 
     def join(self) -> None:
         """Let the current stream wait for those of this iteration."""
-        self._meet(inwards=True)
+        for streams, current, other in self._pairs():
+            streams.wait(current, other)
 
     def part(self) -> None:
         """Let those wait for the current stream, and forget them: the iteration is over."""
-        self._meet(inwards=False)
-        self._numbers.clear()
+        for streams, current, other in self._pairs():
+            streams.wait(other, current)
         self._bound.clear()
 
-    def _meet(self, *, inwards: bool) -> None:
-        if len(self._numbers) < 2:  # the order of one stream is all there is
-            return
-        assert self._streams is not None
-        current, number = self._streams.current(), self._streams.number()
-        for role, stream in self._bound.items():
-            if self._numbers[role] != number:
-                pair = (current, stream) if inwards else (stream, current)
-                self._streams.wait(*pair)
+    def _pairs(self) -> list[tuple[Streams, Any, Any]]:
+        """The current stream with each other one, if there are several: one is in order."""
+        if self._streams is None or len(self._bound) < 2:
+            return []
+        number, current = self._streams.number(), self._streams.current()
+        found = [stream for taken, stream in self._bound.values() if taken != number]
+        return [(self._streams, current, stream) for stream in found]
