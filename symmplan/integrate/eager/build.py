@@ -32,13 +32,17 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.sites import Captured, Home
     from symmplan.capture.values import Value
+    from symmplan.integrate.eager.tape import Step
     from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.place.lower import Launched
     from symmplan.place.program import Instruction, PlacedCall, PlacedProgram
     from symmplan.place.ways import Lowerings
+    from symmplan.planner.order import Order
 
 __all__ = ["events_of"]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @define(eq=False)
@@ -48,7 +52,7 @@ class _Builder:
     arena: Arena
     device: torch.device
     lowerings: Lowerings
-    one_stream: bool = field(init=False)
+    order: Order | None = field(init=False)  # None on one stream: all is in order there
     lent: dict[str, Lent] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
 
@@ -60,8 +64,10 @@ class _Builder:
     def plan(self) -> Plan:
         return self.program.plan
 
-    def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
-        self.one_stream = all(o.op != MARK for o in self.captured.problem.operations)
+    def build(self) -> tuple[list[Event], list[Step]]:
+        problem = self.captured.problem
+        one_stream = all(o.op != MARK for o in problem.operations)
+        self.order = None if one_stream else order_of(problem)
         order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
@@ -109,14 +115,12 @@ class _Builder:
     def _place(self, event: Event, call: PlacedCall) -> None:
         """Take down what a placed call does."""
         event.results = {path: lent.tensor for path, lent in event.lent.items()}
-        sites = {s: s.buffer for s in call.sites if s.buffer is not None}
-        groups = {b.name: b.group for b in self.captured.problem.buffers}
-        event.group = call.engine or next((groups[buffer] for buffer in sites.values()), "")
+        event.group = call.engine or call.group
         wants = list(event.recorded.values())
         event.lists = [i for i, want in enumerate(wants) if is_tensors(want)]
         tape = event.tape = Tape(
             lambda buffer, like, contiguous: self._view(event, call, buffer, like, contiguous),
-            lambda like: self.captured.values.tensors[like],
+            self.captured.values.tensors,
             self.device,
             len(wants) + sum(len(wants[i]) for i in event.lists) + 1,
             watched=self.arena.races is not None,
@@ -124,12 +128,12 @@ class _Builder:
             works=event.call.asynchronous or bool(call.engine) if event.form else None,
         )
         launched = launch(call, tape, stands_for(event))
-        for site, buffer in sites.items():
-            if site.kind == "argument":
+        for site in call.sites:
+            if site.kind == "argument" and site.buffer is not None:
                 assert site.source is not None
                 like = self.captured.values.tensors[(site.source, site.path)]
                 begin = 0 if site.how == "stage" else like.storage_offset() * like.element_size()
-                event.arguments[site] = self._flat(buffer, like, begin)
+                event.arguments[site] = self._flat(site.buffer, like, begin)
         event.copies = len(event.results) - len(event.lent)
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)
         event.gives = self._finish(event, tape, call, launched)
@@ -172,7 +176,7 @@ class _Builder:
                 tape.part(tape.late)
                 tape.doing(call.copy("copy back", site))
                 if call.spec.asynchronous and not event.form:
-                    tape.wait(view)
+                    tape.do(_WAIT, view)
                 tape.copy(source, view)
                 back.append((view, source))
         if event.form:
@@ -215,7 +219,7 @@ class _Builder:
                 if not free:
                     break
 
-    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Callable[[], None]]:
+    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Step]:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
         by_node = {event.call.node: event for event in events}
         barriers: dict[str, list[_Barrier]] = {}
@@ -224,9 +228,8 @@ class _Builder:
                 act = self._barrier(instruction)
                 barriers.setdefault(instruction.operation, []).append(act)
         self.position = {o.name: i for i, o in enumerate(self.captured.problem.operations)}
-        tail: list[Callable[[], None]] = []
-        lazy: list[tuple[str, list[Callable[[], None]]]] = []  # waits for an event behind it
-        behind = self._behind_of()
+        tail: list[Step] = []
+        lazy: list[tuple[str, list[Step]]] = []  # waits for an event behind it
         current = -1
         for operation in self.captured.problem.operations:
             if operation.op == MARK:
@@ -244,7 +247,7 @@ class _Builder:
                     if order[following.call.node] > order[step.node]:
                         break
                     if following is event:
-                        lazy = _hand_over(lazy, following, operation.name, behind)
+                        lazy = self._hand_over(lazy, following, operation.name)
                     current += 1
             if event is None:
                 self._move_up(operation.name, due, events[: current + 1], tail)
@@ -276,12 +279,21 @@ class _Builder:
             if not targets:
                 tail.append(act)
 
-    def _behind_of(self) -> Callable[[str, str], bool]:
-        """Whether an operation, the second one, is ordered behind another."""
-        if self.one_stream:
-            return lambda _first, _second: True
-        order = order_of(self.captured.problem)
-        return lambda first, second: order.precedes(order.index[first], order.index[second])
+    def _hand_over(
+        self, lazy: list[tuple[str, list[Step]]], event: Event, operation: str
+    ) -> list[tuple[str, list[Step]]]:
+        """Give an event what is to be overwritten by then; returns what is not.
+
+        It is done on the event's stream, which must come after the last use: the one of that use
+        may be far behind what others wait for. Who writes there next comes after it, too.
+        """
+        left, order = [], self.order
+        for name, steps in lazy:
+            if order is None or order.precedes(order.index[name], order.index[operation]):
+                event.before += steps
+            else:
+                left.append((name, steps))
+        return left
 
     def _behind(self, barrier: _Barrier, events: list[Event]) -> list[Event]:
         """The calls behind which a barrier runs instead of before an op that is not seen.
@@ -290,7 +302,7 @@ class _Builder:
         peers took part in the buffers that it protects: whoever comes after those has waited for
         these streams.
         """
-        if self.one_stream:
+        if self.order is None:
             return events[-1:]
         nodes = {
             self.captured.steps[a.operation].node
@@ -307,7 +319,7 @@ class _Barrier:
     group: str
     buffers: tuple[str, ...]
 
-    def __call__(self) -> None:
+    def __call__(self, _frame: list[Any]) -> None:
         self.segment.barrier(self.group)
 
 
@@ -318,29 +330,9 @@ class _Poison:
     view: torch.Tensor
     lent: Lent | None
 
-    def __call__(self) -> None:
+    def __call__(self, _frame: list[Any]) -> None:
         if self.lent is None or not self.lent.held:
             self.view.fill_(255)
-
-
-def _hand_over(
-    lazy: list[tuple[str, list[Callable[[], None]]]],
-    event: Event,
-    operation: str,
-    behind: Callable[[str, str], bool],
-) -> list[tuple[str, list[Callable[[], None]]]]:
-    """Give an event what is to be overwritten by then; returns what is not.
-
-    It is done on the event's stream, which must come after the last use: the one of that use may
-    be far behind what others wait for. Who writes there next comes after it, too.
-    """
-    left = []
-    for name, acts in lazy:
-        if behind(name, operation):
-            event.before += acts
-        else:
-            left.append((name, acts))
-    return left
 
 
 def _giving(lent: Lent) -> Callable[[list[Any]], Any]:
@@ -365,7 +357,7 @@ def events_of(
     arena: Arena,
     device: torch.device,
     lowerings: Lowerings,
-) -> tuple[list[Event], list[Callable[[], None]]]:
+) -> tuple[list[Event], list[Step]]:
     """The schedule of a placed recording.
 
     Args:

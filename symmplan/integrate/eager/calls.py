@@ -19,12 +19,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
 
 from symmplan import _compat as compat
 from symmplan.capture.eager import signature
 from symmplan.errors import RunError
-from symmplan.integrate.eager.tape import Slot, frameless
+from symmplan.integrate.eager.tape import Slot, in_order
 from symmplan.memory.own import OWN, own_work
 from symmplan.memory.touches import LIVE
 from symmplan.place.watching import watched
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Event
 
-__all__ = ["METHODS", "MISS", "Ready", "is_tensors", "ready_calls", "serve", "stands_for"]
+__all__ = ["METHODS", "MISS", "is_tensors", "make_ready", "serve", "stands_for"]
 
 #: What a short way returns if the call is not the expected one.
 MISS: Any = object()
@@ -55,37 +54,18 @@ _WORDS = (bool, int, str, torch.dtype, torch.device)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@define(eq=False)
-class Ready:
-    """A planned call's short way.
-
-    Attributes:
-        op: The op that the program calls; ``"empty"`` or ``"out"`` for memory.
-        stream: The name of the stream on which it does.
-        make: Of the dispatch keys and the arguments; of a process group and its method's arguments
-            (see [Note: past the dispatcher]); or of a function, its arguments and those by name.
-            Returns what the program gets, or `MISS`.
-    """
-
-    op: Any
-    stream: str
-    make: Callable[..., Any]
-
-
-def ready_calls(events: Sequence[Event], faults: Faults) -> list[Ready | None]:
-    """Make planned calls ready to run.
+def make_ready(events: Sequence[Event], faults: Faults) -> None:
+    """Give each planned call what runs it, and its short way if it has one.
 
     Args:
         events: The calls.
         faults: Whom to tell of what fails.
-
-    Returns:
-        The short way of each, None for those that have none.
     """
-    return [
-        _ready_call(event, faults) if event.call.kind == "op" else _ready_memory(event, faults)
-        for event in events
-    ]
+    for event in events:
+        if event.call.kind == "op":
+            _ready_call(event, faults)
+        else:
+            _ready_memory(event, faults)
 
 
 # What is expected.
@@ -162,9 +142,9 @@ def stands_for(event: Event) -> dict[str, Any]:
     return found
 
 
-def _ready_call(event: Event, faults: Faults) -> Ready | None:
+def _ready_call(event: Event, faults: Faults) -> None:
     if event.tape is None:
-        return None
+        return
     run = event.run = _runner(event, faults)
     stands, addresses = stands_for(event), {}
     for site, place in event.bound.items():
@@ -174,15 +154,15 @@ def _ready_call(event: Event, faults: Faults) -> Ready | None:
         addresses[slot.index] = place.data_ptr()
     fits = _fitting(list(event.recorded.values()), addresses, event.marks)
     if event.form:
-        front = _front(event, fits, run)
-        return None if front is None else Ready(event.call.op, event.call.stream, front)
+        event.short = _front(event, fits, run)
+        return
     defaults = [a.default_value for a in event.overload._schema.arguments]
 
-    def make(behind: Any, args: Any) -> Any:
+    def short(behind: Any, args: Any) -> Any:
         frame = event.frame((*args, *defaults[len(args) :]), behind)
         return run(frame) if fits(frame) else MISS
 
-    return Ready(event.call.op, event.call.stream, make)
+    event.short = short
 
 
 def _runner(event: Event, faults: Faults) -> Callable[[list[Any]], Any]:
@@ -190,12 +170,12 @@ def _runner(event: Event, faults: Faults) -> Callable[[list[Any]], Any]:
     tape, gives = event.tape, event.gives
     assert tape is not None
     assert gives is not None
-    steps = [*map(frameless, event.before), *tape.begin.all()]
+    steps = [*event.before, *in_order(tape.begin)]
     if event.pends:
         gives = _finishing(event, gives)
     else:
-        steps += tape.late.all()
-    steps += map(frameless, event.after)
+        steps += in_order(tape.late)
+    steps += event.after
 
     def run(frame: list[Any]) -> Any:
         OWN.depth += 1
@@ -218,7 +198,7 @@ def _finishing(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[lis
     Also where nothing was: torch's own works hold their tensors for as long as they live.
     """
     assert event.tape is not None
-    late, written = event.tape.late.all(), stands_for(event).get("out", Slot(0)).index
+    late, written = in_order(event.tape.late), stands_for(event).get("out", Slot(0)).index
 
     def give(frame: list[Any]) -> Any:
         @own_work
@@ -301,11 +281,11 @@ def serve(
     with faults.guarded():
         if event.run is None:  # nothing of it is in a placement
             original = watched(event.call.op) if LIVE else event.call.op.redispatch
-            for act in event.before:
-                act()
+            for step in event.before:
+                step([])
             result = original(behind, *args, **kwargs)
-            for act in event.after:
-                act()
+            for step in event.after:
+                step([])
             return result
         given = (args, kwargs) if form is None else (form.args, form.kwargs)
         values = bind_arguments(event.overload, *given)
@@ -334,8 +314,7 @@ def serve(
 # Memory.
 
 
-def _ready_memory(event: Event, faults: Faults) -> Ready | None:
-    """The short way through `symmplan.empty` and `symmplan.out`; None if it has none."""
+def _ready_memory(event: Event, faults: Faults) -> None:
     place = next((lent.tensor for lent in event.lent.values()), None)
     writes, before, after = event.call.kind == "out", event.before, event.after
 
@@ -354,13 +333,15 @@ def _ready_memory(event: Event, faults: Faults) -> Ready | None:
     event.run = run
     wants, named = event.call.args, event.call.kwargs
     if any(isinstance(value, (tuple, dict)) for value in named.values()):
-        return None  # there may be tensors
+        return  # there may be tensors
     fits = _fitting(wants, {}, event.marks)
 
-    def ready(make: Any, args: Any, kwargs: Any) -> Any:
+    def short(kind: str, make: Any, args: Any, kwargs: Any) -> Any:
         values = (make, *args)
-        if len(values) != len(wants) or kwargs != named or not fits(values):
+        if kind != event.call.kind or len(values) != len(wants):
+            return MISS
+        if kwargs != named or not fits(values):
             return MISS
         return run(make, args, kwargs)
 
-    return Ready(event.call.kind, event.call.stream, ready)
+    event.short = short

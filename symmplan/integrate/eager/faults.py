@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from symmplan.integrate.eager.schedule import Event
+    from symmplan.integrate.eager.tape import Step
     from symmplan.memory.groups import Group
     from symmplan.memory.sessions import SessionKeys
 
@@ -188,12 +189,12 @@ class Faults:
             self.found(error)
             raise
 
-    def perform(self, acts: Sequence[Callable[[], None]]) -> None:
-        """Do things of ours, one after the other."""
-        if acts:
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what needs nothing of a call, such as barriers."""
+        if steps:
             with self.guarded():
-                for act in acts:
-                    act()
+                for step in steps:
+                    step([])
 
     def found(self, error: BaseException) -> None:
         """``error`` came up here. Returns if it is this rank's own.
@@ -207,13 +208,17 @@ class Faults:
         if told is not None:
             raise told from None
 
-    def leave_by(self, error: BaseException) -> None:
-        """The program left by ``error``. Peers may wait anywhere, or for this rank to record."""
+    def give_up(self, error: BaseException) -> None:
+        """The program left by ``error``.
+
+        Peers may wait anywhere: in an op, on their device, or for this rank to record one.
+        """
         self._keys.fail(error)
         self.fail(error)
         self.rescue()
+        self._abort()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         """End what waits for a peer that will never come."""
         if self._group.size > 1:
             ends_within(_ABORT, compat.abort_group, self._group.process_group)
@@ -264,7 +269,7 @@ class Faults:
                 compat.raise_in_thread(self._thread, told)
             self.rescue(alarm.group)
             if not self._quiet.wait(_GRACE):
-                self.abort()
+                self._abort()
             return
 
 

@@ -26,13 +26,10 @@ from symmplan.registry import all_specs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from symmplan.integrate.eager.calls import Ready
+    from symmplan.integrate.eager.schedule import Event
     from symmplan.integrate.eager.session import Session
 
 __all__ = ["Cursor", "declared_names", "install", "overload_name"]
-
-#: Where `wait_tensor` is, which ends what results that leave the iteration wait for.
-_PENDING = "_c10d_functional"
 
 #: Their ops run others of the catalogue below autograd, which the session sees.
 _FRONTS = ("_c10d_functional_autograd", "_dtensor")
@@ -47,16 +44,14 @@ class Cursor:
     Args:
         session: Whose schedule.
         roles: The streams.
-        calls: The short way of each call that has one; empty where nothing is served.
+        calls: The schedule; empty where nothing takes the short way.
 
     Attributes:
         at: Which call comes next.
         before: How many calls the iterations before this one made.
     """
 
-    def __init__(
-        self, session: Session | None, roles: Roles, calls: Sequence[Ready | None] = ()
-    ) -> None:
+    def __init__(self, session: Session | None, roles: Roles, calls: Sequence[Event] = ()) -> None:
         self.session = session
         self.roles = roles
         self.calls = calls
@@ -64,12 +59,18 @@ class Cursor:
         self.before = 0
 
     def take(self, op: Any, *given: Any) -> Any:
-        """Make the call that comes next, if it is this one and just as planned; else `MISS`."""
+        """Make the call that comes next, if it is this one and just as planned; else `MISS`.
+
+        Args:
+            op: What is called; None for memory.
+            given: See `Event.short`.
+        """
         at = self.at
         if at < len(self.calls) and not OWN.depth:
-            ready = self.calls[at]
-            if ready is not None and ready.op is op and self.roles.fits(ready.stream):
-                result = ready.make(*given)
+            event = self.calls[at]
+            short, call = event.short, event.call
+            if short is not None and call.op is op and self.roles.fits(call.stream):
+                result = short(*given)
                 if result is not MISS:
                     self.at = at + 1
                 return result

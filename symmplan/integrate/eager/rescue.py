@@ -57,13 +57,8 @@ def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
     if row is None or row.one_sided:
         return None
     values = event.recorded
-    start = starter(
-        row.target,
-        event.group or values.get("group_name"),
-        device,
-        reduction=values.get("reduce_op"),
-        root=values.get("src"),
-    )
+    values["group_name"] = event.group or values.get("group_name")
+    start = starter(row.target, values, device)
     if start is None:
         return None
     places = {(s.head, s.index): place for s, place in event.arguments.items()}
@@ -115,7 +110,7 @@ def catch_up(
     missing: Sequence[Callable[[], None] | None],
     device: torch.device,
     patience: float,
-) -> bool:
+) -> None:
     """Say how many calls this rank has made, and make those that others are waiting in.
 
     Args:
@@ -126,33 +121,30 @@ def catch_up(
         device: Where the tensors lie.
         patience: Seconds that the others have to say so.
 
-    Returns:
-        Whether all ranks have made the same calls now. Never raises.
+    Never raises.
 
     Collective: yes; who waits too long goes on.
     """
     if group.size == 1:
-        return True
+        return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # what is captured does not run
+        return  # what is captured does not run
     with contextlib.suppress(Exception):  # there is another error to tell of
         group.store.set(f"{key}/{group.rank}", str(made))
         keys = [f"{key}/{rank}" for rank in range(group.size)]
         deadline = time.monotonic() + patience
         while not group.store.check(keys):
             if time.monotonic() >= deadline:
-                return False
+                return
             time.sleep(_POLL)
         last = max(made, *(int(bytes(group.store.get(k))) for k in keys))
         acts = [missing[i % len(missing)] for i in range(made, last)]
-        if any(act is None for act in acts):
-            return False
-        if not acts:
-            return True
+        if None in acts:
+            return
         with torch.inference_mode():
             for act in acts:
                 assert act is not None
                 act()
-        # Whoever aborts a communicator in which kernels still run may crash its peers.
-        return device.type != "cuda" or ends_within(_REST, torch.cuda.synchronize, device)
-    return False
+        if acts and device.type == "cuda":
+            # Whoever aborts a communicator in which kernels still run may crash its peers.
+            ends_within(_REST, torch.cuda.synchronize, device)

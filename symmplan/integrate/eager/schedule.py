@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
-    from symmplan.integrate.eager.tape import Tape
+    from symmplan.integrate.eager.tape import Step, Tape
     from symmplan.place.ways import Lowering
 
 __all__ = ["Event", "Lent"]
@@ -81,7 +81,10 @@ class Event:
         lists: Which of the op's arguments are lists of tensors, by position.
         tape: What it does; None if nothing of it is in a placement.
         gives: Takes out of its frame what the program gets.
-        run: Makes it: of a frame, or for memory of a function and its arguments.
+        run: Makes it: of a frame, or for memory of a function, its arguments and those by name.
+        short: The same of what the program gives: the dispatch keys and its arguments; of a
+            ``c10d::`` call the process group and its method's arguments; of memory its kind and as
+            `run`. Returns `MISS` if that is not as planned. None if there is no such way.
         work: The Python half of the last work that C++ got.
         copies: How often bytes are copied into and out of placements.
     """
@@ -91,8 +94,8 @@ class Event:
     shapes: dict[tuple[int, ...], Any]
     row: Lowering | None
     group: str = ""
-    before: list[Callable[[], None]] = field(factory=list)
-    after: list[Callable[[], None]] = field(factory=list)
+    before: list[Step] = field(factory=list)
+    after: list[Step] = field(factory=list)
     writes: list[str] = field(factory=list)
     claims: list[tuple[str, str, Lent]] = field(factory=list)
     arguments: dict[Site, torch.Tensor] = field(factory=dict)
@@ -103,6 +106,7 @@ class Event:
     tape: Tape | None = None
     gives: Callable[[list[Any]], Any] | None = None
     run: Callable[..., Any] | None = None
+    short: Callable[..., Any] | None = None
     work: Any = None
     copies: int = 0
 
@@ -137,19 +141,19 @@ class Event:
         """The storages that nobody may hold any more, each with the uses that are the session's."""
         return tuple(dict.fromkeys((lent.storage, lent.uses) for _, _, lent in self.claims))
 
-    def ahead(self, operation: str, acts: Sequence[Callable[[], None]]) -> None:
+    def ahead(self, operation: str, steps: Sequence[Step]) -> None:
         """Do something right before an operation of this call, or else before all of it."""
         tape = self.tape
         for section in () if tape is None else (tape.begin, tape.late, tape.away):
-            if operation in section.steps:
-                section.ahead.setdefault(operation, []).extend(acts)
+            if operation in section:
+                section[operation][:0] = steps
                 return
-        self.before += acts
+        self.before += steps
 
     def behind_launch(self) -> list[str]:
         """The copies that are made before the call returns."""
-        waits = self.tape is None or (self.form and self.pends)
-        return [] if waits or self.tape is None else [name for name in self.tape.late.steps if name]
+        tape = None if self.pends else self.tape
+        return [] if tape is None else [name for name in tape.late if name]
 
     def overdue(self) -> tuple[str, str] | None:
         """A buffer that is about to be written, and one on its bytes that is still held."""

@@ -11,12 +11,13 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.eager.calls import MISS, ready_calls, serve
+from symmplan.integrate.eager.calls import MISS, make_ready, serve
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.streams import Roles, streams_of
+from symmplan.integrate.eager.tape import in_order
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
@@ -56,9 +57,7 @@ class Session:
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
-        self._uninstall: Callable[[], None] | None = None
-        self._watching: Watching | None = None
-        self._live: list[Event] = []  # the calls that are served: none once anybody failed
+        self._serving = contextlib.ExitStack()  # ends what catches the program's calls
         self.cursor = Cursor(None, Roles(None))
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
         self.leaving: dict[int, Event] = {}
@@ -178,21 +177,18 @@ class Session:
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.rendezvous
         self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
-        self._frozen, self._live = frozen, frozen.events
-        calls = ready_calls(frozen.events, self.faults)
-        if frozen.arena.races is not None:  # who watches sees all ops
-            calls = []
+        self._frozen = frozen
+        make_ready(frozen.events, self.faults)
+        calls = frozen.events if frozen.arena.races is None else ()  # who watches sees all ops
         self.cursor = Cursor(self, Roles(self._settings.streams), calls)
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
-        self._uninstall = install(self, [event.call.op for event in frozen.events])
+        self._serving.callback(install(self, [event.call.op for event in frozen.events]))
         if frozen.arena.races is not None:
-            names = declared_names()
-            self._watching = Watching(
-                self._settings.options.timeout,
-                lambda op: not OWN.depth and overload_name(op) in names,
+            names, timeout = declared_names(), self._settings.options.timeout
+            self._serving.enter_context(
+                Watching(timeout, lambda op: not OWN.depth and overload_name(op) in names)
             )
-            self._watching.__enter__()
 
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
@@ -219,7 +215,6 @@ class Session:
         self._usable()
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
-        self._check_claims(event)
         result = serve(event, self.faults, behind, args, kwargs, form)
         self.cursor.at += 1
         return result
@@ -234,14 +229,14 @@ class Session:
             return
         assert event.tape is not None
         with self.faults.guarded():
-            for step in event.tape.away.all():
+            for step in in_order(event.tape.away):
                 step([])
             copy = tensor.clone()
             tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
 
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
         name = f"symmplan.{kind}" if op is None else op.name()
-        if self.cursor.at >= len(self._live):
+        if self.cursor.at >= len(self._events):
             self.faults.depart(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
@@ -249,7 +244,7 @@ class Session:
                 event=None,
                 op=name,
             )
-        event = self._live[self.cursor.at]
+        event = self._events[self.cursor.at]
         if op is not event.call.op or kind != event.call.kind:
             self.faults.depart(
                 f"call {self.cursor.at} is another op than planned",
@@ -273,25 +268,23 @@ class Session:
                 got="one that is another in this iteration",
                 event=event,
             )
-        return event
-
-    def _check_claims(self, event: Event) -> None:
         overdue = event.overdue()
-        if overdue is None:
-            return
-        buffer, other = overdue
-        self.faults.depart(
-            f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still held",
-            expected="no tensor on it any more, as in the recorded iteration",
-            got="one that is kept longer",
-            event=event,
-            buffer=other,
-            fix=f"drop the tensor or keep a clone of it; or {REDO}",
-        )
+        if overdue is not None:
+            buffer, other = overdue
+            self.faults.depart(
+                f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
+                "held",
+                expected="no tensor on it any more, as in the recorded iteration",
+                got="one that is kept longer",
+                event=event,
+                buffer=other,
+                fix=f"drop the tensor or keep a clone of it; or {REDO}",
+            )
+        return event
 
     def _stop_serving(self, error: BaseException) -> None:
         """The first failure, here or elsewhere: nothing is in its placement any more."""
-        self._live, self.cursor.calls = [], ()
+        self.cursor.calls = ()
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
@@ -314,24 +307,17 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
-        tensor: torch.Tensor = self.cursor.take(kind, make, args, kwargs)
+        tensor: torch.Tensor = self.cursor.take(None, kind, make, args, kwargs)
         if tensor is not MISS:
             return tensor
         if OWN.depth or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
-        return self._memory(kind, make, args, kwargs)
-
-    def _memory(
-        self, kind: str, make: Callable[..., torch.Tensor], args: Any, kwargs: Any
-    ) -> torch.Tensor:
-        """The long way."""
         self._usable()
         event = self._expect(None, (make, *args), kwargs, kind)
-        self._check_claims(event)
         assert event.run is not None
-        tensor: torch.Tensor = event.run(make, args, kwargs)
+        tensor = event.run(make, args, kwargs)
         self.cursor.at += 1
         return tensor
 
@@ -349,18 +335,13 @@ class Session:
                 meet(self._settings, "leave the session")
             else:
                 with contextlib.suppress(SymmplanError):  # a peer's: the program has its own
-                    self._give_up(error)
+                    self.faults.give_up(error)
         except BaseException as failure:
             if error is None:
-                self._give_up(failure)
+                self.faults.give_up(failure)
             raise
         finally:
             self.release()
-
-    def _give_up(self, error: BaseException) -> None:
-        """Peers may wait anywhere: in an op, on their device, or for this rank to record one."""
-        self.faults.leave_by(error)
-        self.faults.abort()
 
     def _let_go(self) -> None:
         self.faults.close()
@@ -379,14 +360,9 @@ class Session:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-        if self._watching is not None:
-            self._watching.__exit__(None, None, None)
-            self._watching = None
-        if self._uninstall is not None:
-            self._uninstall()
-            self._uninstall = None
+        self._serving.close()
         self._counts += _counted(self._events[: self.cursor.at])
-        self._live, self.cursor = [], Cursor(None, Roles(None))
+        self.cursor = Cursor(None, Roles(None))
         self.leaving = {}
 
     def release(self) -> None:

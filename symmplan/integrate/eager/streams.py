@@ -8,38 +8,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
 from symmplan import _compat as compat
 from symmplan.capture.streams import CudaWatch
 
-if TYPE_CHECKING:
-    from symmplan.capture.streams import Watch
-
-__all__ = ["CudaStreams", "Roles", "Streams", "streams_of"]
+__all__ = ["Roles", "Streams", "streams_of"]
 
 
-class Streams(Protocol):
-    """What a session needs to know of a device's streams."""
+class Streams:
+    """What a session needs to know of the streams of a CUDA device.
 
-    @property
-    def watch(self) -> Watch:
-        """What a recording needs to know."""
-
-    def number(self) -> int:
-        """The current stream, as a number."""
-
-    def current(self) -> Any:
-        """The current stream."""
-
-    def wait(self, stream: Any, other: Any) -> None:
-        """Let ``stream`` wait for ``other``."""
-
-
-class CudaStreams:
-    """The `Streams` of a CUDA device."""
+    Attributes:
+        number: Gives the current stream as a number.
+        watch: What a recording needs to know.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +42,7 @@ class CudaStreams:
 
 def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device; None if it has none."""
-    return CudaStreams(device) if device.type == "cuda" else None
+    return Streams(device) if device.type == "cuda" else None
 
 
 class Roles:

@@ -17,7 +17,7 @@ import operator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from attrs import define, field, frozen
+from attrs import frozen
 
 from symmplan import _compat as compat
 from symmplan.memory.ops import IMPLEMENTATIONS
@@ -25,17 +25,15 @@ from symmplan.place.watching import watched
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from symmplan.capture.values import Value
     from symmplan.place.program import PlacedCall
 
-__all__ = ["Section", "Slot", "Step", "Tape", "frameless", "getter", "starter"]
+__all__ = ["Section", "Slot", "Step", "Tape", "getter", "in_order", "starter"]
 
 #: What is done with a frame.
 Step: TypeAlias = "Callable[[list[Any]], Any]"
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @frozen
@@ -45,30 +43,13 @@ class Slot:
     index: int
 
 
-@define(eq=False)
-class Section:
-    """Steps by the operation of the problem that they belong to, in program order.
-
-    Attributes:
-        steps: Those of each operation.
-        ahead: What comes right before an operation: barriers.
-    """
-
-    steps: dict[str, list[Step]] = field(factory=dict)
-    ahead: dict[str, list[Callable[[], None]]] = field(factory=dict)
-
-    def all(self) -> list[Step]:
-        """Everything in order."""
-        found: list[Step] = []
-        for operation, steps in self.steps.items():
-            found += map(frameless, self.ahead.get(operation, ()))
-            found += steps
-        return found
+#: Steps by the operation of the problem that they belong to, in program order.
+Section: TypeAlias = "dict[str, list[Step]]"
 
 
-def frameless(act: Callable[[], None]) -> Step:
-    """What needs no frame, as a step."""
-    return lambda _frame: act()
+def in_order(section: Section) -> list[Step]:
+    """All steps of a section."""
+    return [step for steps in section.values() for step in steps]
 
 
 class Tape:
@@ -76,7 +57,7 @@ class Tape:
 
     Args:
         view: Gives a placement as a tensor like one of the program's.
-        shapes: Gives the stand-in of one of the program's tensors.
+        shapes: The stand-ins of the program's tensors.
         device: Where tensors lie.
         size: How many slots the frame has before the tape adds to it; the last is for the dispatch
             keys.
@@ -97,7 +78,7 @@ class Tape:
     def __init__(
         self,
         view: Callable[[str, Value, bool], torch.Tensor],
-        shapes: Callable[[Value], Any],
+        shapes: Mapping[Value, Any],
         device: torch.device,
         size: int,
         *,
@@ -105,7 +86,9 @@ class Tape:
         direct: bool,
         works: bool | None,
     ) -> None:
-        self.begin, self.late, self.away = Section(), Section(), Section()
+        self.begin: Section = {}
+        self.late: Section = {}
+        self.away: Section = {}
         self.result: Slot | None = None
         self.size = size
         self._view = view
@@ -127,7 +110,7 @@ class Tape:
 
     def doing(self, operation: str) -> None:
         """What follows belongs to an operation of the problem."""
-        self._steps = self._section.steps.setdefault(operation, [])
+        self._steps = self._section.setdefault(operation, [])
 
     def view(self, buffer: str, like: Value, *, contiguous: bool) -> torch.Tensor:
         """The placement of a buffer, as a tensor like one of the program's."""
@@ -135,7 +118,7 @@ class Tape:
 
     def empty(self, like: Value) -> Slot:
         """Ordinary memory for a tensor like one of the program's."""
-        fake = self._shapes(like)
+        fake = self._shapes[like]
         make = functools.partial(torch.empty, fake.shape, dtype=fake.dtype, device=self._device)
         return self.do(make)
 
@@ -170,10 +153,6 @@ class Tape:
 
     # What else a call of a session does.
 
-    def wait(self, tensor: Any) -> None:
-        """Wait for a collective that writes a tensor."""
-        self.do(_WAIT, tensor)
-
     def do(self, function: Callable[..., Any], *values: Any, **named: Any) -> Slot:
         """Call a function of slots and other values; the slot of what it returns."""
         at, get = self.size, getter(list(values))
@@ -196,14 +175,7 @@ class Tape:
         """What launches a collective of the process group, if it needs not be called."""
         if op.namespace != "_c10d_functional":
             return None
-        ask = functools.partial(
-            starter,
-            f"{op._schema.name}.{op._overloadname}",
-            given["group_name"],
-            self._device,
-            reduction=given.get("reduce_op"),
-            root=given.get("src"),
-        )
+        ask = functools.partial(starter, op._schema.name, given, self._device)
         if self._works is not None:
             direct = None if self._watched else ask(asynchronous=self._works)
             return direct or ask(asynchronous=self._works, dispatched=True)
@@ -229,22 +201,18 @@ def getter(value: Any) -> Callable[[list[Any]], Any]:
 
 def starter(
     target: str,
-    group: object,
+    given: Mapping[str, Any],
     device: torch.device,
     *,
-    reduction: object,
-    root: object,
     asynchronous: bool = True,
     dispatched: bool = False,
 ) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
     """What a functional collective starts, past the dispatcher.
 
     Args:
-        target: Its qualified name, with overload.
-        group: Name of the process group.
+        target: Its qualified name.
+        given: Its arguments.
         device: Where the tensors lie.
-        reduction: Name of the reduction, where there is one.
-        root: Rank of the root, where there is one.
         asynchronous: Whether it may run on a stream of the group's.
         dispatched: Whether to go through the dispatcher all the same.
 
@@ -252,16 +220,21 @@ def starter(
         A function of the tensor that is written and the one that is read; it returns the work. None
         if there is no such way here.
     """
-    name = target.partition("::")[2].removesuffix(".default")
+    name, group = target.partition("::")[2].removesuffix(".default"), given.get("group_name")
+    reduction, root = given.get("reduce_op"), given.get("src")
     asked = compat.collective_options(name, reduction=reduction, root=root)
     if asked is None or not isinstance(group, str):
         return None
-    owner = compat.group_by_name(group) if dispatched else compat.group_backend(group, device)
-    if owner is None:
-        return None
     method, options = asked
     options.asyncOp = asynchronous
-    run = getattr(owner, method)
+    if dispatched:  # by the method of all groups: the session's own is not there yet
+        owner = torch.distributed.ProcessGroup
+        run = functools.partial(getattr(owner, method), compat.group_by_name(group))
+    else:
+        backend = compat.group_backend(group, device)
+        if backend is None:
+            return None
+        run = getattr(backend, method)
     if method in ("allreduce", "broadcast"):
         return lambda out, _: run([out], options)
     return lambda out, source: run(out, source, options)
