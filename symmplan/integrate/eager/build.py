@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,13 +129,17 @@ class _Builder:
             direct=not any(x.dtype.is_complex for x in event.shapes.values()),
             works=event.call.asynchronous or bool(call.engine) if event.form else None,
         )
-        launched = launch(call, tape, stands_for(event))
+        stands = stands_for(event)
+        launched = launch(call, tape, stands)
         for site in call.sites:
             if site.kind == "argument" and site.buffer is not None:
                 assert site.source is not None
                 like = self.captured.values.tensors[(site.source, site.path)]
                 begin = 0 if site.how == "stage" else like.storage_offset() * like.element_size()
                 event.arguments[site] = self._flat(site.buffer, like, begin)
+                if site.how == "bind":
+                    slot = functools.reduce(operator.getitem, site.index, stands[site.head])
+                    event.bound[slot.index] = site
         event.copies = len(event.results) - len(event.lent)
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)
         event.gives = self._finish(event, tape, call, launched)
@@ -358,16 +364,5 @@ def events_of(
     device: torch.device,
     lowerings: Lowerings,
 ) -> tuple[list[Event], list[Step]]:
-    """The schedule of a placed recording.
-
-    Args:
-        recorder: The recording.
-        program: What a plan makes of it.
-        arena: The plan's memory.
-        device: Where tensors lie.
-        lowerings: How ops run on its memory backend.
-
-    Returns:
-        The events in order, and what is to be done when the iteration ends.
-    """
+    """The events of a placed recording in order, and what is to be done when the iteration ends."""
     return _Builder(recorder, program, arena, device, lowerings).build()

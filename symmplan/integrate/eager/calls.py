@@ -55,12 +55,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def make_ready(events: Sequence[Event], faults: Faults) -> None:
-    """Give each planned call what runs it, and its short way if it has one.
-
-    Args:
-        events: The calls.
-        faults: Whom to tell of what fails.
-    """
+    """Give each planned call what runs it, and its short way if it has one."""
     for event in events:
         if event.call.kind == "op":
             _ready_call(event, faults)
@@ -146,12 +141,7 @@ def _ready_call(event: Event, faults: Faults) -> None:
     if event.tape is None:
         return
     run = event.run = _runner(event, faults)
-    stands, addresses = stands_for(event), {}
-    for site, place in event.bound.items():
-        slot = stands[site.head]
-        for index in site.index:
-            slot = slot[index]
-        addresses[slot.index] = place.data_ptr()
+    addresses = {slot: event.arguments[site].data_ptr() for slot, site in event.bound.items()}
     fits = _fitting(list(event.recorded.values()), addresses, event.marks)
     if event.form:
         event.short = _front(event, fits, run)
@@ -260,18 +250,9 @@ def _front(
 def serve(
     event: Event, faults: Faults, behind: Any, args: Any, kwargs: Any, form: Functional | None
 ) -> Any:
-    """Run ``event`` for whoever comes through the dispatcher.
+    """Run ``event``, which the call is known to fit, for whoever comes through the dispatcher.
 
-    Args:
-        event: What the schedule expects; the call is known to fit it.
-        faults: Whom to tell of what fails.
-        behind: The dispatch keys behind the session's.
-        args: Arguments of the op as the program called it.
-        kwargs: The same by name.
-        form: The functional form of a ``c10d::`` call.
-
-    Returns:
-        What the op returns.
+    ``form`` is the functional form of a ``c10d::`` call. Returns what the op returns.
 
     Raises:
         RunError: An argument lies elsewhere than planned.
@@ -288,27 +269,27 @@ def serve(
                 step([])
             return result
         given = (args, kwargs) if form is None else (form.args, form.kwargs)
-        values = bind_arguments(event.overload, *given)
-        for site, place in event.bound.items():
-            tensor = values[site.head]
-            for i in site.index:
-                tensor = tensor[i]
-            if tensor.data_ptr() != place.data_ptr():
+        frame = event.frame(tuple(bind_arguments(event.overload, *given).values()), behind)
+        for slot, site in event.bound.items():
+            place, found = event.arguments[site].data_ptr(), frame[slot].data_ptr()
+            if found != place:
                 raise RunError(
                     f"{event.name}: argument {site.head!r} is not the tensor that it was when the "
                     f"iteration was recorded, buffer {site.buffer!r}",
-                    expected=f"a tensor at {place.data_ptr():#x}",
-                    got=f"one at {tensor.data_ptr():#x}",
+                    expected=f"a tensor at {place:#x}",
+                    got=f"one at {found:#x}",
                     fix="pass the same tensor in every iteration, or call session.replan() on all "
                     "ranks",
                     op=event.name,
                     buffer=site.buffer,
                 )
-    result = event.run(event.frame(tuple(values.values()), behind))
+    result = event.run(frame)
     if form is None:
         return result
-    event.work = compat.finished() if result is None else result
-    return form.results(event.work.boxed())
+    work = compat.finished() if result is None else result
+    if event.pends:
+        event.work = work
+    return form.results(work.boxed())
 
 
 # Memory.

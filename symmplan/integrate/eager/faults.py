@@ -134,14 +134,8 @@ class Faults:
     ) -> NoReturn:
         """Raise, on every rank. See [Note: one rank departs].
 
-        Args:
-            what: What this rank does that was not planned.
-            expected: What was.
-            got: What it does instead.
-            event: The planned call; None if there is none any more.
-            op: Name of the op; that of ``event`` if empty.
-            buffer: Name of a buffer; one of ``event`` if empty.
-            fix: What to do.
+        ``event`` is the planned call, None if there is none any more; it gives the names of the op
+        and of a buffer where there are no better ones.
         """
         error = RunError(
             f"rank {self._group.rank}: {what}",
@@ -332,14 +326,13 @@ def _name_of_buffer(event: Event | None) -> str:
     """A buffer that an event touches, for messages."""
     if event is None:
         return ""
-    names = [c[0] for c in event.claims] + [s.buffer or "" for s in event.bound] + event.writes
-    return names[0] if names else ""
+    claimed = [buffer for buffer, _, _ in event.claims]
+    bound = [site.buffer for site in event.bound.values()]
+    return next((name for name in (*claimed, *bound, *event.writes) if name), "")
 
 
 def public(given: Any) -> Any:
     """Arguments for messages: no objects, no addresses."""
-    import torch
-
     if isinstance(given, (tuple, list)):
         if len(given) == 2 and isinstance(given[1], torch.dtype):
             return f"{str(given[1]).removeprefix('torch.')}{list(given[0])}"

@@ -25,6 +25,7 @@ from symmplan.registry import all_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import ExitStack
 
     from symmplan.integrate.eager.schedule import Event
     from symmplan.integrate.eager.session import Session
@@ -65,9 +66,9 @@ class Cursor:
             op: What is called; None for memory.
             given: See `Event.short`.
         """
-        at = self.at
-        if at < len(self.calls) and not OWN.depth:
-            event = self.calls[at]
+        calls, at = self.calls, self.at  # another thread may take the calls away
+        if at < len(calls) and not OWN.depth:
+            event = calls[at]
             short, call = event.short, event.call
             if short is not None and call.op is op and self.roles.fits(call.stream):
                 result = short(*given)
@@ -85,25 +86,20 @@ class Cursor:
         self.session, self.roles, self.calls = None, Roles(None), ()
 
 
-def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
-    """Kernels for all declared ops, and what comes before them in Python.
+def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
+    """Kernels for all declared ops, and what comes before them in Python for the program's ``ops``.
 
     See [Note: nobody else pays], and [Note: past the dispatcher] in
-    `symmplan.integrate.eager.calls`.
-
-    Args:
-        session: Frozen.
-        ops: What its program calls.
-
-    Returns:
-        What removes them.
+    `symmplan.integrate.eager.calls`. They are removed when ``stack`` is closed.
     """
     libraries: dict[str, torch.library.Library] = {}
     cursor = session.cursor
+    stack.callback(cursor.forget)
 
     def add(op: Any, kernel: Callable[..., Any]) -> None:
         if op.namespace not in libraries:
             libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+            stack.callback(libraries[op.namespace]._destroy)
         name = op._name.partition("::")[2]
         libraries[op.namespace].impl(name, kernel, "BackendSelect", with_keyset=True)
 
@@ -116,21 +112,9 @@ def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
     if session.leaving:
         op = torch.ops._c10d_functional.wait_tensor.default
         add(op, _wait_kernel(cursor, op))
-    undo = [
-        compat.replace_group_method(name, _method(cursor, op))
-        for op in dict.fromkeys(ops)
-        if op is not None
-        for name in compat.group_method_names(METHODS.get(op._schema.name, ""))
-    ]
-
-    def remove() -> None:
-        for act in undo:
-            act()
-        for library in libraries.values():
-            library._destroy()
-        cursor.forget()
-
-    return remove
+    for op in dict.fromkeys(ops):
+        for name in compat.group_method_names(METHODS.get(op._schema.name, "")):
+            stack.callback(compat.replace_group_method(name, _method(cursor, op)))
 
 
 def declared_names() -> dict[str, None]:

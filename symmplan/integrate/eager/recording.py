@@ -16,7 +16,6 @@ from symmplan.capture.producers import out_overload
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
-from symmplan.integrate.eager.rescue import missing_of
 from symmplan.memory import realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN, own_work
@@ -29,7 +28,7 @@ from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import fx
 
@@ -90,8 +89,6 @@ class Frozen:
         events: The declared calls that are expected, in order.
         tail: What to do at the end of each iteration.
         copies: See `Copy`.
-        missing: What peers need of each call, should this rank not come to it; see
-            `symmplan.integrate.eager.rescue`. None if no peer can wait for one.
         choices: What was measured.
     """
 
@@ -102,7 +99,6 @@ class Frozen:
     events: list[Event]
     tail: list[Step]
     copies: tuple[Copy, ...]
-    missing: list[Callable[[], None] | None] | None
     choices: tuple[Choice, ...]
 
 
@@ -144,11 +140,6 @@ class _Scratch:
     """See [Note: scratch] in `symmplan.capture.eager_apart`.
 
     Each kind of call gets an arena, kept until the recording ends.
-
-    Args:
-        memory: Name of the memory backend.
-        device: Where the tensors lie.
-        timeout: Seconds that ranks wait for each other.
     """
 
     def __init__(self, memory: str, device: torch.device, timeout: float) -> None:
@@ -315,11 +306,10 @@ class Recording:
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
-            missing = missing_of(events, settings.device)
         copies = _copies(captured, recorder)
         choices = tuple(chosen.choices)
         rendezvous = arena.rendezvous - met_before
-        return Frozen(plan, captured, arena, rendezvous, events, tail, copies, missing, choices)
+        return Frozen(plan, captured, arena, rendezvous, events, tail, copies, choices)
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

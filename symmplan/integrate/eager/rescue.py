@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,32 +29,15 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
 
-__all__ = ["catch_up", "missing_of"]
+__all__ = ["catch_up"]
 
 _POLL = 0.02
 #: Seconds that the device has to end what was made up for.
 _REST = 5.0
 
 
-def missing_of(
-    events: Sequence[Event], device: torch.device
-) -> list[Callable[[], None] | None] | None:
-    """For each planned call, what peers need of it; None for those that cannot be made up for.
-
-    Args:
-        events: The planned calls.
-        device: Where their tensors lie.
-
-    Returns:
-        None if no call is a collective of the process group.
-    """
-    # Peers have no part in memory.
-    found = [_missing(e, device) if e.call.kind == "op" else lambda: None for e in events]
-    there = any(e.call.kind == "op" and act for e, act in zip(events, found, strict=True))
-    return found if there else None
-
-
 def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
+    """What peers need of a call; None if it is nothing or cannot be made up for."""
     row = event.row
     if row is None or row.one_sided:
         return None
@@ -65,10 +50,7 @@ def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
 
     def at(head: str, path: tuple[int, ...]) -> Any:
         """The placement of an argument; its shape and type if it has none."""
-        value = values[head]
-        for i in path:
-            value = value[i]
-        return places.get((head, path), value)
+        return places.get((head, path), functools.reduce(operator.getitem, path, values[head]))
 
     pairs = []
     for path in [(i,) for i in range(len(values["inputs"]))] if row.each else [()]:
@@ -107,7 +89,7 @@ def catch_up(
     group: Group,
     key: str,
     made: int,
-    missing: Sequence[Callable[[], None] | None],
+    events: Sequence[Event],
     device: torch.device,
     patience: float,
 ) -> None:
@@ -117,7 +99,7 @@ def catch_up(
         group: The ranks.
         key: Where in the group's store; the same on all ranks, and new.
         made: How many planned calls this rank has made, in all iterations.
-        missing: From `missing_of`.
+        events: The planned calls of an iteration.
         device: Where the tensors lie.
         patience: Seconds that the others have to say so.
 
@@ -130,6 +112,8 @@ def catch_up(
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return  # what is captured does not run
     with contextlib.suppress(Exception):  # there is another error to tell of
+        if not any(_missing(event, device) for event in events):
+            return
         group.store.set(f"{key}/{group.rank}", str(made))
         keys = [f"{key}/{rank}" for rank in range(group.size)]
         deadline = time.monotonic() + patience
@@ -138,7 +122,8 @@ def catch_up(
                 return
             time.sleep(_POLL)
         last = max(made, *(int(bytes(group.store.get(k))) for k in keys))
-        acts = [missing[i % len(missing)] for i in range(made, last)]
+        calls = [events[i % len(events)] for i in range(made, last)]
+        acts = [_missing(event, device) for event in calls if event.call.kind == "op"]
         if None in acts:
             return
         with torch.inference_mode():

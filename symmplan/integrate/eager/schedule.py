@@ -75,6 +75,7 @@ class Event:
         writes: Names of the buffers that it writes first.
         claims: Those, each with a buffer on its bytes whose placement nobody may hold any more.
         arguments: The placements of declared arguments.
+        bound: ``{slot: argument}`` of those that must already lie there.
         results: ``{path: placement}`` of results.
         lent: ``{path: Lent}`` of those results that stay there.
         leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
@@ -85,7 +86,7 @@ class Event:
         short: The same of what the program gives: the dispatch keys and its arguments; of a
             ``c10d::`` call the process group and its method's arguments; of memory its kind and as
             `run`. Returns `MISS` if that is not as planned. None if there is no such way.
-        work: The Python half of the last work that C++ got.
+        work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
     """
 
@@ -99,6 +100,7 @@ class Event:
     writes: list[str] = field(factory=list)
     claims: list[tuple[str, str, Lent]] = field(factory=list)
     arguments: dict[Site, torch.Tensor] = field(factory=dict)
+    bound: dict[int, Site] = field(factory=dict)
     results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], Lent] = field(factory=dict)
     leaving: dict[tuple[int, ...], Lent] = field(factory=dict)
@@ -119,11 +121,6 @@ class Event:
     def recorded(self) -> dict[str, Any]:
         """What was recorded of each argument, or its default."""
         return bind_arguments(self.overload, self.call.args, self.call.kwargs)
-
-    @property
-    def bound(self) -> dict[Site, torch.Tensor]:
-        """The declared arguments that must already lie in their placements."""
-        return {s: place for s, place in self.arguments.items() if s.how == "bind"}
 
     @property
     def form(self) -> bool:

@@ -183,7 +183,7 @@ class Session:
         self.cursor = Cursor(self, Roles(self._settings.streams), calls)
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
-        self._serving.callback(install(self, [event.call.op for event in frozen.events]))
+        install(self, [e.call.op for e in frozen.events if e.call.op is not None], self._serving)
         if frozen.arena.races is not None:
             names, timeout = declared_names(), self._settings.options.timeout
             self._serving.enter_context(
@@ -291,11 +291,8 @@ class Session:
 
     def _rescue(self, group: Group, key: str, patience: float) -> None:
         """Nobody shall wait for a planned collective that this rank did not come to."""
-        frozen = self._frozen
-        if frozen is None or frozen.missing is None:
-            return
         made = self.cursor.before + self.cursor.at
-        catch_up(group, key, made, frozen.missing, self._settings.device, patience)
+        catch_up(group, key, made, self._events, self._settings.device, patience)
 
     # Memory.
 
@@ -379,7 +376,7 @@ class Session:
         else:
             self._let_go()
         if self._frozen is not None:  # what it says stays, what it held goes
-            self._frozen = evolve(self._frozen, events=[], tail=[], missing=None)
+            self._frozen = evolve(self._frozen, events=[], tail=[])
         self._state = "released"
         if self._keys is not None and not forked:
             self._keys.leave()

@@ -207,14 +207,9 @@ def starter(
     asynchronous: bool = True,
     dispatched: bool = False,
 ) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
-    """What a functional collective starts, past the dispatcher.
+    """What a functional collective starts, past the dispatcher unless ``dispatched``.
 
-    Args:
-        target: Its qualified name.
-        given: Its arguments.
-        device: Where the tensors lie.
-        asynchronous: Whether it may run on a stream of the group's.
-        dispatched: Whether to go through the dispatcher all the same.
+    ``given`` are its arguments; what is ``asynchronous`` may run on a stream of the group's.
 
     Returns:
         A function of the tensor that is written and the one that is read; it returns the work. None
