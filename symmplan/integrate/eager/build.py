@@ -189,16 +189,14 @@ class _Builder:
             return getter(compat.finished() if tape.result is None else tape.result)
         if tape.result is not None and not call.results:
             return _raw(tape.result, back)
+        tape.part(tape.late)
         lent = {**event.leaving, **event.lent}
-        gives = {
-            path: _giving(lent[path])
-            if path in lent
-            else getter(next((source for view, source in back if view is value), value))
-            for path, value in results.items()
-        }
-        if () in gives:
-            return gives[()]
-        return lambda frame: [give(frame) for give in gives.values()]
+        for path, value in results.items():
+            if path in lent:
+                results[path] = tape.do(lent[path].tensor.detach)
+            else:
+                results[path] = next((source for view, source in back if view is value), value)
+        return getter(results[()] if () in results else list(results.values()))
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -339,11 +337,6 @@ class _Poison:
     def __call__(self, _frame: list[Any]) -> None:
         if self.lent is None or not self.lent.held:
             self.view.fill_(255)
-
-
-def _giving(lent: Lent) -> Callable[[list[Any]], Any]:
-    give = lent.tensor.detach
-    return lambda _frame: give()
 
 
 def _raw(slot: Slot, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
