@@ -20,10 +20,12 @@ __all__ = [
     "group_method_names",
     "group_options",
     "nccl_window_allocator",
+    "nobody_looks",
     "reduction_named",
     "register_nccl_pool",
     "register_work",
     "replace_group_method",
+    "replace_op_call",
     "start_all_to_all",
     "watched_handle",
     "watched_work",
@@ -119,6 +121,56 @@ def replace_group_method(
             setattr(kind, name, original)
 
     return undo
+
+
+def replace_op_call(
+    op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``make(original)`` in the place of what Python calls when it calls an op.
+
+    Args:
+        op: An overload; also its packet, if it has no other.
+        make: Of what is called so far.
+
+    Returns:
+        What undoes it. If somebody else replaced it since, it stays.
+    """
+    packet = op.overloadpacket
+    owners = [op, packet] if packet.overloads() == [op._overloadname] else [op]
+    done = []
+    for owner in owners:
+        original = vars(owner).get("_op")
+        if original is not None:  # else this torch calls something else
+            owner._op = make(original)
+            done.append((owner, original, owner._op))
+
+    def undo() -> None:
+        for owner, original, ours in done:
+            if owner._op is ours:
+                owner._op = original
+
+    return undo
+
+
+def nobody_looks() -> Callable[[torch.Tensor], bool]:
+    """Tells of a tensor whether an op on it may go past the dispatcher.
+
+    Not if it is wrapped, if autograd follows it, or if a mode or a transform is active.
+    """
+    kinds, modes = (torch.Tensor, torch.nn.Parameter), torch._C._len_torch_dispatch_stack
+    functions, graded = torch._C._len_torch_function_stack, torch.is_grad_enabled
+    transforms = torch._C._functorch.peek_interpreter_stack
+
+    def alone(tensor: torch.Tensor) -> bool:
+        return (
+            tensor.__class__ in kinds
+            and not modes()
+            and not functions()
+            and transforms() is None
+            and not (tensor.requires_grad and graded())
+        )
+
+    return alone
 
 
 def nccl_window_allocator(group: dist.ProcessGroup) -> Any:

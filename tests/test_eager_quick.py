@@ -162,7 +162,7 @@ def _steady(rank, world_size, name, c10d):
         within = sum(a is not b for a, b in zip(calls, _called(), strict=True))
     assert dict(vars(dist.ProcessGroup)) == methods
     assert all(a is b for a, b in zip(calls, _called(), strict=True))
-    assert within == 0
+    assert within == (2 if name.startswith("functional") else 0)
     return counts, counted
 
 

@@ -10,8 +10,9 @@
     the reduction as boxed objects. A kernel in Python gets those boxed anew for every call, and
     hands them back when it goes on to the op itself: twice as long as the collective takes to
     launch. So ``dist.all_reduce`` and its like are caught where Python calls the group's method.
-    What is not as planned, and whoever calls from C++, comes to the session's kernel in the
-    dispatcher, as functional collectives and other declared ops do.
+    Functional collectives are caught where Python calls the op, if no mode, transform or autograd
+    is there to see the call. What is not as planned, and whoever calls from C++, comes to the
+    session's kernel in the dispatcher, as other declared ops do.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def _fitting(
         if is_tensor(want):
             tensors.append((i, *want))
         elif isinstance(want, _WORDS):
-            words.append((i, want))
+            words.append((i, want.__class__, want))
+        elif want is float:
+            words.append((i, float, None))
         else:
             others.append((i, want))
     places, uses = tuple(addresses.items()), compat.storage_use_count
@@ -103,8 +106,9 @@ def _fitting(
                 return False
             if tensor.shape != shape or tensor.dtype is not dtype:
                 return False
-        for i, word in words:
-            if values[i].__class__ is not word.__class__ or values[i] != word:
+        for i, kind, word in words:
+            value = values[i]
+            if value.__class__ is not kind or (word is not None and value != word):
                 return False
         for i, want in others:
             if signature(values[i]) != want:
@@ -148,7 +152,11 @@ def _ready_call(event: Event, faults: Faults) -> None:
         return
     defaults = [a.default_value for a in event.overload._schema.arguments]
 
+    needs_keys = event.tape.needs_keys
+
     def short(behind: Any, args: Any) -> Any:
+        if len(args) > len(defaults) or (needs_keys and behind is None):
+            return MISS
         frame = event.frame((*args, *defaults[len(args) :]), behind)
         return run(frame) if fits(frame) else MISS
 

@@ -113,6 +113,8 @@ def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
         op = torch.ops._c10d_functional.wait_tensor.default
         add(op, _wait_kernel(cursor, op))
     for op in dict.fromkeys(ops):
+        if op.namespace == "_c10d_functional":
+            stack.callback(compat.replace_op_call(op, _call(cursor, op)))
         for name in compat.group_method_names(METHODS.get(op._schema.name, "")):
             stack.callback(compat.replace_group_method(name, _method(cursor, op)))
 
@@ -165,5 +167,22 @@ def _method(cursor: Cursor, op: Any) -> Callable[[Any], Callable[..., Any]]:
             return original(group, *args, **kwargs) if work is MISS else work
 
         return method
+
+    return make
+
+
+def _call(cursor: Cursor, op: Any) -> Callable[[Any], Callable[..., Any]]:
+    """What takes the place of what Python calls when it calls a functional collective."""
+    alone = compat.nobody_looks()
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and not kwargs and cursor.session is not None and alone(args[0]):
+                result = cursor.take(op, None, args)
+                if result is not MISS:
+                    return result
+            return original(*args, **kwargs)
+
+        return call
 
     return make

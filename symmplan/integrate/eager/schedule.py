@@ -83,7 +83,8 @@ class Event:
         tape: What it does; None if nothing of it is in a placement.
         gives: Takes out of its frame what the program gets.
         run: Makes it: of a frame, or for memory of a function, its arguments and those by name.
-        short: The same of what the program gives: the dispatch keys and its arguments; of a
+        short: The same of what the program gives: the dispatch keys, None in front of the
+            dispatcher, and its arguments; of a
             ``c10d::`` call the process group and its method's arguments; of memory its kind and as
             `run`. Returns `MISS` if that is not as planned. None if there is no such way.
         work: The Python half of the last work that C++ got, if it is symmplan's.

@@ -73,6 +73,7 @@ class Tape:
         result: What the op itself returned, or the work of what was launched; None if nothing of
             the kind was called.
         size: How many slots the frame has.
+        needs_keys: Whether a step needs the dispatch keys.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Tape:
         self.away: Section = {}
         self.result: Slot | None = None
         self.size = size
+        self.needs_keys = False
         self._view = view
         self._shapes = shapes
         self._device = device
@@ -140,7 +142,7 @@ class Tape:
 
     def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slot:
         """Call the op itself; the slot of what it returns."""
-        op = call.overload
+        op, self.needs_keys = call.overload, True
         run = functools.partial(_watched, op) if self._watched else compat.redispatch_of(op)
         self.result = self.do(run, self._behind, *args, **kwargs)
         return self.result
