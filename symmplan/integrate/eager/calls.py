@@ -87,7 +87,9 @@ def _fitting(
         addresses: Of values that must lie where they did.
         claims: See `Event.marks`.
     """
-    tensors, words, others = [], [], []
+    tensors: list[tuple[int, Any, Any]] = []
+    words: list[tuple[int, Any, Any]] = []
+    others: list[tuple[int, Any]] = []
     for i, want in enumerate(wants):
         if is_tensor(want):
             tensors.append((i, *want))
