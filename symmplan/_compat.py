@@ -19,7 +19,6 @@ from symmplan._compat_c10d import (  # noqa: F401 (one name for both, for who as
     collective_options,
     deregister_nccl_pool,
     finished,
-    finished_work,
     group_method_names,
     group_options,
     nccl_window_allocator,

@@ -267,12 +267,6 @@ def finished() -> Any:
     return _Finished()
 
 
-@functools.cache
-def finished_work() -> Any:
-    """The same boxed, as kernels in Python return it."""
-    return finished().boxed()
-
-
 def all_to_all(output: Any, source: Any, group: Any) -> None:
     """Equal parts to and from every rank, on the current stream. Collective.
 

@@ -77,10 +77,10 @@ def check_session(session: Any) -> None:
         for section in sections:
             waits = section is not tape.begin and (event.form and event.pends)
             if waits or section is getattr(tape, "away", None):
-                apart.update(section.steps)
+                apart.update(section)
                 continue
-            for operation in section.steps:
-                found += _barriers(section.ahead.get(operation, ()))
+            for operation, steps in section.items():
+                found += _barriers(steps)
                 found.append(operation)
         found += _barriers(event.after)
     found += _barriers(frozen.tail)

@@ -101,8 +101,7 @@ class _Watch:
 
     def __init__(self, session):
         self.count = 0
-        for name in ("serve", "_memory"):
-            setattr(session, name, self._counting(getattr(session, name)))
+        session._expect = self._counting(session._expect)
 
     def _counting(self, function):
         def call(*args, **kwargs):

@@ -89,7 +89,10 @@ def _two_streams(rank, world_size, there, back, sync, fresh):
 
     streams, overwriting = Streams(), []
     act = eager_build._Poison.__call__
-    eager_build._Poison.__call__ = lambda self: (overwriting.append(streams.number()), act(self))
+    eager_build._Poison.__call__ = lambda *given: (
+        overwriting.append(streams.number()),
+        act(*given),
+    )
     x = torch.ones(64)
     with _session(streams, debug=True) as session:
         for turn in range(4):

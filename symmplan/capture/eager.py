@@ -369,7 +369,7 @@ def _run_apart(
         if work is not None:  # NCCL has none for what runs on the current stream
             work.wait()
         form.written.copy_(clones[id(form.written)][1])
-        return form.results(compat.finished_work())
+        return form.results(compat.finished().boxed())
     result = tree_map(finished, result)
     if placed:
         assert scratch is not None

@@ -9,17 +9,18 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
-from symmplan.integrate.eager.calls import runner, stands_for
-from symmplan.integrate.eager.direct import starter
-from symmplan.integrate.eager.expected import is_tensors
-from symmplan.integrate.eager.schedule import Bound, Event, Lent, Stage
+from symmplan.integrate.eager.calls import is_tensors, stands_for
+from symmplan.integrate.eager.schedule import Event, Lent
 from symmplan.integrate.eager.tape import Slot, Tape, getter
 from symmplan.memory.lend import lend
 from symmplan.place.lower import launch
@@ -28,19 +29,22 @@ from symmplan.planner.order import order_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.graphs import Value
-    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.capture.sites import Captured, Home
+    from symmplan.integrate.eager.tape import Step
     from symmplan.memory import Arena
     from symmplan.model import Plan
     from symmplan.place.lower import Launched
     from symmplan.place.program import Instruction, PlacedCall, PlacedProgram
     from symmplan.place.ways import Lowerings
+    from symmplan.planner.order import Order
 
 __all__ = ["events_of"]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @define(eq=False)
@@ -50,10 +54,8 @@ class _Builder:
     arena: Arena
     device: torch.device
     lowerings: Lowerings
-    one_stream: bool = field(init=False)
+    order: Order | None = field(init=False)  # None on one stream: all is in order there
     lent: dict[str, Lent] = field(init=False, factory=dict)
-    shared: dict[Any, Lent] = field(init=False, factory=dict)
-    views: dict[Any, torch.Tensor] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
 
     @property
@@ -64,26 +66,24 @@ class _Builder:
     def plan(self) -> Plan:
         return self.program.plan
 
-    def build(self) -> tuple[list[Event], list[Callable[[], None]]]:
-        self.one_stream = all(o.op != MARK for o in self.captured.problem.operations)
+    def build(self) -> tuple[list[Event], list[Step]]:
+        problem = self.captured.problem
+        one_stream = all(o.op != MARK for o in problem.operations)
+        self.order = None if one_stream else order_of(problem)
         order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
         homes: dict[fx.Node, list[Home]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend_once(home.buffer, (home.node, home.path))
-        gives = {}
+            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
         events = []
         for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
             event = self._event(call, homes.get(call.node, []))
             events.append(event)
             placed = self.program.calls.get(call.node)
             if placed is not None and event.overload is not None:
-                gives[len(events) - 1] = self._placed(event, placed)
+                self._place(event, placed)
         self._claim(events)
-        tail = self._between(events, order)
-        for i, give in gives.items():
-            events[i].run = runner(events[i], give)
-        return events, tail
+        return events, self._between(events, order)
 
     def _bytes(self, buffer: str) -> torch.Tensor:
         place = self.plan.placements[buffer]
@@ -91,147 +91,112 @@ class _Builder:
 
     def _lend(self, buffer: str, value: Value) -> Lent:
         like = self.captured.values.tensors[value]
-        flat = self._bytes(buffer).view(like.dtype)
-        base = lend(flat, _nothing)
-        tensor = base.as_strided(like.shape, like.stride(), 0)
-        del base
-        return Lent(tensor, flat.data_ptr())
+        flat = lend(self._bytes(buffer).view(like.dtype), lambda: None)  # uses are counted
+        tensor = flat.as_strided(like.shape, like.stride(), 0)
+        del flat
+        return Lent(tensor)
 
-    def _lend_once(self, buffer: str, value: Value) -> Lent:
-        """The same for buffers that differ in nothing but the time: they share it."""
-        like, place = self.captured.values.tensors[value], self.plan.placements[buffer]
-        key = place.segment, place.offset, place.end, like.dtype, like.shape, like.stride()
-        if key not in self.shared:
-            self.shared[key] = self._lend(buffer, value)
-        return self.shared[key]
-
-    def _flat(self, buffer: str, like: Any) -> torch.Tensor:
-        """The placement as a contiguous tensor; one for all that look the same."""
-        place = self.plan.placements[buffer]
-        key = place.segment, place.offset, like.dtype, like.shape
-        if key not in self.views:
-            flat = self._bytes(buffer)[: like.numel() * like.element_size()]
-            self.views[key] = flat.view(like.dtype).view(like.shape)
-        return self.views[key]
+    def _flat(self, buffer: str, like: Any, begin: int = 0) -> torch.Tensor:
+        """The placement, from a byte of it on, as a contiguous tensor."""
+        flat = self._bytes(buffer)[begin : begin + like.numel() * like.element_size()]
+        return flat.view(like.dtype).view(like.shape)
 
     def _event(self, call: Recorded, homes: list[Home]) -> Event:
-        overload = overload_of(call.form) if call.kind == "op" else None
-        watched = self.arena.races is not None
-        event = Event(call, overload, self.device, stream=call.stream, watched=watched)
-        event.form = overload is not None and call.op is not overload
+        values, spec = self.captured.values, self.captured.specs.get(call.node)
+        event = Event(
+            call,
+            overload_of(call.form) if call.kind == "op" else None,
+            {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)},
+            None if spec is None else self.lowerings.row(spec),
+        )
         for home in homes:
             event.lent[home.path] = self.lent[home.buffer]
             event.writes.append(home.buffer)
-        values = self.captured.values
-        event.shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
-        spec = self.captured.specs.get(call.node)
-        event.row = None if spec is None else self.lowerings.row(spec)
-        if overload is not None:
-            arguments = overload._schema.arguments
-            event.names = [a.name for a in arguments]
-            event.defaults = [a.default_value for a in arguments]
         return event
 
-    def _placed(self, event: Event, call: PlacedCall) -> Callable[[list[Any]], Any]:
-        """Take down what a placed call does; returns what the program gets of its frame."""
-        event.placed, event.engine = True, call.engine
+    def _place(self, event: Event, call: PlacedCall) -> None:
+        """Take down what a placed call does."""
         event.results = {path: lent.tensor for path, lent in event.lent.items()}
-        sites = [s for s in call.sites if s.buffer is not None]
-        event.group = next((self._group(s.buffer) for s in sites if s.buffer is not None), "")
-        recorded = dict(zip(event.names, event.call.args, strict=False)) | event.call.kwargs
-        wants = [recorded.get(name) for name in event.names]
+        event.group = call.engine or call.group
+        wants = list(event.recorded.values())
         event.lists = [i for i, want in enumerate(wants) if is_tensors(want)]
-        if event.engine and event.form:
-            event.launch = _on_engine(call, self.device)
         tape = event.tape = Tape(
             lambda buffer, like, contiguous: self._view(event, call, buffer, like, contiguous),
-            lambda like: self.captured.values.tensors[like],
+            self.captured.values.tensors,
             self.device,
-            4 if event.form else len(event.names) + sum(len(wants[i]) for i in event.lists) + 1,
-            watched=event.watched,
+            len(wants) + sum(len(wants[i]) for i in event.lists) + 1,
+            watched=self.arena.races is not None,
             direct=not any(x.dtype.is_complex for x in event.shapes.values()),
-            launches=event.form and not event.one_sided,
+            works=event.call.asynchronous or bool(call.engine) if event.form else None,
         )
-        launched = launch(call, tape, stands_for(event))
-        for site in sites:
-            self._note(event, site, call)
+        stands = stands_for(event)
+        launched = launch(call, tape, stands)
+        for site in call.sites:
+            if site.kind == "argument" and site.buffer is not None:
+                assert site.source is not None
+                like = self.captured.values.tensors[(site.source, site.path)]
+                begin = 0 if site.how == "stage" else like.storage_offset() * like.element_size()
+                event.arguments[site] = self._flat(site.buffer, like, begin)
+                if site.how == "bind":
+                    slot = functools.reduce(operator.getitem, site.index, stands[site.head])
+                    event.bound[slot.index] = site
         event.copies = len(event.results) - len(event.lent)
-        event.copies += sum(s.copy_in + s.copy_back for s in event.stages)
-        return self._finish(event, call, launched)
+        event.copies += sum(call.reads(s) + s.writes for s in call.staged)
+        event.gives = self._finish(event, tape, call, launched)
 
     def _view(
         self, event: Event, call: PlacedCall, buffer: str, like: Value, contiguous: bool
     ) -> torch.Tensor:
         """The placement of a staged argument (contiguous), or where a result is made."""
-        fake, path = self.captured.values.tensors[like], like[1]
+        path = like[1]
         if not contiguous and path in event.lent:
             return event.lent[path].tensor
         event.writes.append(buffer)
+        view = self._flat(buffer, self.captured.values.tensors[like])
         if contiguous:
-            return self._flat(buffer, fake)
-        view = self._flat(buffer, fake)
+            return view
         if call.spec.asynchronous and not event.form:
             lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, like)
             view = lent.tensor
         event.results[path] = view
         return view
 
-    def _note(self, event: Event, site: Site, call: PlacedCall) -> None:
-        """What the session has to know of an argument."""
-        if site.kind != "argument":
-            return
-        assert site.buffer is not None
-        like = self.captured.values.tensors[site.value]
-        if site.how == "stage":
-            view = self._flat(site.buffer, like)
-            event.stages.append(Stage(site.head, site.index, view, call.reads(site), site.writes))
-        else:
-            begin = like.storage_offset() * like.element_size()
-            view = self._bytes(site.buffer)[begin : begin + like.numel() * like.element_size()]
-            view = view.view(like.dtype).view(like.shape)
-            event.binds.append(Bound(site.head, site.index, view.data_ptr(), site.buffer, view))
-
     def _finish(
-        self, event: Event, call: PlacedCall, launched: Launched
+        self, event: Event, tape: Tape, call: PlacedCall, launched: Launched
     ) -> Callable[[list[Any]], Any]:
         """Take down what comes behind the launch; returns what the program gets of the frame."""
-        tape = event.tape
-        assert tape is not None
         results, back = dict(launched.results), []
+        tape.part(tape.late)
+        waits = event.form and (call.engine or any(s.writes for s in call.staged))
+        if waits and tape.result is not None and not event.pends:
+            # What ran on this stream has no work.
+            tape.do(lambda work: None if work is None else work.wait(), tape.result)
         for site in call.sites:
             if site.leaves:
                 tape.part(tape.away if site.path in event.leaving else tape.late)
                 tape.doing(call.copy("copy out", site))
                 if site.path not in event.leaving:
-                    results[site.path] = tape.clone(results[site.path])
-            elif site.how == "stage" and site.kind == "argument" and site.writes:
+                    results[site.path] = tape.do(torch.clone, results[site.path])
+            elif site in call.staged and site.writes:
                 view, source = launched.staged[site]
                 tape.part(tape.late)
                 tape.doing(call.copy("copy back", site))
                 if call.spec.asynchronous and not event.form:
-                    tape.wait(view)
+                    tape.do(_WAIT, view)
                 tape.copy(source, view)
                 back.append((view, source))
-        event.size = tape.size
         if event.form:
-            return _work(tape)
+            return getter(compat.finished() if tape.result is None else tape.result)
         if tape.result is not None and not call.results:
-            event.gives = ("raw", tape.result)
             return _raw(tape.result, back)
-        gives, keys = [], []
+        tape.part(tape.late)
+        lent = {**event.leaving, **event.lent}
         for path, value in results.items():
-            lent = event.lent.get(path, event.leaving.get(path))
-            if lent is not None:
-                gives.append(_giving(lent))
-                keys.append((path, id(lent)))
-                continue
-            source = next((s for view, s in back if view is value), value)
-            gives.append(getter(source))
-            keys.append((path, source.index if isinstance(source, Slot) else id(source)))
-        event.gives = tuple(keys)
-        if () in results:
-            return gives[0]
-        return lambda frame: [give(frame) for give in gives]
+            if path in lent:
+                results[path] = tape.do(lent[path].tensor.detach)
+            else:
+                results[path] = next((source for view, source in back if view is value), value)
+        return getter(results[()] if () in results else list(results.values()))
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -258,10 +223,7 @@ class _Builder:
                 if not free:
                     break
 
-    def _group(self, buffer: str) -> str:
-        return next(b.group for b in self.captured.problem.buffers if b.name == buffer)
-
-    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Callable[[], None]]:
+    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Step]:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
         by_node = {event.call.node: event for event in events}
         barriers: dict[str, list[_Barrier]] = {}
@@ -270,9 +232,8 @@ class _Builder:
                 act = self._barrier(instruction)
                 barriers.setdefault(instruction.operation, []).append(act)
         self.position = {o.name: i for i, o in enumerate(self.captured.problem.operations)}
-        tail: list[Callable[[], None]] = []
-        lazy: list[tuple[str, list[Callable[[], None]]]] = []  # waits for an event behind it
-        behind = self._behind_of()
+        tail: list[Step] = []
+        lazy: list[tuple[str, list[Step]]] = []  # waits for an event behind it
         current = -1
         for operation in self.captured.problem.operations:
             if operation.op == MARK:
@@ -290,7 +251,7 @@ class _Builder:
                     if order[following.call.node] > order[step.node]:
                         break
                     if following is event:
-                        lazy = _hand_over(lazy, following, operation.name, behind)
+                        lazy = self._hand_over(lazy, following, operation.name)
                     current += 1
             if event is None:
                 self._move_up(operation.name, due, events[: current + 1], tail)
@@ -322,12 +283,21 @@ class _Builder:
             if not targets:
                 tail.append(act)
 
-    def _behind_of(self) -> Callable[[str, str], bool]:
-        """Whether an operation, the second one, is ordered behind another."""
-        if self.one_stream:
-            return lambda _first, _second: True
-        order = order_of(self.captured.problem)
-        return lambda first, second: order.precedes(order.index[first], order.index[second])
+    def _hand_over(
+        self, lazy: list[tuple[str, list[Step]]], event: Event, operation: str
+    ) -> list[tuple[str, list[Step]]]:
+        """Give an event what is to be overwritten by then; returns what is not.
+
+        It is done on the event's stream, which must come after the last use: the one of that use
+        may be far behind what others wait for. Who writes there next comes after it, too.
+        """
+        left, order = [], self.order
+        for name, steps in lazy:
+            if order is None or order.precedes(order.index[name], order.index[operation]):
+                event.before += steps
+            else:
+                left.append((name, steps))
+        return left
 
     def _behind(self, barrier: _Barrier, events: list[Event]) -> list[Event]:
         """The calls behind which a barrier runs instead of before an op that is not seen.
@@ -336,14 +306,14 @@ class _Builder:
         peers took part in the buffers that it protects: whoever comes after those has waited for
         these streams.
         """
-        if self.one_stream:
+        if self.order is None:
             return events[-1:]
         nodes = {
             self.captured.steps[a.operation].node
             for a in self.captured.problem.accesses
             if a.remote and a.buffer in barrier.buffers
         }
-        last = {e.stream: e for e in events if e.call.node in nodes}
+        last = {e.call.stream: e for e in events if e.call.node in nodes}
         return list(last.values())
 
 
@@ -353,7 +323,7 @@ class _Barrier:
     group: str
     buffers: tuple[str, ...]
 
-    def __call__(self) -> None:
+    def __call__(self, _frame: list[Any]) -> None:
         self.segment.barrier(self.group)
 
 
@@ -364,64 +334,17 @@ class _Poison:
     view: torch.Tensor
     lent: Lent | None
 
-    def __call__(self) -> None:
+    def __call__(self, _frame: list[Any]) -> None:
         if self.lent is None or not self.lent.held:
             self.view.fill_(255)
 
 
-def _hand_over(
-    lazy: list[tuple[str, list[Callable[[], None]]]],
-    event: Event,
-    operation: str,
-    behind: Callable[[str, str], bool],
-) -> list[tuple[str, list[Callable[[], None]]]]:
-    """Give an event what is to be overwritten by then; returns what is not.
-
-    It is done on the event's stream, which must come after the last use: the one of that use may
-    be far behind what others wait for. Who writes there next comes after it, too.
-    """
-    left = []
-    for name, acts in lazy:
-        if behind(name, operation):
-            event.before += acts
-        else:
-            left.append((name, acts))
-    return left
-
-
-def _nothing() -> None:
-    """Nobody needs to know that a lent tensor is gone: uses are counted."""
-
-
-def _on_engine(call: PlacedCall, device: torch.device) -> Callable[..., Any]:
-    """Start a ``c10d::`` call over the communicator for copy engines."""
-    assert call.row is not None
-    start = starter(call.row.target, call.engine, device, reduction=None, root=None)
-    assert start is not None
-    return lambda out, source, _options: start(out, source)
-
-
-def _giving(lent: Lent) -> Callable[[list[Any]], Any]:
-    give = lent.tensor.detach
-    return lambda _frame: give()
-
-
-def _work(tape: Tape) -> Callable[[list[Any]], Any]:
-    at = tape.result
-    if at is None:
-        finished = compat.finished()
-        return lambda _frame: finished
-    return lambda frame: frame[at]
-
-
-def _raw(at: int, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
+def _raw(slot: Slot, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
     """What the op itself returned; the program's own tensor where it is its placement."""
-    if not back:
-        return lambda frame: frame[at]
     pairs = [(view, getter(source)) for view, source in back]
 
     def give(frame: list[Any]) -> Any:
-        result = frame[at]
+        result = frame[slot.index]
         return next((get(frame) for view, get in pairs if result is view), result)
 
     return give
@@ -433,17 +356,6 @@ def events_of(
     arena: Arena,
     device: torch.device,
     lowerings: Lowerings,
-) -> tuple[list[Event], list[Callable[[], None]]]:
-    """The schedule of a placed recording.
-
-    Args:
-        recorder: The recording.
-        program: What a plan makes of it.
-        arena: The plan's memory.
-        device: Where tensors lie.
-        lowerings: How ops run on its memory backend.
-
-    Returns:
-        The events in order, and what is to be done when the iteration ends.
-    """
+) -> tuple[list[Event], list[Step]]:
+    """The events of a placed recording in order, and what is to be done when the iteration ends."""
     return _Builder(recorder, program, arena, device, lowerings).build()

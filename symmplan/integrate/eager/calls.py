@@ -1,22 +1,18 @@
-"""A planned call, ready to be made: what is expected of its arguments, and what is done with them.
+"""A planned call: what is expected of its arguments, and what is done with them.
 
 [Note: short ways]
     What a declared call costs the host is for the most part Python's. So each planned call has a
     function that compares the arguments at their places and runs its steps. Where anything is not
     as expected it gives up before it did anything, and `Session.serve` finds out what is wrong.
 
-    Calls that are alike, down to the bytes that they use, share one function: in a program of a
-    hundred layers it stays in the processor's caches, which is worth more than all the rest.
-
 [Note: past the dispatcher]
     `torch.distributed`'s collectives reach the dispatcher as ops that take the process group and
     the reduction as boxed objects. A kernel in Python gets those boxed anew for every call, and
     hands them back when it goes on to the op itself: twice as long as the collective takes to
     launch. So ``dist.all_reduce`` and its like are caught where Python calls the group's method.
-    Their frames begin with the tensor that is read, the one that is written, what launches the
-    collective, and the program's options for it. Functional collectives are caught where Python
-    calls the op, if no mode, transform or autograd is there to see the call. What is not as
-    planned, and whoever calls from C++, comes to the session's kernel in the dispatcher.
+    Functional collectives are caught where Python calls the op, if no mode, transform or autograd
+    is there to see the call. What is not as planned, and whoever calls from C++, comes to the
+    session's kernel in the dispatcher, as other declared ops do.
 """
 
 from __future__ import annotations
@@ -24,98 +20,162 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define
 
 from symmplan import _compat as compat
 from symmplan.capture.eager import signature
-from symmplan.integrate.eager.direct import METHODS, MISS
-from symmplan.integrate.eager.expected import WORDS, expected_of, fitting, is_tensor
-from symmplan.integrate.eager.tape import Slot, frameless
+from symmplan.errors import RunError
+from symmplan.integrate.eager.tape import Slot, in_order
 from symmplan.memory.own import OWN, own_work
+from symmplan.memory.races import LIVE
+from symmplan.place.watching import watched
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.integrate.eager.lanes import Lanes
+    from symmplan.capture.c10d import Functional
+    from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Event
-    from symmplan.integrate.eager.tape import Step
 
-__all__ = ["Line", "Ready", "frame_of", "ready_calls", "runner", "stands_for"]
+__all__ = ["METHODS", "MISS", "is_tensors", "make_ready", "serve", "stands_for"]
 
+#: What a short way returns if the call is not the expected one.
+MISS: Any = object()
+
+#: The op -> the method of a process group by which Python calls it, and of its backend.
+METHODS = {
+    "c10d::allreduce_": "allreduce",
+    "c10d::broadcast_": "broadcast",
+    "c10d::_allgather_base_": "_allgather_base",
+    "c10d::_reduce_scatter_base_": "_reduce_scatter_base",
+}
+
+#: Values that are compared as they are, and that a call is lowered with.
+_WORDS = (bool, int, str, torch.dtype, torch.device)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@define(eq=False)
-class Ready:
-    """A planned call's short way.
-
-    Attributes:
-        op: The op that the program calls; ``"empty"`` or ``"out"`` for memory.
-        role: The stream on which it does.
-        call: Of the call's dispatch keys and its arguments, or of the function and its arguments.
-            Returns what the program gets, or `MISS`.
-        front: Of a process group and the arguments of its method, or of the op's arguments; see
-            [Note: past the dispatcher]. None if there is none.
-    """
-
-    op: Any
-    role: str
-    call: Callable[..., Any]
-    front: Callable[..., Any] | None = None
+def make_ready(events: Sequence[Event], faults: Faults) -> None:
+    """Give each planned call what runs it, and its short way if it has one."""
+    for event in events:
+        if event.call.kind == "op":
+            _ready_call(event, faults)
+        else:
+            _ready_memory(event, faults)
 
 
-@define(eq=False)
-class Line:
-    """Where in the schedule the program is.
-
-    Attributes:
-        lanes: The streams.
-        calls: The short way of each call that has one; empty where nothing is served.
-        at: Which call comes next.
-        before: How many calls the iterations before this one made.
-    """
-
-    lanes: Lanes
-    calls: Sequence[Ready | None] = ()
-    at: int = 0
-    before: int = 0
-
-    def turn(self) -> None:
-        """An iteration is over."""
-        self.before, self.at = self.before + self.at, 0
+# What is expected.
 
 
-def _missing(_keys: Any, _args: Any) -> Any:
-    """Who comes this way was not caught in front: from C++, under a mode, or with other words."""
-    return MISS
+def is_tensor(want: Any) -> bool:
+    """Whether a signature is a tensor's."""
+    return want.__class__ is tuple and len(want) == 2 and isinstance(want[1], torch.dtype)
 
 
-def frame_of(event: Event, given: Sequence[Any], *more: Any) -> list[Any]:
-    """The frame of a call. See [Note: frames] in `symmplan.integrate.eager.tape`.
+def is_tensors(want: Any) -> bool:
+    """Whether a signature is that of a list of tensors."""
+    return want.__class__ is tuple and bool(want) and all(map(is_tensor, want))
+
+
+def _fitting(
+    wants: Sequence[Any], addresses: dict[int, int], claims: Sequence[tuple[int, int]]
+) -> Callable[[Sequence[Any]], bool]:
+    """Compares values with what was recorded, and sees that the bytes to be written are nobody's.
 
     Args:
-        event: The call.
-        given: All arguments of the op, in the order of its schema; or the tensors and what launches
-            them, see [Note: past the dispatcher].
-        more: The dispatch keys.
+        wants: What was recorded of each value.
+        addresses: Of values that must lie where they did.
+        claims: See `Event.marks`.
     """
-    frame = list(given)
-    for i in event.lists:
-        frame.extend(frame[i])
-    frame.extend(more)
-    frame.extend([None] * (event.size - len(frame)))
-    return frame
+    tensors: list[tuple[int, Any, Any]] = []
+    words: list[tuple[int, Any, Any]] = []
+    others: list[tuple[int, Any]] = []
+    for i, want in enumerate(wants):
+        if is_tensor(want):
+            tensors.append((i, *want))
+        elif isinstance(want, _WORDS):
+            words.append((i, want.__class__, want))
+        elif want is float:
+            words.append((i, float, None))
+        else:
+            others.append((i, want))
+    places, uses = tuple(addresses.items()), compat.storage_use_count
+
+    def fits(values: Sequence[Any]) -> bool:
+        for i, shape, dtype in tensors:
+            tensor = values[i]
+            if not isinstance(tensor, torch.Tensor):
+                return False
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                return False
+        for i, kind, word in words:
+            value = values[i]
+            if value.__class__ is not kind or (word is not None and value != word):
+                return False
+        for i, want in others:
+            if signature(values[i]) != want:
+                return False
+        for i, address in places:
+            if values[i].data_ptr() != address:
+                return False
+        for storage, planned in claims:  # noqa: SIM110 (a generator costs as much as all this)
+            if uses(storage) > planned:
+                return False
+        return True
+
+    return fits
 
 
-def runner(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """What makes a call, given its frame, and returns what the program gets."""
-    tape = event.tape
-    assert tape is not None
-    first = (*map(frameless, event.before), *tape.begin.all())
-    late, after = tuple(tape.late.all()), tuple(map(frameless, event.after))
+# Declared calls.
+
+
+def stands_for(event: Event) -> dict[str, Any]:
+    """What stands for a placed call's arguments when it is lowered: slots, and plain values."""
+    found: dict[str, Any] = {}
+    recorded = event.recorded
+    elements = len(recorded)
+    for i, (name, value) in enumerate(recorded.items()):
+        if i in event.lists:
+            found[name] = [Slot(elements + j) for j in range(len(value))]
+            elements += len(value)
+        else:
+            found[name] = value if isinstance(value, _WORDS) else Slot(i)
+    return found
+
+
+def _ready_call(event: Event, faults: Faults) -> None:
+    if event.tape is None:
+        return
+    run = event.run = _runner(event, faults)
+    addresses = {slot: event.arguments[site].data_ptr() for slot, site in event.bound.items()}
+    fits = _fitting(list(event.recorded.values()), addresses, event.marks)
     if event.form:
-        return _collective(event, first, late, after, gives)
-    steps = (*first, *late, *after)
+        event.short = _front(event, fits, run)
+        return
+    defaults = [a.default_value for a in event.overload._schema.arguments]
+
+    needs_keys = event.tape.needs_keys
+
+    def short(behind: Any, args: Any) -> Any:
+        if len(args) > len(defaults) or (needs_keys and behind is None):
+            return MISS
+        frame = event.frame((*args, *defaults[len(args) :]), behind)
+        return run(frame) if fits(frame) else MISS
+
+    event.short = short
+
+
+def _runner(event: Event, faults: Faults) -> Callable[[list[Any]], Any]:
+    """What makes a call, given its frame, and returns what the program gets."""
+    tape, gives = event.tape, event.gives
+    assert tape is not None
+    assert gives is not None
+    steps = [*event.before, *in_order(tape.begin)]
+    if event.pends:
+        gives = _finishing(event, gives)
+    else:
+        steps += in_order(tape.late)
+    steps += event.after
 
     def run(frame: list[Any]) -> Any:
         OWN.depth += 1
@@ -123,156 +183,54 @@ def runner(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[list[An
             for step in steps:
                 step(frame)
             return gives(frame)
+        except BaseException as error:
+            faults.found(error)
+            raise
         finally:
             OWN.depth -= 1
 
     return run
 
 
-def _collective(
-    event: Event,
-    first: Sequence[Step],
-    late: Sequence[Step],
-    after: Sequence[Step],
-    gives: Callable[[list[Any]], Any],
-) -> Callable[[list[Any]], Any]:
-    """The same for a ``c10d::`` call, which returns a work. ``gives`` takes it out of the frame."""
-    written, pends, rest = int(event.has_out), event.pends, (*late, *after)
-    waits = any(s.copy_back for s in event.stages) or bool(event.engine)
-
-    def run(frame: list[Any]) -> Any:
-        OWN.depth += 1
-        try:
-            for step in first:
-                step(frame)
-            work = gives(frame)
-            pending = pends and work is not None
-            if waits and not pending and work is not None:  # none of what ran on this stream
-                work.wait()
-            for step in after if pending else rest:
-                step(frame)
-            return _finish_later(work, late, frame, written) if pending else work
-        finally:
-            OWN.depth -= 1
-
-    return run
-
-
-def _finish_later(work: Any, late: Sequence[Step], frame: list[Any], written: int) -> Any:
-    """A work that copies back what was staged when it is waited for.
+def _finishing(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Gives a work that copies back what was staged when it is waited for.
 
     Also where nothing was: torch's own works hold their tensors for as long as they live.
     """
+    assert event.tape is not None
+    late, written = in_order(event.tape.late), stands_for(event).get("out", Slot(0)).index
 
-    @own_work
-    def finish() -> None:
-        for step in late:
-            step(frame)
+    def give(frame: list[Any]) -> Any:
+        @own_work
+        def finish() -> None:
+            for step in late:
+                step(frame)
 
-    return compat.watched_handle(work, finish, frame[written])
+        return compat.watched_handle(gives(frame), finish, frame[written])
 
-
-def ready_calls(
-    events: Sequence[Event], perform: Callable[[Sequence[Callable[[], None]]], None]
-) -> list[Ready | None]:
-    """The short ways of planned calls, None for those that have none.
-
-    Args:
-        events: The calls.
-        perform: Does what is to be done besides making memory, such as barriers.
-    """
-    known: dict[Any, Ready] = {}
-    found = []
-    for event in events:
-        if event.call.kind == "op":
-            found.append(_ready_call(event, known))
-        else:
-            event.run = _memory_runner(event, perform)
-            found.append(_ready_memory(event, known))
-    return found
-
-
-def _ready_call(event: Event, known: dict[Any, Ready]) -> Ready | None:
-    """The short way of a declared call; None if it has none.
-
-    Args:
-        event: The call.
-        known: The short ways so far, to be shared. See [Note: short ways].
-    """
-    tape, run = event.tape, event.run
-    if tape is None or run is None or event.watched:
-        return None
-    claims = event.marks()
-    if event.form:
-        wants = [event.call.args[0], *event.call.kwargs.values()]
-        front = _front(event, wants, claims, run)
-        if front is None:
-            return None
-        made = Ready(event.call.op, event.stream, _missing, front)
-        expected: Any = (tuple(wants), event.call.args[1:], event.call.asynchronous)
-        expected = (*expected, tuple(b.address for b in event.binds))
-    else:
-        if event.call.kwargs:
-            return None
-        arguments = expected_of(event)
-        call = _call(event, fitting(arguments, claims), run)
-        front = None if tape.needs_keys else lambda args: call(None, args)
-        made = Ready(event.call.op, event.stream, call, front)
-        expected = arguments.key()
-    acts = (*event.before, *tape.begin.acts(), *tape.late.acts(), *event.after)
-    key = (event.call.op, event.stream, expected, claims, tuple(tape.keys), event.gives)
-    return known.setdefault((*key, tuple(map(id, acts))), made)
-
-
-def _call(
-    event: Event, fits: Callable[[Any], bool], run: Callable[[list[Any]], Any]
-) -> Callable[[Any, Any], Any]:
-    tail = tuple(event.defaults[len(event.call.args) :])
-    blank = (None,) * (event.size - len(event.names) - 1)
-    if event.lists:
-
-        def call(keys: Any, args: Any) -> Any:
-            return run(frame_of(event, (*args, *tail), keys)) if fits(args) else MISS
-
-        return call
-
-    def lean(keys: Any, args: Any) -> Any:
-        return run([*args, *tail, keys, *blank]) if fits(args) else MISS
-
-    return lean
+    return give
 
 
 def _front(
     event: Event,
-    wants: Sequence[Any],
-    claims: tuple[tuple[int, int], ...],
+    fits: Callable[[Sequence[Any]], bool],
     run: Callable[[list[Any]], Any],
-) -> Callable[..., Any] | None:
-    """Serves a ``c10d::`` call where Python makes it.
+) -> Callable[[Any, Any], Any] | None:
+    """Serves a ``c10d::`` call where Python makes it; None if the group's methods are others.
 
     Returns:
         A function of the group and its method's arguments; it returns the work, or `MISS`.
     """
-    name, args = event.call.op._schema.name, event.call.args
-    method, group = METHODS[name], compat.group_by_name(args[-1])
-    backend = compat.group_backend(args[-1], event.device)
-    if backend is None or any(dtype.is_complex for _, dtype in wants):
+    name, (_, *words) = event.call.op._schema.name, event.call.args
+    method, group = METHODS[name], compat.group_by_name(words[-1])
+    if type(group) is not torch.distributed.ProcessGroup:
         return None
-    native, listed = getattr(backend, method), method in ("allreduce", "broadcast")
-    launch = event.launch
-    if launch is None and listed:
-        launch = lambda out, _, options: native([out], options)  # noqa: E731
-    elif launch is None:
-        launch = native
-    addresses = {b.head: b.address for b in event.binds}
-    tensors = [(*wants[0], addresses.get("input", 0))]
-    tensors += [(*want, addresses.get("out", 0)) for want in wants[1:]]
-    reduces = name in ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
-    reduction = compat.reduction_named(args[1]) if reduces else None
-    root = args[1] if name == "c10d::broadcast_" else None
+    listed = method in ("allreduce", "broadcast")
+    reduces = method in ("allreduce", "_reduce_scatter_base")
+    reduction = compat.reduction_named(words[0]) if reduces else None
+    root = words[0] if method == "broadcast" else None
     asynchronous, kind = event.call.asynchronous, compat.group_options(method)
-    uses, modes, count = compat.storage_use_count, compat.dispatch_modes, 2 if listed else 3
-    blank = (None,) * (event.size - 4)
+    modes, count = compat.dispatch_modes, 2 if listed else 3
 
     def front(its: Any, args: Any) -> Any:
         if its is not group or len(args) != count or modes():
@@ -281,83 +239,78 @@ def _front(
         if options.__class__ is not kind or options.asyncOp is not asynchronous:
             return MISS
         if listed:
-            found = args[0]
-            if found.__class__ is not list or len(found) != 1:
+            tensors = args[0]
+            if tensors.__class__ is not list or len(tensors) != 1:
                 return MISS
         else:
-            found = args[1::-1]  # what is read, what is written
-        for tensor, (shape, dtype, address) in zip(found, tensors, strict=True):
-            if tensor.__class__ not in _PLAIN or tensor.shape != shape:
-                return MISS
-            if tensor.dtype is not dtype or (address and tensor.data_ptr() != address):
+            tensors = args[1::-1]  # what is read, what is written
+        for tensor in tensors:
+            if tensor.__class__ not in _PLAIN:
                 return MISS
         if reduces and not (options.reduceOp == reduction):  # noqa: SIM201 (it has only that)
             return MISS
         if root is not None and (options.rootRank != root or options.rootTensor):
             return MISS
-        for storage, own in claims:
-            if uses(storage) > own:
-                return MISS
-        return run([found[0], found[-1], launch, options, *blank])
+        frame = event.frame((tensors[0], *words, *tensors[1:]))
+        return run(frame) if fits(frame) else MISS
 
     return front
 
 
-def _ready_memory(event: Event, known: dict[Any, Ready]) -> Ready | None:
-    """The short way through `symmplan.empty` and `symmplan.out`; None if it has none."""
-    function, *recorded = event.call.args
-    wanted, named = tuple(recorded), event.call.kwargs
-    if event.watched or any(isinstance(value, (tuple, dict)) for value in named.values()):
-        return None  # there may be tensors
-    claims, uses, run = event.marks(), compat.storage_use_count, event.run
-    assert run is not None
-    tensors = [(i, *w) for i, w in enumerate(wanted) if is_tensor(w)]
-    floats = [i for i, w in enumerate(wanted) if w is float]
-    others = [(i, w) for i, w in enumerate(wanted) if not is_tensor(w) and w is not float]
+def serve(
+    event: Event, faults: Faults, behind: Any, args: Any, kwargs: Any, form: Functional | None
+) -> Any:
+    """Run ``event``, which the call is known to fit, for whoever comes through the dispatcher.
 
-    def call(make: Any, args: Any, kwargs: Any) -> Any:
-        if make is not function or len(args) != len(wanted) or kwargs != named:
-            return MISS
-        for i, shape, dtype in tensors:
-            have = args[i]
-            if not isinstance(have, torch.Tensor):
-                return MISS
-            if have.shape != shape or have.dtype is not dtype:
-                return MISS
-        for i in floats:
-            if args[i].__class__ is not float:
-                return MISS
-        for i, want in others:
-            value = signature(args[i]) if isinstance(args[i], (list, tuple)) else args[i]
-            if value.__class__ is not want.__class__ or value != want:
-                return MISS
-        for storage, own in claims:
-            if uses(storage) > own:
-                return MISS
-        return run(make, args, kwargs)
+    ``form`` is the functional form of a ``c10d::`` call. Returns what the op returns.
 
-    acts = tuple(map(id, (*event.before, *event.after)))
-    place = next((id(lent) for lent in event.lent.values()), None)
-    parts = (event.call.kind, event.stream, id(function), repr(wanted), repr(named), claims)
-    return known.setdefault((*parts, acts, place), Ready(event.call.kind, event.stream, call))
+    Raises:
+        RunError: An argument lies elsewhere than planned.
 
-
-def _memory_runner(
-    event: Event, perform: Callable[[Sequence[Callable[[], None]]], None]
-) -> Callable[[Any, Any, Any], torch.Tensor]:
-    """What makes a call of `symmplan.empty` or `symmplan.out`.
-
-    Args:
-        event: The call.
-        perform: Does what is to be done besides, such as barriers.
+    Collective: as the op.
     """
-    lent = next(iter(event.lent.values()), None)
-    place = None if lent is None else lent.tensor
-    writes, before, after = event.call.kind == "out", tuple(event.before), tuple(event.after)
+    with faults.guarded():
+        if event.run is None:  # nothing of it is in a placement
+            original = watched(event.call.op) if LIVE else event.call.op.redispatch
+            for step in event.before:
+                step([])
+            result = original(behind, *args, **kwargs)
+            for step in event.after:
+                step([])
+            return result
+        given = (args, kwargs) if form is None else (form.args, form.kwargs)
+        frame = event.frame(tuple(bind_arguments(event.overload, *given).values()), behind)
+        for slot, site in event.bound.items():
+            place, found = event.arguments[site].data_ptr(), frame[slot].data_ptr()
+            if found != place:
+                raise RunError(
+                    f"{event.name}: argument {site.head!r} is not the tensor that it was when the "
+                    f"iteration was recorded, buffer {site.buffer!r}",
+                    expected=f"a tensor at {place:#x}",
+                    got=f"one at {found:#x}",
+                    fix="pass the same tensor in every iteration, or call session.replan() on all "
+                    "ranks",
+                    op=event.name,
+                    buffer=site.buffer,
+                )
+    result = event.run(frame)
+    if form is None:
+        return result
+    work = compat.finished() if result is None else result
+    if event.pends:
+        event.work = work
+    return form.results(work.boxed())
+
+
+# Memory.
+
+
+def _ready_memory(event: Event, faults: Faults) -> None:
+    place = next((lent.tensor for lent in event.lent.values()), None)
+    writes, before, after = event.call.kind == "out", event.before, event.after
 
     def run(make: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        if before:
-            perform(before)
+        faults.perform(before)
         if place is None:
             result: torch.Tensor = make(*args, **kwargs)
         else:
@@ -365,29 +318,21 @@ def _memory_runner(
                 with own_work:
                     make(*args, **kwargs, out=place)
             result = place.detach()
-        if after:
-            perform(after)
+        faults.perform(after)
         return result
 
-    return run
+    event.run = run
+    wants, named = event.call.args, event.call.kwargs
+    if any(isinstance(value, (tuple, dict)) for value in named.values()):
+        return  # there may be tensors
+    fits = _fitting(wants, {}, event.marks)
 
+    def short(kind: str, make: Any, args: Any, kwargs: Any) -> Any:
+        values = (make, *args)
+        if kind != event.call.kind or len(values) != len(wants):
+            return MISS
+        if kwargs != named or not fits(values):
+            return MISS
+        return run(make, args, kwargs)
 
-def stands_for(event: Event) -> dict[str, Any]:
-    """What stands for a placed call's arguments when it is lowered: slots, and plain values."""
-    found: dict[str, Any] = {}
-    recorded = dict(zip(event.names, event.call.args, strict=False)) | event.call.kwargs
-    if event.form:
-        found.update(recorded)
-        found["input"] = Slot(0)
-        if event.has_out:
-            found["out"] = Slot(1)
-        return found
-    elements = len(event.names)
-    for i, (name, default) in enumerate(zip(event.names, event.defaults, strict=True)):
-        value = recorded.get(name, default)
-        if i in event.lists:
-            found[name] = [Slot(elements + j) for j in range(len(value))]
-            elements += len(value)
-        else:
-            found[name] = value if isinstance(value, WORDS) else Slot(i)
-    return found
+    event.short = short

@@ -39,9 +39,10 @@ from symmplan.memory.own import own_work
 from symmplan.memory.sessions import Alarm, SessionKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from symmplan.integrate.eager.schedule import Event
+    from symmplan.integrate.eager.tape import Step
     from symmplan.memory.groups import Group
 
 __all__ = ["REDO", "Faults", "ends_within", "public"]
@@ -132,14 +133,8 @@ class Faults:
     ) -> NoReturn:
         """Raise, on every rank. See [Note: one rank departs].
 
-        Args:
-            what: What this rank does that was not planned.
-            expected: What was.
-            got: What it does instead.
-            event: The planned call; None if there is none any more.
-            op: Name of the op; that of ``event`` if empty.
-            buffer: Name of a buffer; one of ``event`` if empty.
-            fix: What to do.
+        ``event`` is the planned call, None if there is none any more; it gives the names of the op
+        and of a buffer where there are no better ones.
         """
         error = RunError(
             f"rank {self._group.rank}: {what}",
@@ -187,6 +182,13 @@ class Faults:
             self.found(error)
             raise
 
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Do what needs nothing of a call, such as barriers."""
+        if steps:
+            with self.guarded():
+                for step in steps:
+                    step([])
+
     def found(self, error: BaseException) -> None:
         """``error`` came up here. Returns if it is this rank's own.
 
@@ -199,13 +201,17 @@ class Faults:
         if told is not None:
             raise told from None
 
-    def leave_by(self, error: BaseException) -> None:
-        """The program left by ``error``. Peers may wait anywhere, or for this rank to record."""
+    def give_up(self, error: BaseException) -> None:
+        """The program left by ``error``.
+
+        Peers may wait anywhere: in an op, on their device, or for this rank to record one.
+        """
         self._keys.fail(error)
         self.fail(error)
         self.rescue()
+        self._abort()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         """End what waits for a peer that will never come."""
         if self._group.size > 1:
             ends_within(_ABORT, compat.abort_group, self._group.process_group)
@@ -256,7 +262,7 @@ class Faults:
                 compat.raise_in_thread(self._thread, told)
             self.rescue(alarm.group)
             if not self._quiet.wait(_GRACE):
-                self.abort()
+                self._abort()
             return
 
 
@@ -319,14 +325,13 @@ def _name_of_buffer(event: Event | None) -> str:
     """A buffer that an event touches, for messages."""
     if event is None:
         return ""
-    names = [c[0] for c in event.claims] + [b.buffer for b in event.binds] + event.writes
-    return names[0] if names else ""
+    claimed = [buffer for buffer, _, _ in event.claims]
+    bound = [site.buffer for site in event.bound.values()]
+    return next((name for name in (*claimed, *bound, *event.writes) if name), "")
 
 
 def public(given: Any) -> Any:
     """Arguments for messages: no objects, no addresses."""
-    import torch
-
     if isinstance(given, (tuple, list)):
         if len(given) == 2 and isinstance(given[1], torch.dtype):
             return f"{str(given[1]).removeprefix('torch.')}{list(given[0])}"

@@ -1,4 +1,4 @@
-"""The kernels through which a frozen session sees declared ops, and no others.
+"""Where a frozen session catches declared ops, and no others.
 
 [Note: nobody else pays]
     The first iteration runs under a dispatch mode, which sees every op. After that there is none:
@@ -15,67 +15,109 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat
+from symmplan import _compat as compat
 from symmplan.capture.c10d import NAMES
-from symmplan.integrate.eager.direct import MISS, Caught, install_fronts
+from symmplan.integrate.eager.calls import METHODS, MISS
+from symmplan.integrate.eager.streams import Roles
 from symmplan.memory.own import OWN
 from symmplan.place.ways import overload_named
 from symmplan.registry import all_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import ExitStack
 
+    from symmplan.integrate.eager.schedule import Event
     from symmplan.integrate.eager.session import Session
 
-__all__ = ["declared_names", "install", "overload_name"]
-
-#: Where `wait_tensor` is, which ends what results that leave the iteration wait for.
-_PENDING = "_c10d_functional"
+__all__ = ["Cursor", "declared_names", "install", "overload_name"]
 
 #: Their ops run others of the catalogue below autograd, which the session sees.
 _FRONTS = ("_c10d_functional_autograd", "_dtensor")
 
 
-def install(session: Session, ops: Iterable[Any]) -> Callable[[], None]:
-    """Kernels for all declared ops. See [Note: nobody else pays].
+class Cursor:
+    """Where in the schedule the program is.
+
+    Torch keeps kernels for ever, also those that are removed: they hold this, and no session that
+    was left.
 
     Args:
-        session: Frozen.
-        ops: What its program calls.
+        session: Whose schedule.
+        roles: The streams.
+        calls: The schedule; empty where nothing takes the short way.
 
-    Returns:
-        What removes them.
+    Attributes:
+        at: Which call comes next.
+        before: How many calls the iterations before this one made.
+    """
+
+    def __init__(self, session: Session | None, roles: Roles, calls: Sequence[Event] = ()) -> None:
+        self.session = session
+        self.roles = roles
+        self.calls = calls
+        self.at = 0
+        self.before = 0
+
+    def take(self, op: Any, *given: Any) -> Any:
+        """Make the call that comes next, if it is this one and just as planned; else `MISS`.
+
+        Args:
+            op: What is called; None for memory.
+            given: See `Event.short`.
+        """
+        calls, at = self.calls, self.at  # another thread may take the calls away
+        if at < len(calls) and not OWN.depth:
+            event = calls[at]
+            short, call = event.short, event.call
+            if short is not None and call.op is op and self.roles.fits(call.stream):
+                result = short(*given)
+                if result is not MISS:
+                    self.at = at + 1
+                return result
+        return MISS
+
+    def start_again(self) -> None:
+        """An iteration is over."""
+        self.before, self.at = self.before + self.at, 0
+
+    def forget(self) -> None:
+        """No call is caught any more."""
+        self.session, self.roles, self.calls = None, Roles(None), ()
+
+
+def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
+    """Kernels for all declared ops, and what comes before them in Python for the program's ``ops``.
+
+    See [Note: nobody else pays], and [Note: past the dispatcher] in
+    `symmplan.integrate.eager.calls`. They are removed when ``stack`` is closed.
     """
     libraries: dict[str, torch.library.Library] = {}
-    after = _compat.keyset_after_select()
-    caught = Caught(session)
+    cursor = session.cursor
+    stack.callback(cursor.forget)
+
+    def add(op: Any, kernel: Callable[..., Any]) -> None:
+        if op.namespace not in libraries:
+            libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+            stack.callback(libraries[op.namespace]._destroy)
+        name = op._name.partition("::")[2]
+        libraries[op.namespace].impl(name, kernel, "BackendSelect", with_keyset=True)
+
     for name in declared_names():
-        namespace = name.partition("::")[0]
         try:
             op = overload_named(name)
         except AttributeError:
             continue
-        library = libraries.get(namespace)
-        if library is None:
-            library = libraries[namespace] = torch.library.Library(namespace, "IMPL")
-        library.impl(
-            op._name.partition("::")[2],
-            _kernel(caught, op, after),
-            "BackendSelect",
-            with_keyset=True,
-        )
+        add(op, _kernel(cursor, op))
     if session.leaving:
-        library = libraries.setdefault(_PENDING, torch.library.Library(_PENDING, "IMPL"))
-        library.impl("wait_tensor", _wait_kernel(caught, after), "BackendSelect", with_keyset=True)
-    remove_fronts = install_fronts(caught, ops)
-
-    def remove() -> None:
-        remove_fronts()
-        for library in libraries.values():
-            library._destroy()
-        caught.forget()
-
-    return remove
+        op = torch.ops._c10d_functional.wait_tensor.default
+        add(op, _wait_kernel(cursor, op))
+    for op in dict.fromkeys(ops):
+        if op.namespace == "_c10d_functional":
+            for undo in compat.replace_op_call(op, _call(cursor, op)):
+                stack.callback(undo)
+        for name in compat.group_method_names(METHODS.get(op._schema.name, "")):
+            stack.callback(compat.replace_group_method(name, _method(cursor, op)))
 
 
 def declared_names() -> dict[str, None]:
@@ -90,42 +132,58 @@ def overload_name(op: Any) -> str:
     return f"{op._schema.name}.{op._overloadname}"
 
 
-def _wait_kernel(caught: Caught, after: Any) -> Callable[..., Any]:
-    redispatch = _compat.redispatch_of(torch.ops._c10d_functional.wait_tensor.default)
+def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
+    redispatch, after = compat.redispatch_of(op), compat.keyset_after_select()
+    caught_before = op.namespace == "c10d"  # or it is not as planned
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        session, behind = cursor.session, keys & after
+        if OWN.depth or session is None:
+            return redispatch(behind, *args, **kwargs)
+        result = MISS if kwargs or caught_before else cursor.take(op, behind, args)
+        return session.serve(op, behind, args, kwargs) if result is MISS else result
+
+    return kernel
+
+
+def _wait_kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
+    redispatch, after = compat.redispatch_of(op), compat.keyset_after_select()
 
     def kernel(keys: Any, tensor: torch.Tensor) -> Any:
         result = redispatch(keys & after, tensor)
-        session = caught.session
-        if session is None or OWN.depth:
-            return result
-        event = session.leaving.get(tensor.untyped_storage()._cdata)
-        if event is not None:
-            session.waited(event, tensor)
+        session = cursor.session
+        if session is not None and not OWN.depth:
+            session.waited(tensor)
         return result
 
     return kernel
 
 
-def _kernel(caught: Caught, op: Any, after: Any) -> Callable[..., Any]:
-    redispatch = _compat.redispatch_of(op)
+def _method(cursor: Cursor, op: Any) -> Callable[[Any], Callable[..., Any]]:
+    """What takes the place of the method of a process group by which Python calls ``op``."""
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        session = caught.session
-        if OWN.depth or session is None:
-            return redispatch(keys & after, *args, **kwargs)
-        line = caught.line
-        calls, at = line.calls, line.at
-        if at < len(calls):
-            ready = calls[at]
-            if ready is not None and ready.op is op and not kwargs and caught.fits(ready.role):
-                try:
-                    result = ready.call(keys, args)
-                except BaseException as error:
-                    caught.faults.found(error)
-                    raise
+    def make(original: Any) -> Callable[..., Any]:
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = MISS if kwargs else cursor.take(op, group, args)
+            return original(group, *args, **kwargs) if work is MISS else work
+
+        return method
+
+    return make
+
+
+def _call(cursor: Cursor, op: Any) -> Callable[[Any], Callable[..., Any]]:
+    """What takes the place of what Python calls when it calls a functional collective."""
+    alone = compat.nobody_looks()
+
+    def make(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and not kwargs and cursor.session is not None and alone(args[0]):
+                result = cursor.take(op, None, args)
                 if result is not MISS:
-                    line.at = at + 1
                     return result
-        return session.serve(op, keys & after, args, kwargs)
+            return original(*args, **kwargs)
 
-    return kernel
+        return call
+
+    return make

@@ -7,44 +7,47 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
+from torch._ops import OpOverload
 
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
+from symmplan.capture.producers import out_overload
 from symmplan.capture.steps import plan_poison
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
-from symmplan.integrate.eager.copies import copies_of
 from symmplan.integrate.eager.faults import public
-from symmplan.integrate.eager.lanes import Lanes
-from symmplan.integrate.eager.rescue import missing_of
-from symmplan.integrate.eager.scratch import RecordingScratch
+from symmplan.memory import realize
 from symmplan.memory.exchange import Exchange
-from symmplan.memory.own import OWN
+from symmplan.memory.own import OWN, own_work
 from symmplan.memory.spares import obtain
+from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.engines import known, register
 from symmplan.place.program import place
+from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import fx
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.integrate.eager.lanes import Streams
     from symmplan.integrate.eager.schedule import Event
+    from symmplan.integrate.eager.streams import Streams
+    from symmplan.integrate.eager.tape import Step
     from symmplan.memory import Arena
     from symmplan.memory.groups import Group
-    from symmplan.model import Plan
+    from symmplan.model import OpSpec, Plan
     from symmplan.place.choice import Choice
     from symmplan.place.options import Options
-    from symmplan.place.stats import Copy
     from symmplan.place.ways import Lowerings
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
 
+#: Ops of the process group itself take any memory.
+_TAKE_ANY = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "c10d::")
 #: Arguments of all-to-alls that differ from rank to rank.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
 
@@ -83,12 +86,9 @@ class Frozen:
         captured: What the recorded program does.
         arena: The plan's memory.
         rendezvous: How many were made for it.
-        lanes: Its streams.
         events: The declared calls that are expected, in order.
         tail: What to do at the end of each iteration.
         copies: See `Copy`.
-        missing: What peers need of each call, should this rank not come to it; see
-            `symmplan.integrate.eager.rescue`. None if no peer can wait for one.
         choices: What was measured.
     """
 
@@ -96,11 +96,9 @@ class Frozen:
     captured: Captured
     arena: Arena
     rendezvous: int
-    lanes: Lanes
     events: list[Event]
-    tail: list[Callable[[], None]]
+    tail: list[Step]
     copies: tuple[Copy, ...]
-    missing: list[Callable[[], None] | None] | None
     choices: tuple[Choice, ...]
 
 
@@ -138,6 +136,84 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
     exchange.finish()
 
 
+class _Scratch:
+    """See [Note: scratch] in `symmplan.capture.eager`.
+
+    Each kind of call gets an arena, kept until the recording ends.
+    """
+
+    def __init__(self, memory: str, device: torch.device, timeout: float) -> None:
+        self._memory = memory
+        self._device = device
+        self._timeout = timeout
+        self._arenas: dict[Any, Arena] = {}
+        self._running: list[tuple[Arena, str]] = []
+
+    def serves(self, spec: OpSpec) -> bool:
+        """Whether the op may need symmetric memory to run at all."""
+        if spec.op.startswith(_TAKE_ANY):
+            return False
+        return any(not r.where.startswith("return") for r in spec.requirements)
+
+    @own_work
+    def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
+        """Symmetric copies of ``tensors``; every rank's are complete.
+
+        Collective: yes, over ``group``.
+        """
+        sizes = tuple(x.numel() * x.element_size() for x in tensors)
+        if not any(sizes):
+            return [x.clone() for x in tensors]
+        key = group, spec.op, sizes
+        arena = self._arenas.get(key)
+        if arena is None:
+            arena = self._arenas[key] = realize(
+                plan_problem(_problem(group, spec, sizes)),
+                memory=self._memory,
+                device=self._device,
+                timeout=self._timeout,
+                user="recording",
+            )
+        found = []
+        for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+            copy = arena.tensor(f"x{i}", tensor.dtype, tensor.shape) if size else tensor.clone()
+            found.append(copy.copy_(tensor))
+        self._running.append((arena, group))
+        self._meet(arena, group)
+        return found
+
+    @own_work
+    def over(self) -> None:
+        """The op has ended; returns when it has on all ranks.
+
+        Collective: yes, over the group of the last `copies`.
+        """
+        if self._running:
+            self._meet(*self._running.pop())
+
+    def _meet(self, arena: Arena, group: str) -> None:
+        next(iter(arena.segments.values())).barrier(group)
+
+    def release(self) -> None:
+        """Give everything back. The caller sees to it that no peer is in an op any more."""
+        for arena in self._arenas.values():
+            arena.release()
+        self._arenas.clear()
+        self._running.clear()
+
+
+def _problem(group: str, spec: OpSpec, sizes: Sequence[int]) -> Problem:
+    """One call, with all its tensors at the same time."""
+    align = max(r.align for r in spec.requirements)
+    pads = any(r.signal_pad for r in spec.requirements)
+    names = [(f"x{i}", size) for i, size in enumerate(sizes) if size]
+    return Problem(
+        buffers=[Buffer(n, size, group, align=align, signal_pad=pads) for n, size in names],
+        operations=[Operation("call", group=group, handshake=True, release=True, op=spec.op)],
+        accesses=[Access("call", n, write=True, remote=True) for n, _ in names],
+    )
+
+
 class Recording:
     """An iteration that is being recorded, from its construction to `freeze` or `stop`.
 
@@ -147,7 +223,7 @@ class Recording:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._scratch = RecordingScratch(
+        self._scratch = _Scratch(
             settings.lowerings.memory, settings.device, settings.options.timeout
         )
         self._recorder = Recorder(
@@ -227,14 +303,43 @@ class Recording:
             met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
             found = ((n, known(m.group.process_group)) for n, m in met.items())
             register(arena, {name: engines for name, engines in found if engines is not None})
-        lanes = Lanes(settings.streams)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
-            missing = missing_of(events, settings.device)
-        copies = copies_of(captured, recorder)
+        copies = _copies(captured, recorder)
         choices = tuple(chosen.choices)
         rendezvous = arena.rendezvous - met_before
-        return Frozen(
-            plan, captured, arena, rendezvous, lanes, events, tail, copies, missing, choices
+        return Frozen(plan, captured, arena, rendezvous, events, tail, copies, choices)
+
+
+def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:
+    """Every staged tensor, with the line that would avoid the copy."""
+    buffers = {b.name: b for b in captured.problem.buffers}
+    found = []
+    for site in captured.sites:
+        if site.how != "stage" or site.buffer is None:
+            continue
+        producer = site.source if site.source in recorder.lines else site.node
+        fix = "drop it, or what was made of it, before session.step()"
+        if site.kind == "argument" and "producer" in site.reason:
+            target = getattr(site.source, "target", None)
+            what = str(target).removeprefix("aten.").split(".")[0]
+            fix = "let an op that takes out= write it, in memory from symmplan.empty"
+            if what.startswith(("empty", "new_empty")):
+                fix = "allocate it with symmplan.empty"
+            elif isinstance(target, OpOverload) and out_overload(target) is not None:
+                fix = f"write symmplan.out(torch.{what}, ...) where it is made"
+        elif site.kind == "argument":
+            fix = "make it in the iteration, in memory from symmplan.empty"
+        found.append(
+            Copy(
+                captured.specs[site.node].op,
+                site.where,
+                site.buffer,
+                buffers[site.buffer].nbytes,
+                site.reason,
+                recorder.lines.get(producer, ""),
+                fix,
+            )
         )
+    return tuple(found)

@@ -12,13 +12,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.integrate.eager.direct import starter
 from symmplan.integrate.eager.faults import ends_within
+from symmplan.integrate.eager.tape import starter
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
@@ -27,85 +29,51 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Event
     from symmplan.memory.groups import Group
 
-__all__ = ["catch_up", "missing_of"]
+__all__ = ["catch_up"]
 
 _POLL = 0.02
 #: Seconds that the device has to end what was made up for.
 _REST = 5.0
 
 
-def missing_of(
-    events: Sequence[Event], device: torch.device
-) -> list[Callable[[], None] | None] | None:
-    """For each planned call, what peers need of it; None for those that cannot be made up for.
-
-    Args:
-        events: The planned calls.
-        device: Where their tensors lie.
-
-    Returns:
-        None if no call is a collective of the process group.
-    """
-    found: list[Callable[[], None] | None] = [_missing(event, device) for event in events]
-    there = any(
-        e.call.kind == "op" and act is not None for e, act in zip(events, found, strict=True)
-    )
-    return found if there else None
-
-
-def _nothing() -> None:
-    """Memory: peers have no part in it."""
-
-
 def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
-    if event.call.kind != "op":
-        return _nothing
+    """What peers need of a call; None if it is nothing or cannot be made up for."""
     row = event.row
     if row is None or row.one_sided:
         return None
-    values = dict(zip(event.names, event.call.args, strict=False))
-    values.update(event.call.kwargs)
-    start = starter(
-        row.target,
-        event.engine or event.group or values.get("group_name"),
-        device,
-        reduction=values.get("reduce_op"),
-        root=values.get("src"),
-    )
+    values = event.recorded
+    values["group_name"] = event.group or values.get("group_name")
+    start = starter(row.target, values, device)
     if start is None:
         return None
-    places = {(s.head, s.index): s.view for s in event.stages}
-    places.update({(b.head, b.index): b.view for b in event.binds})
+    places = {(s.head, s.index): place for s, place in event.arguments.items()}
+
+    def at(head: str, path: tuple[int, ...]) -> Any:
+        """The placement of an argument; its shape and type if it has none."""
+        return places.get((head, path), functools.reduce(operator.getitem, path, values[head]))
+
     pairs = []
     for path in [(i,) for i in range(len(values["inputs"]))] if row.each else [()]:
         head = "inputs" if row.each else "input"
-        source = places.get((head, path), _at(values[head], path))
-        out: Any
         if row.out == "return":
             like = event.shapes[path]
             out = event.results.get(path, (like.shape, like.dtype))
         else:
-            out = places.get((row.out, path), _at(values[row.out], path))
-        pairs.append((out, out if row.inplace or row.out == head else source))
+            out = at(row.out, path)
+        pairs.append((out, out if row.inplace or row.out == head else at(head, path)))
 
     def make() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         for out, source in pairs:
             there = _real(out, device)
-            kept = there.clone()
+            saved = there.clone()
             work = start(there, there if source is out else _real(source, device))
             if work is not None:
                 work.wait()
-            there.copy_(kept)
+            there.copy_(saved)
 
     return make
-
-
-def _at(value: Any, path: tuple[int, ...]) -> Any:
-    for i in path:
-        value = value[i]
-    return value
 
 
 def _real(tensor: Any, device: torch.device) -> torch.Tensor:
@@ -121,47 +89,47 @@ def catch_up(
     group: Group,
     key: str,
     made: int,
-    missing: Sequence[Callable[[], None] | None],
+    events: Sequence[Event],
     device: torch.device,
     patience: float,
-) -> bool:
+) -> None:
     """Say how many calls this rank has made, and make those that others are waiting in.
 
     Args:
         group: The ranks.
         key: Where in the group's store; the same on all ranks, and new.
         made: How many planned calls this rank has made, in all iterations.
-        missing: From `missing_of`.
+        events: The planned calls of an iteration.
         device: Where the tensors lie.
         patience: Seconds that the others have to say so.
 
-    Returns:
-        Whether all ranks have made the same calls now. Never raises.
+    Never raises.
 
     Collective: yes; who waits too long goes on.
     """
     if group.size == 1:
-        return True
+        return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # what is captured does not run
+        return  # what is captured does not run
     with contextlib.suppress(Exception):  # there is another error to tell of
+        if not any(_missing(event, device) for event in events):
+            return
         group.store.set(f"{key}/{group.rank}", str(made))
         keys = [f"{key}/{rank}" for rank in range(group.size)]
         deadline = time.monotonic() + patience
         while not group.store.check(keys):
             if time.monotonic() >= deadline:
-                return False
+                return
             time.sleep(_POLL)
         last = max(made, *(int(bytes(group.store.get(k))) for k in keys))
-        acts = [missing[i % len(missing)] for i in range(made, last)]
-        if any(act is None for act in acts):
-            return False
-        if not acts:
-            return True
+        calls = [events[i % len(events)] for i in range(made, last)]
+        acts = [_missing(event, device) for event in calls if event.call.kind == "op"]
+        if None in acts:
+            return
         with torch.inference_mode():
             for act in acts:
                 assert act is not None
                 act()
-        # Whoever aborts a communicator in which kernels still run may crash its peers.
-        return device.type != "cuda" or ends_within(_REST, torch.cuda.synchronize, device)
-    return False
+        if acts and device.type == "cuda":
+            # Whoever aborts a communicator in which kernels still run may crash its peers.
+            ends_within(_REST, torch.cuda.synchronize, device)

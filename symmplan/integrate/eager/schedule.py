@@ -13,22 +13,23 @@ import gc
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import define, field
 
 from symmplan import _compat as compat
 from symmplan.capture.eager import signature
-from symmplan.capture.streams import MAIN
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from symmplan.capture.eager import Recorded
-    from symmplan.integrate.eager.tape import Tape
+    from symmplan.capture.sites import Site
+    from symmplan.integrate.eager.tape import Step, Tape
     from symmplan.place.ways import Lowering
 
-__all__ = ["Bound", "Event", "Lent", "Stage", "bound_values"]
+__all__ = ["Event", "Lent"]
 
 #: Seconds that threads of the process group have to let go of what a finished work held.
 _PATIENCE = 0.25
@@ -37,70 +38,26 @@ _POLL = 0.01
 
 @define(eq=False)
 class Lent:
-    """A placement that the program gets to see; one for all buffers with the same shape there.
+    """A placement that the program gets to see.
 
     Attributes:
         tensor: The whole storage, as its maker shapes it.
-        address: Of its first byte.
         storage: Address of its storage's description, by which a tensor on it is known.
-        own: How many users the storage has without the program's.
+        uses: How many users the storage has without the program's.
     """
 
     tensor: torch.Tensor
-    address: int
     storage: int = field(init=False)
-    own: int = field(init=False)
+    uses: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.storage = self.tensor.untyped_storage()._cdata
-        self.own = compat.storage_use_count(self.storage)
+        self.uses = compat.storage_use_count(self.storage)
 
     @property
     def held(self) -> bool:
         """Whether anybody but the session has a tensor on it."""
-        return compat.storage_use_count(self.storage) > self.own
-
-    def give(self) -> torch.Tensor:
-        """A tensor for the program."""
-        return self.tensor.detach()
-
-
-@define(eq=False)
-class Stage:
-    """An argument that is copied into its placement.
-
-    Attributes:
-        head: Name of the argument.
-        index: Where in the argument, if it is a list.
-        view: The placement.
-        copy_in: Whether the op reads it.
-        copy_back: Whether the op writes it.
-    """
-
-    head: str
-    index: tuple[int, ...]
-    view: torch.Tensor
-    copy_in: bool
-    copy_back: bool
-
-
-@define(eq=False)
-class Bound:
-    """An argument that must already lie in its placement.
-
-    Attributes:
-        head: Name of the argument.
-        index: Where in the argument, if it is a list.
-        address: Of its first byte.
-        buffer: Name of the buffer.
-        view: The bytes, in the argument's shape.
-    """
-
-    head: str
-    index: tuple[int, ...]
-    address: int
-    buffer: str
-    view: torch.Tensor
+        return compat.storage_use_count(self.storage) > self.uses
 
 
 @define(eq=False)
@@ -110,102 +67,91 @@ class Event:
     Attributes:
         call: What was recorded.
         overload: The op that stands for it in the graph; None for memory.
-        stream: Name of the stream on which it runs.
-        device: Where its tensors lie.
-        names: Names of that op's arguments.
-        defaults: What they are if nothing is given.
-        lists: Which of them are lists of tensors, by position.
-        form: Whether it is a ``c10d::`` call in the words of a functional collective.
-        watched: Whether somebody watches all ops.
+        shapes: ``{path: stand-in}`` of the op's results.
+        row: How it runs on this memory backend.
+        group: Name of the process group, or of the communicator over which copy engines run it.
         before: What to do first: overwriting of dead placements, barriers.
         after: Barriers of ops behind it that are not declared.
         writes: Names of the buffers that it writes first.
         claims: Those, each with a buffer on its bytes whose placement nobody may hold any more.
-        placed: Whether any of its tensors is in a placement. The rest is only known if so.
-        stages: See `Stage`.
-        binds: See `Bound`.
+        arguments: The placements of declared arguments.
+        bound: ``{slot: argument}`` of those that must already lie there.
         results: ``{path: placement}`` of results.
         lent: ``{path: Lent}`` of those results that stay there.
         leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
-        row: How it runs on this memory backend.
-        shapes: ``{path: stand-in}`` of the op's results.
-        group: Name of the process group.
-        engine: Name of the communicator over which copy engines run it; empty if they do not.
-        launch: What launches it there, of the tensors that are written and read, and options.
-        tape: What it does.
-        size: How many slots its frame has.
-        gives: Equal for calls of which the program gets the same.
-        run: Makes it: of a frame, or for memory of a function and its arguments.
+        lists: Which of the op's arguments are lists of tensors, by position.
+        tape: What it does; None if nothing of it is in a placement.
+        gives: Takes out of its frame what the program gets.
+        run: Makes it: of a frame, or for memory of a function, its arguments and those by name.
+        short: The same of what the program gives: the dispatch keys, None in front of the
+            dispatcher, and its arguments; of a
+            ``c10d::`` call the process group and its method's arguments; of memory its kind and as
+            `run`. Returns `MISS` if that is not as planned. None if there is no such way.
         work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
     """
 
     call: Recorded
     overload: Any
-    device: torch.device
-    stream: str = MAIN
-    names: list[str] = field(factory=list)
-    defaults: list[Any] = field(factory=list)
-    lists: list[int] = field(factory=list)
-    form: bool = False
-    watched: bool = False
-    before: list[Callable[[], None]] = field(factory=list)
-    after: list[Callable[[], None]] = field(factory=list)
+    shapes: dict[tuple[int, ...], Any]
+    row: Lowering | None
+    group: str = ""
+    before: list[Step] = field(factory=list)
+    after: list[Step] = field(factory=list)
     writes: list[str] = field(factory=list)
     claims: list[tuple[str, str, Lent]] = field(factory=list)
-    placed: bool = False
-    stages: list[Stage] = field(factory=list)
-    binds: list[Bound] = field(factory=list)
+    arguments: dict[Site, torch.Tensor] = field(factory=dict)
+    bound: dict[int, Site] = field(factory=dict)
     results: dict[tuple[int, ...], torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], Lent] = field(factory=dict)
     leaving: dict[tuple[int, ...], Lent] = field(factory=dict)
-    row: Lowering | None = None
-    shapes: dict[tuple[int, ...], Any] = field(factory=dict)
-    group: str = ""
-    engine: str = ""
-    launch: Callable[..., Any] | None = None
+    lists: list[int] = field(factory=list)
     tape: Tape | None = None
-    size: int = 0
-    gives: tuple[Any, ...] = ()
+    gives: Callable[[list[Any]], Any] | None = None
     run: Callable[..., Any] | None = None
+    short: Callable[..., Any] | None = None
     work: Any = None
     copies: int = 0
 
     @property
-    def has_out(self) -> bool:
-        """Whether it writes a tensor that it does not read; of ``c10d::`` calls."""
-        return "out" in self.call.kwargs
+    def name(self) -> str:
+        """For people."""
+        return f"symmplan.{self.call.kind}" if self.call.op is None else str(self.call.op.name())
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What was recorded of each argument, or its default."""
+        return bind_arguments(self.overload, self.call.args, self.call.kwargs)
+
+    @property
+    def form(self) -> bool:
+        """Whether it is a ``c10d::`` call in the words of a functional collective."""
+        return self.overload is not None and self.call.op is not self.overload
 
     @property
     def pends(self) -> bool:
         """Whether the program gets a work to wait for; of ``c10d::`` calls."""
-        return bool(self.call.asynchronous) and not self.one_sided
+        # Symmplan's own ops are over when they return.
+        return self.call.asynchronous and not (self.row is not None and self.row.one_sided)
 
     @property
-    def one_sided(self) -> bool:
-        """Whether it runs as an op of symmplan's, which is over when it returns."""
-        return self.row is not None and self.row.one_sided
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        """The storages that nobody may hold any more, each with the uses that are the session's."""
+        return tuple(dict.fromkeys((lent.storage, lent.uses) for _, _, lent in self.claims))
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        if self.call.op is not None:
-            return str(self.call.op.name())
-        return f"symmplan.{self.call.kind}"
-
-    def ahead(self, operation: str, acts: Sequence[Callable[[], None]]) -> None:
+    def ahead(self, operation: str, steps: Sequence[Step]) -> None:
         """Do something right before an operation of this call, or else before all of it."""
         tape = self.tape
         for section in () if tape is None else (tape.begin, tape.late, tape.away):
-            if operation in section.steps:
-                section.ahead.setdefault(operation, []).extend(acts)
+            if operation in section:
+                section[operation][:0] = steps
                 return
-        self.before += acts
+        self.before += steps
 
     def behind_launch(self) -> list[str]:
         """The copies that are made before the call returns."""
-        waits = self.tape is None or (self.form and self.pends)
-        return [] if waits or self.tape is None else [name for name in self.tape.late.steps if name]
+        tape = None if self.pends else self.tape
+        return [] if tape is None else [name for name in tape.late if name]
 
     def overdue(self) -> tuple[str, str] | None:
         """A buffer that is about to be written, and one on its bytes that is still held."""
@@ -219,29 +165,24 @@ class Event:
                     time.sleep(_POLL)
         return None
 
-    def marks(self) -> tuple[tuple[int, int], ...]:
-        """The storages that nobody may hold any more, each with the uses that are the session's."""
-        return tuple(dict.fromkeys((lent.storage, lent.own) for _, _, lent in self.claims))
-
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """What the call was expected to be and is, if not the same."""
-        if len(args) == len(self.call.args) and kwargs.keys() == self.call.kwargs.keys():
-            for want, have in zip(self.call.args, args, strict=True):
-                if isinstance(have, torch.Tensor):
-                    if want.__class__ is tuple and want[0] == have.shape and want[1] is have.dtype:
-                        continue
-                elif want is have or want == signature(have):
-                    continue
-                return self.call.args, signature(args)
-            if not kwargs or signature(kwargs) == self.call.kwargs:
-                return None
-        return (self.call.args, self.call.kwargs), (signature(args), signature(kwargs))
+        want, have = (self.call.args, self.call.kwargs), (signature(args), signature(kwargs))
+        if want == have:
+            return None
+        return (want, have) if want[1] or have[1] else (want[0], have[0])
 
+    def frame(self, values: Sequence[Any], behind: Any = None) -> list[Any]:
+        """What its steps work on. See [Note: frames] in `symmplan.integrate.eager.tape`.
 
-def bound_values(event: Event, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The call's arguments by name, defaults filled in."""
-    if len(args) == len(event.names):
-        return dict(zip(event.names, args, strict=True))
-    if len(args) + len(kwargs) == len(event.names):
-        return {**dict(zip(event.names, args, strict=False)), **kwargs}
-    return bind_arguments(event.overload, args, kwargs)
+        Args:
+            values: All arguments of the op, in the order of its schema.
+            behind: The dispatch keys behind the session's.
+        """
+        assert self.tape is not None
+        frame = list(values)
+        for i in self.lists:
+            frame += values[i] or ()
+        frame.append(behind)
+        frame += [None] * (self.tape.size - len(frame))
+        return frame

@@ -11,14 +11,13 @@ from attrs import evolve
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.eager.calls import Line, ready_calls
-from symmplan.integrate.eager.direct import MISS
+from symmplan.integrate.eager.calls import MISS, make_ready, serve
 from symmplan.integrate.eager.faults import REDO, Faults, public
-from symmplan.integrate.eager.kernels import declared_names, install, overload_name
-from symmplan.integrate.eager.lanes import Lanes, streams_of
+from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
-from symmplan.integrate.eager.serve import serve, take_away
+from symmplan.integrate.eager.streams import Roles, streams_of
+from symmplan.integrate.eager.tape import in_order
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
@@ -58,10 +57,8 @@ class Session:
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
-        self._uninstall: Callable[[], None] | None = None
-        self._watching: Watching | None = None
-        self._live: list[Event] = []  # the calls that are served: none once anybody failed
-        self.line = Line(Lanes(None))
+        self._serving = contextlib.ExitStack()  # ends what catches the program's calls
+        self.cursor = Cursor(None, Roles(None))
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
         self.leaving: dict[int, Event] = {}
         #: What `stats` counts up to the last `step`.
@@ -81,8 +78,8 @@ class Session:
     @property
     def stats(self) -> Stats:
         """See `Stats`."""
-        frozen, line = self._frozen, self.line
-        counts: dict[str, Any] = self._counts + _counted(self._events[: line.at])
+        frozen = self._frozen
+        counts: dict[str, Any] = self._counts + _counted(self._events[: self.cursor.at])
         if frozen is None:
             return Stats(**counts)
         sites, plan = frozen.captured.sites, frozen.plan
@@ -160,38 +157,38 @@ class Session:
             self._counts["iterations"] += 1
             return
         assert self._frozen is not None
-        if self.line.at != len(self._events):
-            event = self._events[self.line.at]
+        if self.cursor.at != len(self._events):
+            event = self._events[self.cursor.at]
             self.faults.depart(
-                f"the iteration ended before call {self.line.at}, {event.name}",
+                f"the iteration ended before call {self.cursor.at}, {event.name}",
                 expected=f"{len(self._events)} declared calls",
-                got=self.line.at,
+                got=self.cursor.at,
                 event=event,
             )
-        self.line.lanes.join()
-        self._run(self._frozen.tail)
-        self.line.lanes.part()
+        self.cursor.roles.join()
+        self.faults.perform(self._frozen.tail)
+        self.cursor.roles.part()
         self._counts += _counted(self._events)
         self._counts["iterations"] += 1
-        self.line.turn()
+        self.cursor.start_again()
 
     def _freeze(self, recording: Recording) -> None:
         self._recording = None
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.rendezvous
         self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
-        self._frozen, self._live = frozen, frozen.events
-        self.line = Line(frozen.lanes, ready_calls(frozen.events, self._run))
+        self._frozen = frozen
+        make_ready(frozen.events, self.faults)
+        calls = frozen.events if frozen.arena.races is None else ()  # who watches sees all ops
+        self.cursor = Cursor(self, Roles(self._settings.streams), calls)
         self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
-        self._uninstall = install(self, [event.call.op for event in frozen.events])
+        install(self, [e.call.op for e in frozen.events if e.call.op is not None], self._serving)
         if frozen.arena.races is not None:
-            names = declared_names()
-            self._watching = Watching(
-                self._settings.options.timeout,
-                lambda op: not OWN.depth and overload_name(op) in names,
+            names, timeout = declared_names(), self._settings.options.timeout
+            self._serving.enter_context(
+                Watching(timeout, lambda op: not OWN.depth and overload_name(op) in names)
             )
-            self._watching.__enter__()
 
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
@@ -216,29 +213,30 @@ class Session:
         The long way, which finds out what is wrong; see `symmplan.integrate.eager.calls`.
         """
         self._usable()
-        at = self.line.at
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
-        self._check_claims(event)
-        with self.faults.guarded():
-            result = serve(event, behind, args, kwargs, form)
-        self.line.at = at + 1
+        result = serve(event, self.faults, behind, args, kwargs, form)
+        self.cursor.at += 1
         return result
 
-    def waited(self, event: Event, tensor: torch.Tensor) -> None:
-        """A result of ``event`` that leaves the iteration was waited for: it may be copied out."""
-        with self.faults.guarded():
-            take_away(event, tensor)
+    def waited(self, tensor: torch.Tensor) -> None:
+        """A tensor was waited for: a result that leaves the iteration is copied out now.
 
-    def _run(self, acts: Sequence[Callable[[], None]]) -> None:
-        if acts:
-            with self.faults.guarded():
-                for act in acts:
-                    act()
+        Whoever holds the tensor, as asynchronous tensors of torch do, holds the copy from now on.
+        """
+        event = self.leaving.get(tensor.untyped_storage()._cdata)
+        if event is None:
+            return
+        assert event.tape is not None
+        with self.faults.guarded():
+            for step in in_order(event.tape.away):
+                step([])
+            copy = tensor.clone()
+            tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
 
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
         name = f"symmplan.{kind}" if op is None else op.name()
-        if self.line.at >= len(self._live):
+        if self.cursor.at >= len(self._events):
             self.faults.depart(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
@@ -246,10 +244,10 @@ class Session:
                 event=None,
                 op=name,
             )
-        event = self._live[self.line.at]
+        event = self._events[self.cursor.at]
         if op is not event.call.op or kind != event.call.kind:
             self.faults.depart(
-                f"call {self.line.at} is another op than planned",
+                f"call {self.cursor.at} is another op than planned",
                 expected=f"{event.name} ({event.call.line})",
                 got=name,
                 event=event,
@@ -258,48 +256,43 @@ class Session:
         difference = event.differs(args, kwargs)
         if difference is not None:
             self.faults.depart(
-                f"call {self.line.at}, {name}, has other arguments than planned",
+                f"call {self.cursor.at}, {name}, has other arguments than planned",
                 expected=public(difference[0]),
                 got=public(difference[1]),
                 event=event,
             )
-        if not self.line.lanes.fits(event.stream):
+        if not self.cursor.roles.fits(event.call.stream):
             self.faults.depart(
-                f"call {self.line.at}, {name}, runs on another stream than planned",
-                expected=f"the stream that was {event.stream!r} when it was recorded",
+                f"call {self.cursor.at}, {name}, runs on another stream than planned",
+                expected=f"the stream that was {event.call.stream!r} when it was recorded",
                 got="one that is another in this iteration",
                 event=event,
             )
-        return event
-
-    def _check_claims(self, event: Event) -> None:
         overdue = event.overdue()
-        if overdue is None:
-            return
-        buffer, other = overdue
-        self.faults.depart(
-            f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still held",
-            expected="no tensor on it any more, as in the recorded iteration",
-            got="one that is kept longer",
-            event=event,
-            buffer=other,
-            fix=f"drop the tensor or keep a clone of it; or {REDO}",
-        )
+        if overdue is not None:
+            buffer, other = overdue
+            self.faults.depart(
+                f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
+                "held",
+                expected="no tensor on it any more, as in the recorded iteration",
+                got="one that is kept longer",
+                event=event,
+                buffer=other,
+                fix=f"drop the tensor or keep a clone of it; or {REDO}",
+            )
+        return event
 
     def _stop_serving(self, error: BaseException) -> None:
         """The first failure, here or elsewhere: nothing is in its placement any more."""
-        self._live, self.line.calls = [], ()
+        self.cursor.calls = ()
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
 
     def _rescue(self, group: Group, key: str, patience: float) -> None:
         """Nobody shall wait for a planned collective that this rank did not come to."""
-        frozen, line = self._frozen, self.line
-        if frozen is None or frozen.missing is None:
-            return
-        made = line.before + line.at
-        catch_up(group, key, made, frozen.missing, self._settings.device, patience)
+        made = self.cursor.before + self.cursor.at
+        catch_up(group, key, made, self._events, self._settings.device, patience)
 
     # Memory.
 
@@ -311,32 +304,18 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
-        line = self.line
-        calls, at = line.calls, line.at
-        if at < len(calls) and not OWN.depth:
-            ready = calls[at]
-            if ready is not None and ready.op == kind and line.lanes.fits(ready.role):
-                tensor: torch.Tensor = ready.call(make, args, kwargs)
-                if tensor is not MISS:
-                    line.at = at + 1
-                    return tensor
+        tensor: torch.Tensor = self.cursor.take(None, kind, make, args, kwargs)
+        if tensor is not MISS:
+            return tensor
         if OWN.depth or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
-        return self._memory(kind, make, args, kwargs)
-
-    def _memory(
-        self, kind: str, make: Callable[..., torch.Tensor], args: Any, kwargs: Any
-    ) -> torch.Tensor:
-        """The long way."""
         self._usable()
-        at = self.line.at
         event = self._expect(None, (make, *args), kwargs, kind)
-        self._check_claims(event)
         assert event.run is not None
-        tensor: torch.Tensor = event.run(make, args, kwargs)
-        self.line.at = at + 1
+        tensor = event.run(make, args, kwargs)
+        self.cursor.at += 1
         return tensor
 
     # The end.
@@ -353,18 +332,13 @@ class Session:
                 meet(self._settings, "leave the session")
             else:
                 with contextlib.suppress(SymmplanError):  # a peer's: the program has its own
-                    self._give_up(error)
+                    self.faults.give_up(error)
         except BaseException as failure:
             if error is None:
-                self._give_up(failure)
+                self.faults.give_up(failure)
             raise
         finally:
             self.release()
-
-    def _give_up(self, error: BaseException) -> None:
-        """Peers may wait anywhere: in an op, on their device, or for this rank to record one."""
-        self.faults.leave_by(error)
-        self.faults.abort()
 
     def _let_go(self) -> None:
         self.faults.close()
@@ -383,14 +357,9 @@ class Session:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-        if self._watching is not None:
-            self._watching.__exit__(None, None, None)
-            self._watching = None
-        if self._uninstall is not None:
-            self._uninstall()
-            self._uninstall = None
-        self._counts += _counted(self._events[: self.line.at])
-        self._live, self.line = [], Line(Lanes(None))
+        self._serving.close()
+        self._counts += _counted(self._events[: self.cursor.at])
+        self.cursor = Cursor(None, Roles(None))
         self.leaving = {}
 
     def release(self) -> None:
@@ -407,7 +376,7 @@ class Session:
         else:
             self._let_go()
         if self._frozen is not None:  # what it says stays, what it held goes
-            self._frozen = evolve(self._frozen, events=[], tail=[], missing=None)
+            self._frozen = evolve(self._frozen, events=[], tail=[])
         self._state = "released"
         if self._keys is not None and not forked:
             self._keys.leave()
@@ -443,7 +412,7 @@ class Session:
 def _counted(events: Sequence[Event]) -> Counter[str]:
     """What the calls of ``events`` add to `Stats`."""
     return Counter(
-        served=sum(e.placed for e in events),
-        plain=sum(e.call.kind == "op" and not e.placed for e in events),
-        copies=sum(e.copies for e in events if e.placed),
+        served=sum(e.tape is not None for e in events),
+        plain=sum(e.call.kind == "op" and e.tape is None for e in events),
+        copies=sum(e.copies for e in events),
     )

@@ -1,0 +1,88 @@
+"""The streams of a frozen session: the same calls on the same streams, joined at the end.
+
+[Note: streams have no names]
+    A program may take new streams from CUDA's pool in every iteration. So a recorded stream is a
+    role: the first declared call that should run on it tells which stream plays it in this
+    iteration, and later calls of the same role must run there, those of others elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmplan import _compat as compat
+from symmplan.capture.streams import CudaWatch
+
+__all__ = ["Roles", "Streams", "streams_of"]
+
+
+class Streams:
+    """What a session needs to know of the streams of a CUDA device.
+
+    Attributes:
+        number: Gives the current stream as a number.
+        watch: What a recording needs to know.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.number = compat.current_stream_of(device)
+        self.watch = CudaWatch(self.number)
+
+    def current(self) -> Any:
+        """The current stream."""
+        return torch.cuda.current_stream(self._device)
+
+    def wait(self, stream: Any, other: Any) -> None:
+        """Let ``stream`` wait for ``other``."""
+        stream.wait_stream(other)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device; None if it has none."""
+    return Streams(device) if device.type == "cuda" else None
+
+
+class Roles:
+    """Which stream plays which role in this iteration. See [Note: streams have no names].
+
+    Args:
+        streams: The device's streams; None if it has none.
+    """
+
+    def __init__(self, streams: Streams | None) -> None:
+        self._streams = streams
+        self._bound: dict[str, tuple[int, Any]] = {}
+
+    def fits(self, role: str) -> bool:
+        """Whether the current stream plays ``role``, or may from now on."""
+        if self._streams is None:
+            return True
+        number = self._streams.number()
+        if role in self._bound:
+            return self._bound[role][0] == number
+        if any(number == taken for taken, _ in self._bound.values()):
+            return False
+        self._bound[role] = number, self._streams.current()
+        return True
+
+    def join(self) -> None:
+        """Let the current stream wait for those of this iteration."""
+        for streams, current, other in self._pairs():
+            streams.wait(current, other)
+
+    def part(self) -> None:
+        """Let those wait for the current stream, and forget them: the iteration is over."""
+        for streams, current, other in self._pairs():
+            streams.wait(other, current)
+        self._bound.clear()
+
+    def _pairs(self) -> list[tuple[Streams, Any, Any]]:
+        """The current stream with each other one, if there are several: one is in order."""
+        if self._streams is None or len(self._bound) < 2:
+            return []
+        number, current = self._streams.number(), self._streams.current()
+        found = [stream for taken, stream in self._bound.values() if taken != number]
+        return [(self._streams, current, stream) for stream in found]
