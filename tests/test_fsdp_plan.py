@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symmplan.capture.fsdp import Call, Key, Planned, Recording, Way, problem_of
-from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.memory.lend import lend
 from symmplan.model import Requirement
+from symmplan.place.loans import Ledger, Loan, lend
 from symmplan.planner import plan as plan_problem
 
 
@@ -278,8 +277,8 @@ def test_bytes_may_come_back_in_any_thread():
     assert len(came_back) == 1
 
 
-class Waits(Tenant):
-    """A tenant that notes who waited for it."""
+class Waits(Loan):
+    """A loan that notes who waited for it."""
 
     def wait(self):
         self._marks.append("waited")
@@ -293,20 +292,20 @@ class Waits(Tenant):
     st.lists(st.tuples(st.integers(0, 15), st.integers(1, 16)), max_size=30),
 )
 def test_whoever_takes_bytes_waits_for_all_who_had_them(ranges):
-    """A model: each byte remembers its last tenant; a new one waits for exactly those."""
-    users = Bytes()
+    """A model: each byte remembers its last loan; a new one waits for exactly those."""
+    users = Ledger()
     last = [None] * 32
     for begin, length in ranges:
         end = begin + length
         before = {t: t.waits for t in last if t is not None}
         old = {t for t in last[begin:end] if t is not None}
-        tenant = Waits()
-        users.take(begin, end, tenant)
+        loan = Waits()
+        users.take(begin, end, loan)
         assert {t for t in before if t.waits > before[t]} == old
-        last[begin:end] = [tenant] * length
+        last[begin:end] = [loan] * length
         assert users.held(begin, end)
         for byte in range(32):
             assert users.held(byte, byte + 1) == (last[byte] is not None and last[byte].live)
         if begin % 3 == 0:
-            tenant.drop()
+            loan.drop()
             assert not users.held(begin, end)

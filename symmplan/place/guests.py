@@ -25,8 +25,8 @@ from weakref import WeakSet
 
 from attrs import define, field
 
-from symmplan.memory.lend import lend
 from symmplan.memory.spares import give_back
+from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

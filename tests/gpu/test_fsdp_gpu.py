@@ -133,8 +133,8 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     elif where == "reduce-scatter":
         slow(PlannedReduceScatter, "__call__", "before")
     if not waits:
-        undo.append((fsdp_bytes.Tenant, "wait", fsdp_bytes.Tenant.wait))
-        fsdp_bytes.Tenant.wait = lambda self: None
+        undo.append((fsdp_bytes.Loan, "wait", fsdp_bytes.Loan.wait))
+        fsdp_bytes.Loan.wait = lambda self: None
     try:
         with contextlib.ExitStack() as stack:
             if flat:

@@ -159,35 +159,35 @@ def fail_alone(rank, world, where):
     return fsdp_ways.failing_freeze(rank, world, where, lambda: build(world, dim=512), program)
 
 
-def tenants(rank, world, waits):
+def loans(rank, world, waits):
     """Somebody reads late on one stream; the next user of the bytes writes on another."""
-    from symmplan.integrate.fsdp.bytes import Bytes, Tenant
+    from symmplan.place.loans import Ledger, Loan
 
     def fill():
-        users, bytes_ = Bytes(), torch.zeros(1 << 20, device="cuda")
+        users, bytes_ = Ledger(), torch.zeros(1 << 20, device="cuda")
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(first):
-            tenant = Tenant(first)
-            users.take(0, 1 << 20, tenant)
+            loan = Loan(first)
+            users.take(0, 1 << 20, loan)
             torch.cuda._sleep(50_000_000)
             read = bytes_.clone()
-            tenant.ran(None, done=True)
-        tenant.drop()
+            loan.ran(None, done=True)
+        loan.drop()
         with torch.cuda.stream(second):
-            users.take(1 << 19, 1 << 21, Tenant(second))
+            users.take(1 << 19, 1 << 21, Loan(second))
             bytes_.fill_(1.0)
         torch.cuda.synchronize()
         return float(read.sum())
 
-    original = Tenant.wait
+    original = Loan.wait
     if not waits:
-        Tenant.wait = lambda self: None
+        Loan.wait = lambda self: None
     try:
         fill()  # allocations and first launches wait for the device by themselves
         return fill()
     finally:
-        Tenant.wait = original
+        Loan.wait = original
 
 
 # Parent side.
@@ -258,5 +258,5 @@ def test_a_rank_that_fails_alone_fails_all_ranks_at_once(pool, where):
 
 def test_bytes_are_reused_in_order_across_streams(pool):
     """A reduce-scatter's input may become an all-gather's output while FSDP2 orders nothing."""
-    assert pool.run(tenants, True) == [0.0] * DEVICES
-    assert all(seen > 0 for seen in pool.run(tenants, False))
+    assert pool.run(loans, True) == [0.0] * DEVICES
+    assert all(seen > 0 for seen in pool.run(loans, False))

@@ -35,7 +35,7 @@ from torch.utils.weak import TensorWeakRef
 from symmplan._compat import storage_use_count
 from symmplan._compat_autograd import has_saved_tensor_hooks, keeps_graph
 from symmplan.errors import RunError
-from symmplan.memory.lend import lend
+from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections import Counter

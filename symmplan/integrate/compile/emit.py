@@ -41,7 +41,7 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
-from symmplan.memory.lend import lend
+from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

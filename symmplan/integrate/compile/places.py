@@ -31,7 +31,7 @@ from attrs import define, field, frozen
 
 from symmplan import _compat as compat
 from symmplan.errors import RunError
-from symmplan.memory.lend import lend
+from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

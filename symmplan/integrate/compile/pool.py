@@ -42,7 +42,7 @@ from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import obtain
-from symmplan.memory.streams import synchronize
+from symmplan.memory.streams import capture_of, synchronize
 from symmplan.place.engines import known, register
 from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.fingerprint import visible
@@ -89,7 +89,7 @@ class Shared:
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _last: Plan | None = field(init=False, default=None)
     _vacate: Callable[[], None] | None = field(init=False, default=None)
-    _stream: Any = field(init=False, default=None)
+    _stream: tuple[Any, int] = field(init=False, default=(None, 0))
 
     def enter(self, part: Part, args: list[Any]) -> None:
         """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
@@ -157,10 +157,11 @@ class Shared:
 
     def _follow(self) -> None:
         if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
+            stream, capture = torch.cuda.current_stream(self.device), capture_of()
+            last, its_capture = self._stream
+            if last is not None and last != stream and its_capture == capture:
+                stream.wait_stream(last)
+            self._stream = stream, capture
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan

@@ -22,7 +22,7 @@ from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.calls import is_tensors, stands_for
 from symmplan.integrate.eager.schedule import Event, Lent
 from symmplan.integrate.eager.tape import Slot, Tape, getter
-from symmplan.memory.lend import lend
+from symmplan.place.loans import lend
 from symmplan.place.lower import launch
 from symmplan.planner.order import order_of
 

@@ -43,9 +43,9 @@ import torch
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
-from symmplan.integrate.fsdp.bytes import Tenant
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
 from symmplan.memory.tell import everywhere
+from symmplan.place.loans import Loan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ class Direct:
         self._group = group
         self._layout: Layout | None = None
         self._home: Home | None = None
-        self._tenant: Tenant | None = None
+        self._loan: Loan | None = None
         self._looked = False
         self._put_off = False
         self._to_leave = False
@@ -258,8 +258,8 @@ class Direct:
         holders = home.users.holders(home.begin, home.end)
         if not all(t.owner is not None and t.owner.gives_way(needed=needed) for t in holders):
             return False
-        for tenant in holders:
-            tenant.owner.give_way()
+        for loan in holders:
+            loan.owner.give_way()
         return True
 
     def gives_way(self, *, needed: bool) -> bool:
@@ -324,9 +324,9 @@ class Direct:
     def _let_go(self) -> None:
         """The module does not use its bytes any more."""
         self._runtime.released(self.site)
-        if self._tenant is not None:
-            self._tenant.drop()
-            self._tenant = None
+        if self._loan is not None:
+            self._loan.drop()
+            self._loan = None
 
     def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
         group = self._group
@@ -334,8 +334,8 @@ class Direct:
         cuda = home.is_cuda
         with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
             if not cuda:
-                self._tenant = Tenant(owner=weakref.proxy(self))
-                home.users.take(home.begin, home.end, self._tenant)
+                self._loan = Loan(owner=weakref.proxy(self))
+                home.users.take(home.begin, home.end, self._loan)
                 home.fill(shards)
                 home.gather()
                 group._all_gather_result = Gathered()
@@ -344,14 +344,14 @@ class Direct:
                     async_op, group._training_state
                 )
                 # Dropped when the module is done, which its own kernels are on this stream.
-                self._tenant = Tenant(torch.cuda.current_stream(), owner=weakref.proxy(self))
+                self._loan = Loan(torch.cuda.current_stream(), owner=weakref.proxy(self))
                 with torch.cuda.stream(copies):
-                    home.users.take(home.begin, home.end, self._tenant)
+                    home.users.take(home.begin, home.end, self._loan)
                     home.fill(shards)
                 gathers.wait_stream(copies)
                 with torch.cuda.stream(gathers):
                     home.gather()
                     event = gathers.record_event()
                 group._all_gather_result = Gathered(event)
-                self._tenant.after(event)
+                self._loan.after(event)
         self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))

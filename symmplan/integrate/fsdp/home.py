@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from symmplan import _compat
 from symmplan.memory import BACKENDS
-from symmplan.memory.lend import lend
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream
+from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.integrate.fsdp.bytes import Bytes
     from symmplan.integrate.fsdp.layout import Layout
+    from symmplan.place.loans import Ledger
 
 __all__ = ["Home"]
 
@@ -53,7 +53,7 @@ class Home:
         site: str,
         layout: Layout,
         bytes_: torch.Tensor,
-        users: Bytes,
+        users: Ledger,
         begin: int,
         group: dist.ProcessGroup,
         memory: str,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.errors import CaptureError
-from symmplan.integrate.fsdp.bytes import Bytes, Tenant
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
@@ -28,6 +27,7 @@ from symmplan.memory.spares import fits, give_back, obtain
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
 from symmplan.place.guests import CarveOut, overlapping, parts_of
+from symmplan.place.loans import Ledger, Loan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class Memory:
         self._device: torch.device | None = None
         # The newest first; older ones may hold parameters, or buffers that somebody has kept.
         self._arenas: list[Arena] = []
-        self._users: dict[str, Bytes] = {}
+        self._users: dict[str, Ledger] = {}
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
@@ -118,28 +118,28 @@ class Memory:
             self._views[place, dtype] = made
         return made
 
-    def users(self, place: Placement) -> Bytes:
+    def users(self, place: Placement) -> Ledger:
         """Who uses the bytes of its segment."""
         return self._users[place.segment]
 
-    def take(self, place: Placement) -> Tenant | None:
+    def take(self, place: Placement) -> Loan | None:
         """Take the bytes at ``place`` for a buffer; None if somebody still uses them."""
         users = self._users[place.segment]
         if users.held(place.offset, place.end):
             return None
-        tenant = Tenant(torch.cuda.current_stream(self._device) if self._is_cuda else None)
-        users.take(place.offset, place.end, tenant)
-        return tenant
+        loan = Loan(torch.cuda.current_stream(self._device) if self._is_cuda else None)
+        users.take(place.offset, place.end, loan)
+        return loan
 
     def alone(self, place: Placement, act: Callable[[], Any]) -> Any:
         """Run ``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
-        tenant = self.take(place)
-        if tenant is None:
+        loan = self.take(place)
+        if loan is None:
             with self._kept(self.at(place)):
                 return act()
         work = act()
-        tenant.ran(work, done=True)
-        tenant.drop()
+        loan.ran(work, done=True)
+        loan.drop()
         return work
 
     def stage(
@@ -197,12 +197,12 @@ class Memory:
 
     def _run_guest(self, places: Sequence[Placement], args: list[Any]) -> Callable[[], None]:
         """Take the bytes of a guest for a run; returns what gives them back."""
-        tenants: list[Tenant] = []
+        loans: list[Loan] = []
         saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place in places:
-            tenant = self.take(place)
-            if tenant is not None:
-                tenants.append(tenant)
+            loan = self.take(place)
+            if loan is not None:
+                loans.append(loan)
                 continue
             # The program left the plan's order. See [Note: bytes in use].
             self.displaced += 1
@@ -214,9 +214,9 @@ class Memory:
                 args[i] = args[i].clone()
 
         def leave() -> None:
-            for tenant in tenants:
-                tenant.ran(None, done=True)
-                tenant.drop()
+            for loan in loans:
+                loan.ran(None, done=True)
+                loan.drop()
             for bytes_, kept in saved:
                 bytes_.copy_(kept)
                 synchronize(self.device)
@@ -286,7 +286,7 @@ class Memory:
             require(self.groups, self.engines, arena.memory)
         self.rendezvous += arena.rendezvous - met
         warm_up(self.device)
-        self._users = {name: Bytes() for name in arena.segments}
+        self._users = {name: Ledger() for name in arena.segments}
         self._views.clear()
         self._pushes.clear()
 

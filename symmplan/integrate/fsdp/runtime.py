@@ -23,18 +23,18 @@ from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
-from symmplan.memory.lend import lend
 from symmplan.place.guests import WATCHERS
+from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch.distributed as dist
 
-    from symmplan.integrate.fsdp.bytes import Tenant
     from symmplan.integrate.fsdp.schedule import Schedule, Spot
     from symmplan.model import Placement
     from symmplan.place.guests import Guest
+    from symmplan.place.loans import Loan
     from symmplan.place.options import Options
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
@@ -121,17 +121,17 @@ class Runtime:
             self.arrive(key, device)
         self._arrived = None
         spot = self._follow(key)
-        tenant: Tenant | None = None
+        loan: Loan | None = None
         if spot is not None and spot.place is not None and spot.way.name == "push":
             base = self.memory.at(spot.place)[: key.numel * dtype.itemsize].view(dtype)
             send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
             fsdp2.COPY_INS[base.data_ptr()] = send
         elif spot is not None and spot.place is not None and not spot.direct:
-            tenant = self.memory.take(spot.place)
-            base = plain() if tenant is None else self.memory.at(spot.place, dtype)
+            loan = self.memory.take(spot.place)
+            base = plain() if loan is None else self.memory.at(spot.place, dtype)
         else:
             base = plain()
-        slot = Slot(key, base, spot=spot, tenant=tenant)
+        slot = Slot(key, base, spot=spot, loan=loan)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
@@ -253,7 +253,7 @@ class Runtime:
             else:
                 self.counts.plain += 1
                 self.counts.because(reason)
-        elif slot.tenant is not None or _pushed(slot):
+        elif slot.loan is not None or _pushed(slot):
             work = act()
             self.counts.bound += 1
         else:
@@ -263,8 +263,8 @@ class Runtime:
             self.memory.stage(slot.spot.place, slot.base, act, result=result)
             self.counts.staged += 1
             self.counts.because(_IN_USE)
-        if slot.tenant is not None:
-            slot.tenant.ran(work, done=done)
+        if slot.loan is not None:
+            slot.loan.ran(work, done=done)
         return work
 
     def _way(

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.capture.fsdp import Key, Recording
-    from symmplan.integrate.fsdp.bytes import Tenant
     from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import Spot
+    from symmplan.place.loans import Loan
 
 __all__ = ["Counts", "Slot", "Where"]
 
@@ -61,7 +61,7 @@ class Slot:
             may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
         held: Whether anybody holds the buffer.
         spot: Its spot in the plan, None while recording or if the plan has none.
-        tenant: Set if the buffer lies in its placement.
+        loan: Set if the buffer lies in its placement.
         index: Its index in ``log``.
         log: The recording it is in.
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
@@ -71,15 +71,15 @@ class Slot:
     base: torch.Tensor
     held: bool = True
     spot: Spot | None = None
-    tenant: Tenant | None = None
+    loan: Loan | None = None
     index: int = 0
     log: Recording | None = None
     served: int = 1
 
     def drop(self) -> None:
         """Nobody holds the buffer any more. In any thread."""
-        if self.tenant is not None:
-            self.tenant.drop()
+        if self.loan is not None:
+            self.loan.drop()
         if self.log is not None:
             self.log.drop(self.index)
         self.held = False

@@ -1,4 +1,10 @@
-"""Who has which bytes of a segment that are lent to FSDP2. See [Note: lent bytes].
+"""Loans: bytes of a segment that are handed out, and the ledger of who used them last.
+
+[Note: lent bytes]
+    Who is handed a tensor does not say that it is done with it; it drops the last reference. Views
+    of a segment share the segment's storage, whose end says nothing. So such bytes are lent as a
+    storage of their own (through numpy's array interface, or CUDA's): its owner's ``__del__`` runs
+    when the last tensor on it is gone, whoever held it, in whatever thread.
 
 [Note: who may reuse the bytes]
     On the CPU everything has happened by the time the buffer is dropped. On a device the work is
@@ -18,18 +24,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
 from symmplan.memory.streams import capture_of
 
-__all__ = ["Bytes", "Tenant"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Ledger", "Loan", "lend"]
+
+
+class _Owner:
+    """Owns a storage on somebody else's bytes; see [Note: lent bytes]."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None]) -> None:
+        self._tensor = tensor  # keeps the bytes
+        self._on_drop = on_drop
+        interface = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+        if tensor.is_cpu:
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = interface
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then half of torch is gone, and nobody reuses the bytes
+            self._on_drop()
+
+
+def lend(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """The same bytes as another storage, which reports its end.
+
+    Args:
+        tensor: Contiguous; kept alive as long as the result.
+        on_drop: Called once, when nothing refers to the result's storage any more, in whatever
+            thread that is. Must not raise.
+
+    Returns:
+        A tensor of the same type, shape and address.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        on_drop()
+        return tensor
+    owner: Any = _Owner(tensor, nbytes, on_drop)
+    if tensor.is_cpu:
+        import numpy as np
+
+        flat = torch.from_numpy(np.asarray(owner))
+    else:
+        flat = torch.as_tensor(owner, device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 @define(eq=False)
-class Tenant:
+class Loan:
     """Who has some bytes, and what must have happened before somebody else may.
 
     Attributes:
@@ -79,19 +137,19 @@ class Tenant:
                 wait()
 
 
-class Bytes:
+class Ledger:
     """Who used which bytes of a segment last."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, int, Tenant]] = []
+        self._pieces: list[tuple[int, int, Loan]] = []
 
     def held(self, begin: int, end: int) -> bool:
         """Whether a live buffer has any of the bytes ``[begin, end)``."""
         return any(t.live and b < end and begin < e for b, e, t in self._pieces)
 
-    def holders(self, begin: int, end: int) -> list[Tenant]:
-        """The live tenants of any of the bytes ``[begin, end)``, each once."""
-        found: dict[int, Tenant] = {}
+    def holders(self, begin: int, end: int) -> list[Loan]:
+        """The live loans of any of the bytes ``[begin, end)``, each once."""
+        found: dict[int, Loan] = {}
         for b, e, t in self._pieces:
             if t.live and b < end and begin < e:
                 found[id(t)] = t
@@ -101,10 +159,10 @@ class Bytes:
         """The ``[begin, end)`` of live buffers."""
         return [(b, e) for b, e, t in self._pieces if t.live]
 
-    def take(self, begin: int, end: int, tenant: Tenant) -> None:
-        """Give ``[begin, end)`` to ``tenant``, after all who had any of these bytes."""
+    def take(self, begin: int, end: int, loan: Loan) -> None:
+        """Give ``[begin, end)`` to ``loan``, after all who had any of these bytes."""
         pieces = []
-        waited: list[Tenant] = []
+        waited: list[Loan] = []
         for piece in self._pieces:
             b, e, old = piece
             if e <= begin or end <= b:
@@ -113,10 +171,10 @@ class Bytes:
             if not any(old is w for w in waited):
                 waited.append(old)
                 old.wait()
-            # What the new tenant does not cover still belongs to the old one.
+            # What the new loan does not cover still belongs to the old one.
             if b < begin:
                 pieces.append((b, begin, old))
             if end < e:
                 pieces.append((end, e, old))
-        pieces.append((begin, end, tenant))
+        pieces.append((begin, end, loan))
         self._pieces = pieces
