@@ -260,6 +260,8 @@ def _modules() -> list[str]:
 
 @pytest.mark.parametrize("name", _modules())
 def test_what_a_module_exports_is_there_and_documented(name):
+    if name.endswith("_kernel"):
+        pytest.importorskip("triton")
     module = importlib.import_module(name)
     assert module.__doc__
     own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == name]
