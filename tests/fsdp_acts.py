@@ -113,6 +113,7 @@ class Actor:
             for name in ("served", "copies", "plain", "replans", "departures"):
                 self._counts[name] += getattr(stats, name)
             self._counts.update(dict(stats.reasons))
+            self._counts.update(why for _, why in stats.flat)
 
     def _batch(self):
         self._count += 1
