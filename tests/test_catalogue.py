@@ -237,6 +237,7 @@ def test_json_is_complete(run):
         "meets": True,
         "asynchronous": False,
         "out": "symm_mem::one_shot_all_reduce_out.default",
+        "fills": [],
         "origin": "catalogue",
         "note": "",
     }

@@ -51,6 +51,7 @@ def test_a_device_is_measured_and_shared_memory_is_not():
         "ordinary": ("ordinary", "ordinary"),
         "symmetric": ("symmetric", "symmetric"),
         "copy engine": ("copy engine", "copy engine"),
+        "push": ("push", "push"),
     }
 
 

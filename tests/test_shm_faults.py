@@ -238,9 +238,9 @@ def elsewhere(rank, world, what):
     """Rank 1 seems to run on another host, or in another pid namespace."""
     import attrs
 
-    from symmplan.memory import agreement, process, realize, shm
+    from symmplan.memory import agreement, groups, realize, shm
 
-    real = process.this_process
+    real = groups.this_process
 
     def other():
         return attrs.evolve(real(), **{what: "another"})
