@@ -138,6 +138,9 @@ class Direct:
         group, home = self._group, self._home
         result = group._all_gather_result
         if home is None or (result is not None and not isinstance(result, Gathered)):
+            if self._put_off and result is None:
+                self._own("unshard", False)
+            self._put_off = False
             self._own("wait_for_unshard")
             return
         if result is None:
@@ -304,7 +307,11 @@ class Direct:
             self._runtime.left(self.site, OTHERS)
 
     def vacate(self) -> None:
-        """The parameters have memory of their own until the next plan."""
+        """The parameters have memory of their own until the next plan.
+
+        What was gathered and not yet waited for is gathered again when it is needed.
+        """
+        self._put_off = self._forget() or self._put_off
         self._move_out()
         self._let_go()
 
