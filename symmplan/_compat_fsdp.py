@@ -158,9 +158,9 @@ def release_gather(group: Any) -> None:
         context.all_gather_state = None
 
 
-#: ``{address of a reduce-scatter's input: what takes the gradients instead of it}``, until the
-#: next copy there.
-COPY_INS: dict[int, Callable[[list[Any]], None]] = {}
+#: ``{address of a reduce-scatter's input: (it, what takes the gradients instead)}``, until they are
+#: copied there.
+COPY_INS: dict[int, tuple[Any, Callable[[list[Any]], None]]] = {}
 
 
 def has_copy_in() -> bool:
@@ -178,11 +178,11 @@ def watch_copy_in() -> None:
 
     @functools.wraps(original)
     def copy_in(gradients: list[Any], target: Any, *args: Any, **kwargs: Any) -> None:
-        send = COPY_INS.pop(target.data_ptr(), None)
-        if send is None:
+        taken = COPY_INS.pop(target.data_ptr(), None)
+        if taken is None:
             original(gradients, target, *args, **kwargs)
         else:
-            send(gradients)
+            taken[1](gradients)
 
     copy_in.symmplan = True  # type: ignore[attr-defined]
     module: Any = collectives

@@ -121,7 +121,7 @@ def acted(draw):
         "model": (hidden, wraps, options),
         # Training goes on after whatever it was.
         "acts": [*usual, *between, ("train",), ("train",)],
-        "choose": draw(st.sampled_from(["placed", "placed", "copy engine"])),
+        "choose": draw(st.sampled_from(["placed", "push", "copy engine"])),
         "flat": draw(st.sampled_from([False, False, True])),
         "hold": (draw(st.integers(0, 1)), draw(st.sampled_from([0, 1, 4]))),
     }

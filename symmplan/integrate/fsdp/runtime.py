@@ -123,9 +123,10 @@ class Runtime:
         spot = self._follow(key)
         loan: Loan | None = None
         if spot is not None and spot.place is not None and spot.way.name == "push":
-            base = self.memory.at(spot.place)[: key.numel * dtype.itemsize].view(dtype)
+            # Nothing is copied there: one element that looks like all of them.
+            base = torch.empty(1, dtype=dtype, device=device)
             send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
-            fsdp2.COPY_INS[base.data_ptr()] = send
+            fsdp2.COPY_INS[base.data_ptr()] = base, send
         elif spot is not None and spot.place is not None and not spot.direct:
             loan = self.memory.take(spot.place)
             base = plain() if loan is None else self.memory.at(spot.place, dtype)
@@ -136,7 +137,8 @@ class Runtime:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
-        return lend(base, slot.drop), slot
+        lent = lend(base, slot.drop)
+        return lent.expand(key.numel) if _pushed(slot) else lent, slot
 
     def arrive(self, key: Key, device: torch.device) -> None:
         """The program comes to a collective, for which it may ask `open` for a buffer next.
