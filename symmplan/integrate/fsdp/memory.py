@@ -263,6 +263,7 @@ class Memory:
         guests = {n: g.process_group for n, g in resolve_groups(more).items()}
         groups = {**self.groups, **guests}
         if not settled and self.arena is not None and fits(plan, self.arena):
+            synchronize(self.device)  # peers may push to where other bytes were, without asking
             agree(plan, groups, self._options.timeout)
             return
         # Peers may reach into the old segments until their work is done, too.
