@@ -117,12 +117,14 @@ def test_a_plan_follows_prefetch_lists_that_get_longer(two):
         assert replans[2] == 0 < replans[-1] == replans[4]
 
 
+@pytest.mark.further
 def test_parameters_stay_while_a_rank_has_views_of_them(two):
     for wrong, seen in two.run(programs.deepened, True):
         assert wrong == []
         assert seen[-1][0] > seen[3][0]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("when", [3, 0])
 def test_methods_that_somebody_replaces_on_the_class_run(two, when):
     for result, calls in two.run(programs.replaced, when):

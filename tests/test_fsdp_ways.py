@@ -74,6 +74,7 @@ def test_pushes_in_all_kinds_of_programs(two, name, args):
         assert result["stats"]["copies"] == 0
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["hybrid", "hybrid_accumulation"])
 def test_pushes_over_two_meshes(name):
     with RankPool(4) as four:
