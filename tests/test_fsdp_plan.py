@@ -309,3 +309,37 @@ def test_whoever_takes_bytes_waits_for_all_who_had_them(ranges):
         if begin % 3 == 0:
             loan.drop()
             assert not users.held(begin, end)
+
+
+def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
+    """A slot twice in a row, and whatever comes behind a push that was never summed."""
+    import torch.distributed as dist
+
+    from symmplan.integrate.fsdp.push import Pushes
+    from symmplan.model import Placement
+
+    class Meeting:
+        count = 0
+
+        def barrier(self):
+            self.count += 1
+
+    meeting, memory = Meeting(), torch.zeros(64, dtype=torch.uint8)
+    pushes = Pushes([memory], meeting, 0, torch.device("cpu"))
+    first, second = Placement("s", 0, 32), Placement("s", 32, 32)
+    met = []
+    for slot, sums in (
+        (first, True),
+        (second, True),
+        (second, False),
+        (first, True),
+        (second, True),
+    ):
+        before = meeting.count
+        pushes.send([torch.arange(4.0)], slot)
+        met.append(meeting.count - before)
+        if sums:
+            output = torch.empty(4)
+            pushes.reduce(output, dist.ReduceOp.SUM)()
+            assert output.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert met == [0, 0, 1, 1, 0]

@@ -13,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from symmplan.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["capture_of", "off_default_stream", "synchronize"]
+__all__ = ["Mark", "capture_of", "mark", "off_default_stream", "synchronize", "wait_for"]
+
+#: See `mark`.
+Mark: TypeAlias = "tuple[int, Callable[[], Any]]"
 
 
 def capture_of(stream: torch.cuda.Stream | None = None) -> int:
@@ -46,6 +49,19 @@ def capture_of(stream: torch.cuda.Stream | None = None) -> int:
         *(none, none, none),
     )
     return number.value if not failed and status.value else 0
+
+
+def mark(wait: Callable[[], Any], stream: torch.cuda.Stream | None = None) -> Mark:
+    """What waits for something that was just queued on a stream, with the capture it belongs to."""
+    return capture_of(stream), wait
+
+
+def wait_for(marks: Sequence[Mark]) -> None:
+    """Let the current stream wait; see [Note: captured steps]."""
+    capture = capture_of() if marks else 0
+    for number, wait in marks:
+        if number == capture:
+            wait()
 
 
 @functools.cache

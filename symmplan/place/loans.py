@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from symmplan.memory.streams import capture_of
+from symmplan.memory.streams import Mark, mark, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +100,7 @@ class Loan:
     live: bool = True
     owner: Any = None
     _at_drop: bool = True
-    _marks: list[tuple[int, Any]] = field(factory=list)
+    _marks: list[Mark] = field(factory=list)
 
     def ran(self, work: Any, *, done: bool) -> None:
         """The collective was issued on the current stream.
@@ -119,22 +119,19 @@ class Loan:
 
     def after(self, event: Any) -> None:
         """The bytes are used until ``event``, of the current stream or one that follows it."""
-        self._marks.append((capture_of(), event.wait))
+        self._marks.append(mark(event.wait))
 
     def drop(self) -> None:
         """The buffer was dropped."""
         if self.stream is not None and self._at_drop:
             event = torch.cuda.Event()
             event.record(self.stream)
-            self._marks.append((capture_of(self.stream), event.wait))
+            self._marks.append(mark(event.wait, self.stream))
         self.live = False
 
     def wait(self) -> None:
         """Let the current stream wait for all that happened to the bytes."""
-        capture = capture_of() if self._marks else 0
-        for number, wait in self._marks:
-            if number == capture:
-                wait()
+        wait_for(self._marks)
 
 
 class Ledger:

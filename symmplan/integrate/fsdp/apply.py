@@ -130,8 +130,9 @@ def apply(
             the real sizes when the plan is frozen; see `Choice`. Without measurement,
             ``"placed"``, the same as ``"symmetric"``, runs all of them in symmetric memory over the
             model's own groups; ``"copy engine"`` without kernels where the backend has copy
-            engines, reduce-scatters as an all-to-all and a local sum; ``"ordinary"`` as FSDP2
-            does. ``"auto"`` measures on devices and places all elsewhere.
+            engines, reduce-scatters as an all-to-all and a local sum; ``"push"`` lets gradients go
+            straight to where peers sum them, and copy engines gather; ``"ordinary"`` as FSDP2 does.
+            ``"auto"`` measures on devices and places all elsewhere.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
 

@@ -12,6 +12,7 @@ from symmplan import _compat as compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
+from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.place.choice import Choice
 from symmplan.place.trials import Trial, choices_of, measure
@@ -84,7 +85,7 @@ class Choices:
         return (
             call.key.kind == "reduce_scatter"
             and call.key.dtype in ("torch.float32", "torch.bfloat16")
-            and self._memory != "local"
+            and (BACKENDS[self._memory].devices or BACKENDS[self._memory].collectives)
             and fsdp2.has_copy_in()
         )
 

@@ -90,7 +90,7 @@ def scatters(
     """
     run = _one_sided(memory, "reduce_scatter_tensor_out")
     if run is None:
-        summed = _summed(plain, output, source, group, op) if BACKENDS[memory].devices else None
+        summed = _summed(plain, output, source, group, op) if BACKENDS[memory].engines else None
         return summed or own_work(
             lambda: plain(
                 output_tensor=output, input_tensor=source, group=group, op=op, async_op=async_op

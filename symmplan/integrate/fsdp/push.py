@@ -8,7 +8,8 @@ device; the ranks meet, and each sums what has arrived.
     Nobody asks a peer whether its slot is free. Each group has two, and its reductions take them in
     turn. A rank pushes for reduction k + 2 after the meeting of k + 1, which its peers begin after
     they have summed k. Where a program leaves the order of the plan and needs a slot twice in a
-    row, or a step has an odd number of reductions, the ranks meet once more before.
+    row, a step has an odd number of reductions, or one failed between a push and its meeting, the
+    ranks meet once more before.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 
 from symmplan.integrate.fsdp.ops import summed_over_ranks
 from symmplan.memory.own import own_work
-from symmplan.memory.streams import capture_of
+from symmplan.memory.streams import mark, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from symmplan.memory.segment import Rendezvous
+    from symmplan.memory.streams import Mark
     from symmplan.model import Placement
 
 __all__ = ["Pushes"]
@@ -34,9 +36,9 @@ class Pushes:
     """The reductions over one group, one after the other.
 
     Args:
-        meeting: Of the segment that holds the slots: its group is who meets, its peers are where
-            gradients go.
-        rank: This rank in the group.
+        peers: The segment that holds the slots, uint8, on each rank of the group.
+        meeting: How these ranks meet.
+        rank: This one.
         device: Where the gradients lie.
     """
 
@@ -52,8 +54,10 @@ class Pushes:
         self._rank = rank
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: Placement | None = None
-        # On devices, with the capture they belong to: after the last meeting, and the last sum.
-        self._met = self._summed = (0, None)
+        self._unmet = False
+        # On devices: after the last meeting, and the last sum.
+        self._met: list[Mark] = []
+        self._summed: list[Mark] = []
         self._targets: dict[Any, list[tuple[torch.Tensor, list[tuple[int, int, int]]]]] = {}
         self._received: torch.Tensor | None = None
 
@@ -65,9 +69,10 @@ class Pushes:
             gradients: Of one dtype, to be sharded along their first dimension.
             slot: Where each rank receives.
 
-        Collective: if the last reduction had the same slot.
+        Collective: if the last reduction had the same slot, or never came to its meeting.
         """
-        again, self._last = self._last == slot, slot
+        again = self._unmet or self._last == slot
+        self._last, self._unmet = slot, True
         if self._stream is None:
             if again:
                 self._meeting.barrier()
@@ -75,7 +80,7 @@ class Pushes:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            _wait(self._summed if again else self._met)
+            wait_for(self._summed if again else self._met)
             if again:
                 self._meeting.barrier()
             self._copy(gradients, slot)
@@ -105,9 +110,9 @@ class Pushes:
             if stream is not None:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             self._meeting.barrier()
-            self._met = _event(stream)
+            self._unmet, self._met = False, _marked(stream)
             total(self._received)
-            self._summed = _event(stream)
+            self._summed = _marked(stream)
 
         return act
 
@@ -147,14 +152,8 @@ class Pushes:
         return -(-shape[0] // len(self._peers)) * shape[1:].numel()
 
 
-def _event(stream: torch.cuda.Stream | None) -> tuple[int, Any]:
+def _marked(stream: torch.cuda.Stream | None) -> list[Mark]:
+    """All that the current stream has queued; nothing on the CPU."""
     if stream is None:
-        return 0, None
-    return capture_of(), torch.cuda.current_stream(stream.device).record_event()
-
-
-def _wait(mark: tuple[int, Any]) -> None:
-    """See [Note: captured steps] in `symmplan.memory.streams`."""
-    capture, event = mark
-    if event is not None and capture == capture_of():
-        event.wait()
+        return []
+    return [mark(torch.cuda.current_stream(stream.device).record_event().wait)]

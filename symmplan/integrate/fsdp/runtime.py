@@ -122,7 +122,8 @@ class Runtime:
         self._arrived = None
         spot = self._follow(key)
         loan: Loan | None = None
-        if spot is not None and spot.place is not None and spot.way.name == "push":
+        if spot is not None and spot.pushed:
+            assert spot.place is not None
             # Nothing is copied there: one element that looks like all of them.
             base = torch.empty(1, dtype=dtype, device=device)
             send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
@@ -393,8 +394,8 @@ class Runtime:
 
 
 def _pushed(slot: Slot) -> bool:
-    """Whether what is reduced has left for the peers, see `symmplan.integrate.fsdp.push`."""
-    return slot.spot is not None and slot.spot.place is not None and slot.spot.way.name == "push"
+    """Whether what is reduced has left for the peers."""
+    return slot.spot is not None and slot.spot.pushed
 
 
 def _itemsize(dtype: str) -> int:

@@ -41,6 +41,11 @@ class Spot:
     way: Way
     direct: bool = False
 
+    @property
+    def pushed(self) -> bool:
+        """Whether its input goes straight to the peers; see `symmplan.integrate.fsdp.push`."""
+        return self.place is not None and self.way.name == "push"
+
 
 class Schedule:
     """The stretches of a program that were planned, the last one again and again.

@@ -24,7 +24,7 @@ def sum_rows(rows: torch.Tensor, total: torch.Tensor, scale: float) -> None:
         total: ``(numel,)``; 16 or 32 bits, at least as wide as ``rows``.
         scale: What the sum is multiplied with.
     """
-    kernel = _kernel() if rows.is_cuda and rows.dtype in _NARROW else None
+    kernel = _kernel() if rows.is_cuda and rows.dtype in _SUMMED_IN_32 else None
     if kernel is not None:
         ranks, numel = rows.shape
         with torch.cuda.device(rows.device):
@@ -46,7 +46,8 @@ def warm_up(device: torch.device) -> None:
         sum_rows(rows, torch.empty(16, dtype=made, device=device), 0.5)
 
 
-_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+#: What the kernel accumulates without loss.
+_SUMMED_IN_32 = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @functools.cache
