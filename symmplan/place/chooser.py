@@ -22,7 +22,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.choice import Choice
-from symmplan.place.engines import Engines, asked, known, require
+from symmplan.place.engines import Engines, asked, known_of, require
 from symmplan.place.trials import Trial, choices_of, measure
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
@@ -147,7 +147,7 @@ def choose_ways(
         with futures.ThreadPoolExecutor(1) as thread:
             work = thread.submit(_measure, new, ask, lowerings, device, options, gather)
             work.result()
-    engines = {name: found for name, g in groups.items() if (found := known(g)) is not None}
+    engines = known_of(groups)
     if choose == "copy engine":
         require(groups, engines, lowerings.memory)
         return Chosen(engines=_over(cases, rows, engines))

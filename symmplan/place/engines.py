@@ -34,7 +34,16 @@ if TYPE_CHECKING:
     from symmplan.memory.arena import Arena
     from symmplan.place.guests import CarveOut
 
-__all__ = ["Engines", "asked", "engines_of", "known", "register", "require"]
+__all__ = [
+    "Engines",
+    "asked",
+    "engines_of",
+    "known",
+    "known_of",
+    "register",
+    "register_known",
+    "require",
+]
 
 
 @frozen(eq=False)
@@ -109,6 +118,11 @@ def known(group: Any) -> Engines | None:
     return found
 
 
+def known_of(groups: Mapping[str, Any]) -> dict[str, Engines]:
+    """Of each group its `known` communicators; none of what has none."""
+    return {name: found for name, group in groups.items() if (found := known(group)) is not None}
+
+
 def asked(group: Any) -> bool:
     """Whether all ranks of a process group were asked for copy engines, and have what was found."""
     known(group)
@@ -140,6 +154,12 @@ def register(arena: Arena | CarveOut, engines: Mapping[str, Engines]) -> int:
             for name, s in arena.segments.items()
         }
     )
+
+
+def register_known(arena: Arena | CarveOut) -> int:
+    """`register` segments with the `known` communicators of all groups that they met."""
+    met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
+    return register(arena, known_of({n: m.group.process_group for n, m in met.items()}))
 
 
 def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) -> None:

@@ -43,7 +43,7 @@ from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.spares import obtain
 from symmplan.memory.streams import capture_of, synchronize
-from symmplan.place.engines import known, register
+from symmplan.place.engines import known_of, register, register_known
 from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.fingerprint import visible
 
@@ -150,9 +150,7 @@ class Shared:
         """Live there from now on; see [Note: guests] in `symmplan.place.guests`."""
         self.progress.add(carved)
         if self.engines:
-            met = [r for s in carved.segments.values() for r in s.rendezvous.items()]
-            found = ((n, known(r.group.process_group)) for n, r in met)
-            register(carved, {name: engines for name, engines in found if engines is not None})
+            register_known(carved)
         self.move(carved)
 
     def _follow(self) -> None:
@@ -380,7 +378,7 @@ def released() -> ReleasedError:
 
 
 def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
-    found = {name: e for name, group in groups.items() if (e := known(group)) is not None}
+    found = known_of(groups)
     gone = shared.engines - {name for engines in found.values() for name in engines.groups}
     if gone:
         raise RunError(

@@ -22,7 +22,7 @@ from symmplan.memory.own import OWN, own_work
 from symmplan.memory.spares import obtain
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.chooser import Chosen, choose_ways
-from symmplan.place.engines import known, register
+from symmplan.place.engines import register_known
 from symmplan.place.program import place
 from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
@@ -300,9 +300,7 @@ class Recording:
         )
         met_before = 0 if made else arena.rendezvous
         if chosen.engines:
-            met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
-            found = ((n, known(m.group.process_group)) for n, m in met.items())
-            register(arena, {name: engines for name, engines in found if engines is not None})
+            register_known(arena)
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
