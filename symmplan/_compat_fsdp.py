@@ -143,6 +143,32 @@ def in_step(group: Any) -> bool:
     )
 
 
+def version_of(parameter: Any) -> tuple[int, ...]:
+    """What changes when a sharded parameter does; empty if that cannot be told."""
+    shard, data = parameter.sharded_param, parameter._sharded_param_data
+    if shard.is_inference() or data.is_inference():
+        return ()
+    return shard._version, data._version, data.data_ptr()
+
+
+def reshards(group: Any) -> bool:
+    """Whether a parameter group is gathered again before its backward pass."""
+    return getattr(group, "post_forward_mesh_info", None) is not None
+
+
+def dtype_of_gradients(group: Any) -> Any:
+    """The type of a parameter group's sharded gradients, if nothing else is done to its sums.
+
+    None if FSDP2 reduces them further, gives them to a hook, divides them, or does not say.
+    """
+    more = (
+        getattr(group, "_is_hsdp", True),
+        getattr(group, "_all_reduce_hook", True),
+        getattr(group, "force_sum_reduction_for_comms", False),
+    )
+    return None if any(more) else getattr(group, "_orig_dtype", None)
+
+
 def release_gather(group: Any) -> None:
     """Let go of the flat all-gather that FSDP2 keeps until the next one has been waited for."""
     context = group.comm_ctx

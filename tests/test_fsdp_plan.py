@@ -340,6 +340,6 @@ def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():
         met.append(meeting.count - before)
         if sums:
             output = torch.empty(4)
-            pushes.reduce(output, dist.ReduceOp.SUM)()
+            pushes.reduce(output, dist.ReduceOp.SUM, torch.float32)()
             assert output.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert met == [0, 0, 1, 1, 0]

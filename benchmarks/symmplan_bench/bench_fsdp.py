@@ -17,6 +17,7 @@ compared with the plain side's.
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sides", nargs="+", choices=_SIDES, help="what to compare (default: all there are)")
     add(
         "--choose",
+        nargs="+",
         choices=CHOOSE,
-        default="measure",
-        help="how collectives run: as measured (default), all in symmetric memory, or all there "
-        "by copy engines",
+        default=["measure"],
+        help="how collectives run (default as measured); each further one is a side of its own",
     )
     add(
         "--cuda-graph",
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     runs = [_compared([r["runs"][i] for r in ranks], options) for i in range(len(args.tokens))]
     first = ranks[0]
     words = [
-        f"--{n} {' '.join(map(str, v)) if isinstance(v, list) else v}"
+        f"--{n} {shlex.join(map(str, v)) if isinstance(v, list) else v}"
         for n, v in ((name, options[name]) for name in _ALL)
     ]
     memory = {
@@ -162,6 +163,9 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         )
     graph = args.cuda_graph
     wanted = [side for side in _SIDES if side in (args.sides or _SIDES)]
+    if "symmplan" in wanted:
+        at = wanted.index("symmplan") + 1
+        wanted[at:at] = args.choose[1:]
     found = {side: missing(side, args.device, graph=graph) for side in wanted}
     skipped = {side: why for side, why in found.items() if why is not None}
     options = {name: getattr(args, name) for name in (*_ALL, "profile", "memory", "cuda_graph")}
@@ -223,10 +227,11 @@ def _compared(ranks: list[dict[str, Any]], options: dict[str, Any]) -> dict[str,
 
 def _right(run: dict[str, Any], options: dict[str, Any]) -> bool:
     """Whether symmplan's gradients are plain FSDP2's, up to the order of sums."""
-    planned = run["sides"].get("symmplan", {})
-    found = planned.get("difference")
+    planned = [side for name, side in run["sides"].items() if name == "symmplan" or name in CHOOSE]
     half = options["dtype"] == "bfloat16" and options["reduce"] == "bfloat16"
-    return found is None or found <= _ULPS["bfloat16" if half else options["reduce"]]
+    limit = _ULPS["bfloat16" if half else options["reduce"]]
+    found = [side.get("difference") for side in planned]
+    return all(apart is None or apart <= limit for apart in found)
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -251,7 +256,7 @@ def render(result: dict[str, Any]) -> str:
             f"torch {machine['torch']}{nccl}"
         ),
         (
-            f"{'tokens':>8} {'side':10} {'step ms':>10} {'quartiles':>19} {'host us each':>13} "
+            f"{'tokens':>8} {'side':11} {'step ms':>10} {'quartiles':>19} {'host us each':>13} "
             f"{'collectives ms':>15}"
         ),
     ]
@@ -259,14 +264,14 @@ def render(result: dict[str, Any]) -> str:
         for side, row in run["sides"].items():
             low, high = row["step_quartiles_ms"]
             lines.append(
-                f"{run['tokens']:>8} {side:10} {row['step_ms']:>10.2f} "
+                f"{run['tokens']:>8} {side:11} {row['step_ms']:>10.2f} "
                 f"{f'{low:.2f} - {high:.2f}':>19} {_number(row['host_us']):>13} "
                 f"{_number(row['collectives_ms']):>15}"
             )
         if run["step_speedup"] is not None:
             comms = run["collectives_speedup"]
             lines.append(
-                f"{'':8} {'speedup':10} {run['step_speedup']:>9.2f}x {'':>19} {'':>13} "
+                f"{'':8} {'speedup':11} {run['step_speedup']:>9.2f}x {'':>19} {'':>13} "
                 + (f"{'-':>15}" if comms is None else f"{comms:>14.2f}x")
             )
         for side, row in run["sides"].items():

@@ -62,7 +62,9 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     if handle is not None:
         result["stats"] = attrs.asdict(handle.stats)
         result["choices"] = [attrs.asdict(choice) for choice in handle.choices]
-        handle.remove()
+    for side in sides.values():
+        if side.handle is not None:
+            side.handle.remove()
     return result
 
 

@@ -194,9 +194,10 @@ class Side:
                 compat.set_symm_mem_backend("NCCL")
             self._pool = Pool(self.device)
             self.how = install(self._modules(), self._pool)
-        elif self.name == "symmplan":
+        elif self.name != "plain":
+            choose = self._options["choose"][0] if self.name == "symmplan" else self.name
             self.handle = symmplan.fsdp.apply(
-                self.model, choose=self._options["choose"], timeout=self._options["wait"]
+                self.model, choose=choose, timeout=self._options["wait"]
             )
 
     def _mesh(self) -> DeviceMesh:

@@ -175,7 +175,7 @@ def apply(
             runtime.planning.flat[site] = NO_SEAM
         planned = (
             PlannedAllGather(runtime, site, gather),
-            PlannedReduceScatter(runtime, site, scatter),
+            PlannedReduceScatter(runtime, site, scatter, group),
         )
         fsdp2.set_comms(module, group, *planned)
     return Handle(runtime, [(module, *of) for _, module, *of in found])

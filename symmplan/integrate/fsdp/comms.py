@@ -108,7 +108,17 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
     """An FSDP module's reduce-scatter, whose input lies where the plan says.
 
     Its output becomes the sharded gradient, which lives until ``zero_grad``: ordinary memory.
+
+    Args:
+        runtime: Of the model.
+        site: Name of the module in the model.
+        plain: What FSDP2 used before.
+        group: FSDP2's parameter group.
     """
+
+    def __init__(self, runtime: Runtime, site: str, plain: Any, group: Any) -> None:
+        super().__init__(runtime, site, plain)
+        self._group = group
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -118,6 +128,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         # An input that is gone before the output was asked for belongs to a step that failed.
         if slot is not None and slot.served == 1 and slot.held:
             slot.served = 2
+            if slot.pushed:  # sums are written in their final type at once
+                dtype = fsdp2.dtype_of_gradients(self._group) or dtype
             output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
             return output
         return self._open("reduce_scatter", size, dtype, device)
@@ -140,7 +152,7 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             input_tensor,
             group,
             lambda where: (
-                where.pushes.reduce(output_tensor, op)
+                where.pushes.reduce(output_tensor, op, input_tensor.dtype)
                 if where.pushes is not None
                 else scatters(
                     self._runtime.memory.name,

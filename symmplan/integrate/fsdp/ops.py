@@ -6,7 +6,6 @@ which makes them as it likes; copy engines run them over communicators of their 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from symmplan.place.ways import Lowerings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["exchanges", "gathers", "scatters", "summed_over_ranks"]
+__all__ = ["exchanges", "factor_of", "gathers", "scatters"]
 
 
 def gathers(
@@ -111,7 +110,7 @@ def _summed(
     NCCL has symmetric kernels for plain sums alone (until 2.30), and in 2.28 for results that are
     symmetric, too: this rank's part of ``source`` is.
     """
-    factor = _factor(op, group.size())
+    factor = factor_of(op, group.size())
     if factor is None or not source.dtype.is_floating_point:
         return None
     count = output.numel()
@@ -163,30 +162,20 @@ def exchanges(
     Returns:
         None if the reduction is no sum, average, or sum with a factor.
     """
-    total = summed_over_ranks(output, group.size(), op)
-    if total is None:
+    factor = factor_of(op, group.size())
+    if factor is None:
         return None
 
     @own_work
     def act() -> None:
         with off_default_stream(source.device):
             compat.all_to_all(received, source, group)
-        total(received.view(group.size(), -1))
+        sum_rows(received.view(group.size(), -1), output.view(-1), factor)
 
     return act
 
 
-def summed_over_ranks(
-    output: torch.Tensor, ranks: int, op: Any
-) -> Callable[[torch.Tensor], None] | None:
-    """What sums the rows of a ``(ranks, numel)`` tensor; None if the reduction is no scaled sum."""
-    factor = _factor(op, ranks)
-    if factor is None:
-        return None
-    return functools.partial(sum_rows, total=output.view(-1), scale=factor)
-
-
-def _factor(op: Any, ranks: int) -> float | None:
+def factor_of(op: Any, ranks: int) -> float | None:
     """What a reduction multiplies a sum with; None if it is no such sum."""
     factor = compat.premul_factor(op)
     return {"sum": 1.0, "avg": 1 / ranks}.get(_reduction(op) or "") if factor is None else factor

@@ -2,7 +2,8 @@
 
 FSDP2 arranges all gradients of a module in one tensor, which is then reduced and scattered. Here
 each rank's part of each gradient is copied to where that rank sums, by the copy engines of a
-device; the ranks meet, and each sums what has arrived.
+device; the ranks meet, and each sums what has arrived. On devices a rank reads its own part from
+the gradient itself.
 
 [Note: slots take turns]
     Nobody asks a peer whether its slot is free. Each group has two, and its reductions take them in
@@ -17,8 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import frozen
 
-from symmplan.integrate.fsdp.ops import summed_over_ranks
+from symmplan.integrate.fsdp.ops import factor_of
+from symmplan.integrate.fsdp.sums import Parts, sum_parts, sum_rows, sums_parts
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import mark, wait_for
 
@@ -58,8 +61,9 @@ class Pushes:
         # On devices: after the last meeting, and the last sum.
         self._met: list[Mark] = []
         self._summed: list[Mark] = []
-        self._targets: dict[Any, list[tuple[torch.Tensor, list[tuple[int, int, int]]]]] = {}
-        self._received: torch.Tensor | None = None
+        self._made: dict[Any, _Sent] = {}
+        self._gradients: list[torch.Tensor] = []
+        self._sent: _Sent | None = None
 
     @own_work
     def send(self, gradients: Sequence[torch.Tensor], slot: Placement) -> None:
@@ -87,69 +91,97 @@ class Pushes:
         for gradient in gradients:
             gradient.record_stream(self._stream)
 
-    def reduce(self, output: torch.Tensor, op: Any) -> Callable[[], None] | None:
+    def reduce(
+        self, output: torch.Tensor, op: Any, rounded: torch.dtype
+    ) -> Callable[[], None] | None:
         """What sums what was pushed, on the current stream.
 
         Args:
             output: This rank's part of the result.
             op: The reduction.
+            rounded: The type to which sums are rounded before they are written.
 
         Returns:
             None if the reduction is no sum, average, or sum with a factor.
 
         Collective: yes, to call it.
         """
-        total = summed_over_ranks(output, len(self._peers), op)
-        if total is None:
+        factor = factor_of(op, len(self._peers))
+        if factor is None:
             return None
 
         @own_work
         def act() -> None:
             stream = self._stream
-            assert self._received is not None
             if stream is not None:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             self._meeting.barrier()
             self._unmet, self._met = False, _marked(stream)
-            total(self._received)
+            self._sum(output.view(-1), factor, rounded)
             self._summed = _marked(stream)
 
         return act
 
+    def _sum(self, total: torch.Tensor, factor: float, rounded: torch.dtype) -> None:
+        gradients, self._gradients = self._gradients, []
+        sent = self._sent
+        assert sent is not None
+        if sent.own is None:
+            sum_rows(sent.rows, total, factor, rounded)
+            return
+        sum_parts(sent.rows, sent.own, gradients, total, factor, rounded)
+        for gradient in gradients:
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+
     def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement) -> None:
         dtype, shapes = gradients[0].dtype, tuple(g.shape for g in gradients)
         key = (slot, dtype, shapes)
-        if key not in self._targets:
-            self._targets[key] = self._made(slot, dtype, shapes)
+        sent = self._made.get(key)
+        if sent is None:
+            sent = self._made[key] = self._make(slot, dtype, shapes, gradients[0].device)
         flat = [g.reshape(-1) for g in gradients]
-        for target, parts in self._targets[key]:
-            at = 0
-            for i, begin, end in parts:
-                target[at : at + end - begin].copy_(flat[i][begin:end], non_blocking=True)
-                at += self._padded(shapes[i])
-        size = sum(map(self._padded, shapes)) * dtype.itemsize * len(self._peers)
-        mine = self._peers[self._rank][slot.offset : slot.offset + size]
-        self._received = mine.view(dtype).view(len(self._peers), -1)
+        for target, spans in sent.targets:
+            for gradient, (begin, end, at) in zip(flat, spans, strict=True):
+                target[at : at + end - begin].copy_(gradient[begin:end], non_blocking=True)
+        self._sent = sent
+        self._gradients = [] if sent.own is None else flat
 
-    def _made(
-        self, slot: Placement, dtype: torch.dtype, shapes: Sequence[Any]
-    ) -> list[tuple[torch.Tensor, list[tuple[int, int, int]]]]:
-        """For each rank its row of this one's, and which part of each gradient goes there."""
-        ranks = len(self._peers)
-        size = sum(map(self._padded, shapes)) * dtype.itemsize
-        begin = slot.offset + self._rank * size
-        made = []
-        for rank in (*range(self._rank + 1, ranks), *range(self._rank + 1)):
-            parts = []
-            for i, shape in enumerate(shapes):
-                count, whole = self._padded(shape), shape.numel()
-                parts.append((i, min(whole, rank * count), min(whole, (rank + 1) * count)))
-            made.append((self._peers[rank][begin : begin + size].view(dtype), parts))
-        return made
+    def _make(
+        self, slot: Placement, dtype: torch.dtype, shapes: Sequence[Any], device: torch.device
+    ) -> _Sent:
+        ranks, rank = len(self._peers), self._rank
+        counts = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]  # FSDP2 pads
+        size = sum(counts) * dtype.itemsize
+        begin = slot.offset + rank * size
+        targets = {}
+        for to in (*range(rank + 1, ranks), *range(rank + 1)):
+            spans, at = [], 0
+            for shape, count in zip(shapes, counts, strict=True):
+                whole = shape.numel()
+                spans.append((min(whole, to * count), min(whole, (to + 1) * count), at))
+                at += count
+            targets[to] = self._peers[to][begin : begin + size].view(dtype), tuple(spans)
+        own = None
+        if sums_parts(device):
+            own = Parts(rank, targets.pop(rank)[1], device)
+        mine = self._peers[rank][slot.offset : slot.offset + ranks * size]
+        return _Sent(mine.view(dtype).view(ranks, -1), tuple(targets.values()), own)
 
-    def _padded(self, shape: torch.Size) -> int:
-        """Elements of one rank's part, padded as FSDP2 does."""
-        return -(-shape[0] // len(self._peers)) * shape[1:].numel()
+
+@frozen(eq=False)
+class _Sent:
+    """Where gradients of some shapes go.
+
+    Attributes:
+        rows: Where this rank receives, a row from each.
+        targets: For each peer this rank's row there, and of each gradient where the peer's part
+            begins and ends, and begins in the row, in elements.
+        own: This rank's row; None if it is one of the targets.
+    """
+
+    rows: torch.Tensor
+    targets: tuple[tuple[torch.Tensor, tuple[tuple[int, int, int], ...]], ...]
+    own: Parts | None
 
 
 def _marked(stream: torch.cuda.Stream | None) -> list[Mark]:

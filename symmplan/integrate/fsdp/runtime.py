@@ -139,7 +139,7 @@ class Runtime:
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
         lent = lend(base, slot.drop)
-        return lent.expand(key.numel) if _pushed(slot) else lent, slot
+        return lent.expand(key.numel) if slot.pushed else lent, slot
 
     def arrive(self, key: Key, device: torch.device) -> None:
         """The program comes to a collective, for which it may ask `open` for a buffer next.
@@ -239,7 +239,7 @@ class Runtime:
         self._was_backward = _is_backward(slot.key)
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._way(slot, name, in_place)
-        if act is None and _pushed(slot):
+        if act is None and slot.pushed:
             raise RunError(
                 f"the gradients of FSDP module {slot.key.site!r} were pushed to its peers",
                 expected="a sum or an average over the group of the plan",
@@ -256,7 +256,7 @@ class Runtime:
             else:
                 self.counts.plain += 1
                 self.counts.because(reason)
-        elif slot.loan is not None or _pushed(slot):
+        elif slot.loan is not None or slot.pushed:
             work = act()
             self.counts.bound += 1
         else:
@@ -290,7 +290,7 @@ class Runtime:
         if slot.spot.call.group != group:
             self._strange = True
             return _OTHER_GROUP, None
-        if _pushed(slot):
+        if slot.pushed:
             pushes = self.memory.pushes(slot.spot)
             return _OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
         where = self._where(slot.spot, slot.spot.place, slot.base)
@@ -391,11 +391,6 @@ class Runtime:
             direct.remove()
         self.planning.directs.clear()
         self.memory.release()
-
-
-def _pushed(slot: Slot) -> bool:
-    """Whether what is reduced has left for the peers."""
-    return slot.spot is not None and slot.spot.pushed
 
 
 def _itemsize(dtype: str) -> int:

@@ -76,6 +76,11 @@ class Slot:
     log: Recording | None = None
     served: int = 1
 
+    @property
+    def pushed(self) -> bool:
+        """Whether its bytes go straight to the peers."""
+        return self.spot is not None and self.spot.pushed
+
     def drop(self) -> None:
         """Nobody holds the buffer any more. In any thread."""
         if self.loan is not None:

@@ -1,34 +1,126 @@
-"""The local sum behind a reduction: one pass over what the ranks have sent."""
+"""The local sum behind a reduction: one pass over what the ranks have sent.
+
+Floats of 16 bits are accumulated in 32 and rounded once, to the type in which FSDP2 reduces;
+without Triton (on the CPU), once more if the scale is not 1 over the number of ranks.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import field, frozen
 
-__all__ = ["sum_rows", "warm_up"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-#: Elements that one program of the kernel sums.
+__all__ = ["Parts", "sum_parts", "sum_rows", "sums_parts", "warm_up"]
+
+#: Elements that one program of a kernel sums.
 _BLOCK = 4096
+#: Vector loads want addresses that are multiples of as many elements.
+_ALIGN = 8
 
 
-def sum_rows(rows: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+@frozen(eq=False)
+class Parts:
+    """One rank's row of what is summed, left where it was made.
+
+    Attributes:
+        rank: Whose row.
+        spans: For each tensor where the part begins and ends there, and where it begins in a row,
+            in elements.
+        device: Where the tensors lie.
+    """
+
+    rank: int
+    spans: tuple[tuple[int, int, int], ...]
+    device: torch.device
+    _tables: list[Any] = field(factory=list, init=False)
+
+    def tables(self, most: int) -> list[tuple[slice, torch.Tensor, int]]:
+        """For each launch: which tensors, what `add_parts` reads of its blocks, and alignment."""
+        for first in range(0, len(self.spans), most) if not self._tables else ():
+            which = slice(first, first + most)
+            blocks = [
+                [i, at, row + at - begin, min(_BLOCK, end - at)]
+                for i, (begin, end, row) in enumerate(self.spans[which])
+                for at in range(begin, end, _BLOCK)
+            ]
+            align = 1 if any(n % _ALIGN for _, *rest in blocks for n in rest) else _ALIGN
+            if blocks:
+                table = torch.tensor(blocks, dtype=torch.int64).to(self.device)
+                self._tables.append((which, table, align))
+        return self._tables
+
+
+def sums_parts(device: torch.device) -> bool:
+    """Whether `sum_parts` can be used there."""
+    return device.type == "cuda" and _kernels() is not None
+
+
+def sum_parts(
+    rows: torch.Tensor,
+    parts: Parts,
+    tensors: Sequence[torch.Tensor],
+    total: torch.Tensor,
+    scale: float,
+    rounded: torch.dtype,
+) -> None:
+    """Sum rows of which one lies in parts elsewhere, in the order of the ranks, and scale the sum.
+
+    Args:
+        rows: ``(ranks, numel)``, contiguous; one of them is not looked at.
+        parts: Where that is, in ``tensors``.
+        tensors: Of the type of ``rows``, contiguous.
+        total: ``(numel,)``; only where there are parts.
+        scale: What the sum is multiplied with.
+        rounded: The type to which the scaled sum is rounded before it is written.
+    """
+    kernels = _kernels()
+    ranks, numel = rows.shape
+    for which, table, align in parts.tables(kernels.MOST_PARTS):
+        some = tuple(tensors[which])
+        some += some[:1] * (kernels.MOST_PARTS - len(some))
+        with torch.cuda.device(rows.device):
+            kernels.add_parts[(len(table),)](
+                some,
+                table,
+                rows,
+                total,
+                numel,
+                parts.rank,
+                ranks,
+                scale,
+                rounded=_OF_TRITON[rounded](),
+                ALIGN=align,
+                BLOCK=_BLOCK,
+            )
+
+
+def sum_rows(
+    rows: torch.Tensor, total: torch.Tensor, scale: float, rounded: torch.dtype | None = None
+) -> None:
     """Sum the rows of a tensor, in their order, and scale the sum.
-
-    Floats of 16 bits are accumulated in 32 and rounded once; without Triton (on the CPU), once
-    more if the scale is not 1 over the number of rows.
 
     Args:
         rows: ``(ranks, numel)``, contiguous.
         total: ``(numel,)``; 16 or 32 bits, at least as wide as ``rows``.
         scale: What the sum is multiplied with.
+        rounded: The type to which the scaled sum is rounded before it is written, if another.
     """
-    kernel = _kernel() if rows.is_cuda and rows.dtype in _SUMMED_IN_32 else None
-    if kernel is not None:
+    if rounded not in (None, total.dtype):
+        exact = torch.empty_like(total, dtype=rounded)
+        sum_rows(rows, exact, scale)
+        total.copy_(exact)
+        return
+    kernels = _kernels() if rows.is_cuda and rows.dtype in _OF_TRITON else None
+    if kernels is not None:
         ranks, numel = rows.shape
         with torch.cuda.device(rows.device):
-            kernel[(-(-numel // _BLOCK),)](rows, total, numel, scale, ranks, BLOCK=_BLOCK)
+            grid = (-(-numel // _BLOCK),)
+            kernels.add_rows[grid](rows, total, numel, scale, ranks, BLOCK=_BLOCK)
         return
     if scale == 1 / len(rows):
         torch.mean(rows, 0, dtype=total.dtype, out=total)
@@ -39,21 +131,39 @@ def sum_rows(rows: torch.Tensor, total: torch.Tensor, scale: float) -> None:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile the kernel: not later, as a CUDA graph may be captured then."""
-    pairs = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32))
-    for given, made in (*pairs, (torch.float32, torch.float32)) if device.type == "cuda" else ():
+    """Compile the kernels: not later, as a CUDA graph may be captured then."""
+    b16, f32 = torch.bfloat16, torch.float32
+    for given, rounded, made in (
+        ((b16, b16, b16), (b16, b16, f32), (b16, f32, f32), (f32, f32, f32))
+        if device.type == "cuda"
+        else ()
+    ):
         rows = torch.zeros(2, 16, dtype=given, device=device)
-        sum_rows(rows, torch.empty(16, dtype=made, device=device), 0.5)
-
-
-#: What the kernel accumulates without loss.
-_SUMMED_IN_32 = (torch.bfloat16, torch.float16, torch.float32)
+        total = torch.empty(16, dtype=made, device=device)
+        if made == rounded:
+            sum_rows(rows, total, 0.5)
+        for end in (16, 15) if sums_parts(device) else ():
+            spans = ((0, end, 0),)
+            sum_parts(rows, Parts(1, spans, device), [rows[1]], total, 0.5, rounded)
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernels() -> Any:
     try:
-        from symmplan.integrate.fsdp.sums_kernel import add_rows
+        from symmplan.integrate.fsdp import sums_kernel
     except ImportError:
         return None
-    return add_rows
+    return sums_kernel
+
+
+def _triton(name: str) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, name)
+
+
+#: What the kernels accumulate without loss.
+_OF_TRITON = {
+    getattr(torch, name): functools.partial(_triton, name)
+    for name in ("bfloat16", "float16", "float32")
+}
