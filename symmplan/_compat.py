@@ -263,9 +263,11 @@ def premul_factor(op: Any) -> float | None:
 
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:
     """One all-gather of several tensors, in one launch; on the current stream. Collective."""
-    with c10d._coalescing_manager(group):
-        for output, part in zip(outputs, inputs, strict=True):
-            dist.all_gather_into_tensor(output, part, group=group)
+    options = c10d.AllgatherOptions()
+    options.asyncOp = False
+    work = group.allgather_into_tensor_coalesced(outputs, inputs, options)
+    if work is not None:
+        work.wait()
 
 
 def unboxed_group(given: Any) -> Any:

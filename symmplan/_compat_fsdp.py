@@ -143,19 +143,6 @@ def in_step(group: Any) -> bool:
     )
 
 
-def version_of(parameter: Any) -> tuple[int, ...]:
-    """What changes when a sharded parameter does; empty if that cannot be told."""
-    shard, data = parameter.sharded_param, parameter._sharded_param_data
-    if shard.is_inference() or data.is_inference():
-        return ()
-    return shard._version, data._version, data.data_ptr()
-
-
-def reshards(group: Any) -> bool:
-    """Whether a parameter group is gathered again before its backward pass."""
-    return getattr(group, "post_forward_mesh_info", None) is not None
-
-
 def dtype_of_gradients(group: Any) -> Any:
     """The type of a parameter group's sharded gradients, if nothing else is done to its sums.
 

@@ -195,7 +195,7 @@ class Side:
             self._pool = Pool(self.device)
             self.how = install(self._modules(), self._pool)
         elif self.name != "plain":
-            choose = self._options["choose"][0] if self.name == "symmplan" else self.name
+            choose: Any = self._options["choose"][0] if self.name == "symmplan" else self.name
             self.handle = symmplan.fsdp.apply(
                 self.model, choose=choose, timeout=self._options["wait"]
             )

@@ -96,12 +96,6 @@ class Direct:
         """Whether the parameters live in a placement."""
         return self._home is not None
 
-    def cast_bytes(self) -> int:
-        """How many bytes are kept from forward to backward if shards are cast once."""
-        if self._home is None or not fsdp2.reshards(self._group):
-            return 0
-        return self._home.cast_bytes(self._group.fsdp_params)
-
     # What FSDP2 calls.
 
     def unshard(self, async_op: bool = False) -> None:
@@ -343,13 +337,13 @@ class Direct:
 
     def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
         group = self._group
-        again = torch.is_grad_enabled() and not key.backward and fsdp2.reshards(group)
+        shards = [p._sharded_param_data for p in group.fsdp_params]
         cuda = home.is_cuda
         with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
             if not cuda:
                 self._loan = Loan(owner=weakref.proxy(self))
                 home.users.take(home.begin, home.end, self._loan)
-                home.fill(group.fsdp_params, again=again)
+                home.fill(shards)
                 home.gather()
                 group._all_gather_result = Gathered()
             else:
@@ -360,7 +354,7 @@ class Direct:
                 self._loan = Loan(torch.cuda.current_stream(), owner=weakref.proxy(self))
                 with torch.cuda.stream(copies):
                     home.users.take(home.begin, home.end, self._loan)
-                    home.fill(group.fsdp_params, again=again)
+                    home.fill(shards)
                 gathers.wait_stream(copies)
                 with torch.cuda.stream(gathers):
                     home.gather()

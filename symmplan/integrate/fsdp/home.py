@@ -4,12 +4,6 @@
     Autograd accumulates gradients in the objects that were parameters when a graph was made, and
     FSDP2 keeps gradients there that are not reduced yet. So parameters move into a placement and
     out of it as the same objects, by ``.data``; what cannot move is a view that a graph has saved.
-
-[Note: cast once]
-    A forward pass casts this rank's shards into their parts of the placement, whose bytes others use
-    before the backward pass gathers again. A copy of what was cast is kept until then in ordinary
-    memory where there is plenty of it, and is copied back without kernels. It is used once, and
-    only if no shard has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from symmplan import _compat
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
@@ -53,7 +46,6 @@ class Home:
 
     Attributes:
         bound: Whether the parameters are views of these bytes.
-        keeps: Whether what was cast is kept from forward to backward.
     """
 
     def __init__(
@@ -69,16 +61,12 @@ class Home:
         self.users = users
         self.begin, self.end = begin, begin + layout.nbytes
         self.bound = False
-        self.keeps = False
         self._site = site
         self._group = group
         self._memory = memory
         self._alone = 0
-        self._cast: list[torch.Tensor] = []
-        self._cast_of: list[tuple[int, ...]] = []
         ranks, rank = group.size(), group.rank()
         self._whole = bytes_
-        self._dtype = layout.dtype
         self._offsets = list(layout.offsets)
         self._counts = [count * layout.dtype.itemsize for count in layout.counts]
         self._outputs: list[torch.Tensor] = []
@@ -98,31 +86,9 @@ class Home:
         """Whether it lies on a device."""
         return self._whole.is_cuda
 
-    def fill(self, parameters: Sequence[Any], *, again: bool) -> None:
-        """Cast shards into this rank's parts, in one kernel where torch has it.
-
-        Args:
-            parameters: FSDP2's.
-            again: Whether a backward pass will gather them once more. See [Note: cast once].
-        """
-        shards = [p._sharded_param_data for p in parameters]
-        now = [fsdp2.version_of(p) for p in parameters] if self.keeps else []
-        cast, self._cast = self._cast, []
-        if cast and not again and now == self._cast_of:
-            for part, kept in zip(self._parts, cast, strict=True):
-                part.copy_(kept, non_blocking=True)
-            return
-        torch._foreach_copy_(list(self._parts), shards)
-        if again and self.keeps and all(now) and self.cast_bytes(parameters):
-            self._cast_of = now
-            for part in self._parts:
-                kept = torch.empty_like(part)
-                self._cast.append(kept.copy_(part, non_blocking=True))
-
-    def cast_bytes(self, parameters: Sequence[Any]) -> int:
-        """How many bytes are kept if shards are to be cast once; 0 if they are not cast."""
-        dtypes = {p._sharded_param_data.dtype for p in parameters}
-        return 0 if dtypes == {self._dtype} else sum(self._counts)
+    def fill(self, shards: Sequence[torch.Tensor]) -> None:
+        """Cast shards into this rank's parts, in one kernel where torch has it."""
+        torch._foreach_copy_(self._parts, shards)
 
     @own_work
     def gather(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -181,11 +180,6 @@ class Planning:
         for direct in self.directs:
             if not direct.settled:
                 direct.settle(homes.get(direct.site))
-        # Ordinary memory, so each rank decides for itself. See [Note: cast once] in `.home`.
-        kept = sum(direct.cast_bytes() for direct in self.directs)
-        keeps = kept <= _free_bytes(memory.device) // 2
-        for home in homes.values():
-            home.keeps = keeps
 
     def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
         """Measure what was not measured yet, one after the other."""
@@ -213,13 +207,6 @@ class Planning:
         """The global ranks of each group."""
         groups = self._memory.groups
         return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What nobody has of the memory of a device, or of this host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _needs(number: int, guest: Guest) -> tuple[GuestBytes, ...]:

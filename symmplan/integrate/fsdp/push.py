@@ -130,8 +130,9 @@ class Pushes:
             sum_rows(sent.rows, total, factor, rounded)
             return
         sum_parts(sent.rows, sent.own, gradients, total, factor, rounded)
+        stream = torch.cuda.current_stream(total.device)
         for gradient in gradients:
-            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+            gradient.record_stream(stream)
 
     def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement) -> None:
         dtype, shapes = gradients[0].dtype, tuple(g.shape for g in gradients)
