@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
+from symmplan.capture.fsdp_live import gathers_live
 from symmplan.model import Access, Buffer, Operation, Problem, Requirement, Unplanned, WayName
 from symmplan.registry import spec_for
 
@@ -197,6 +198,7 @@ def problem_of(
     way_of: Callable[[Call], Way] = lambda _: Way("symmetric"),
     direct: Mapping[str, int] | None = None,
     guests: Mapping[int, Sequence[GuestBytes]] | None = None,
+    live: int | None = None,
 ) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
     """Turn recordings, one after the other, into a problem.
 
@@ -207,10 +209,10 @@ def problem_of(
             another one run the same plan and may share a segment.
         way_of: How a collective runs.
         direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
-            one address for all of a module's, in use until the parameters are released. See
-            [Note: released late] in `symmplan.integrate.fsdp.direct`.
+            one address for all of a module's, in use until the parameters are released.
         guests: ``{number: what it needs while it runs}``. All groups of a problem with guests may
             share a segment.
+        live: How many of those may be alive at once; see `symmplan.capture.fsdp_live`.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.
@@ -230,7 +232,7 @@ def problem_of(
     for number, recording in enumerate(recordings):
         calls = {i: recording.collectives[i] for i in recording.ran}
         inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
-        events = _released_late(recording, inside)
+        events = gathers_live(recording, inside, live)
         dropped = {index for what, index in events if what == "drop"}
         planned: dict[int, Planned] = {}
         for index, call in calls.items():
@@ -260,7 +262,8 @@ def problem_of(
                 received = f"{name}.received"
                 buffers.append(_received(received, call, way))
             planned[index] = Planned(call, name, received, way, index in inside)
-        stretches.append(tuple(planned.values()))
+        begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
+        stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):
             if what == "guest":
                 for guest in (guests or {}).get(index, ()):
@@ -313,41 +316,6 @@ def problem_of(
         unplanned=unplanned,
     )
     return problem, tuple(stretches)
-
-
-def _released_late(recording: Recording, direct: set[int]) -> list[tuple[str, int]]:
-    """The events, in which buffers of ``direct`` drop when their bytes are free to be reused.
-
-    That is when the next gather was started, unless one was started before the release or the next
-    is the same module's. See [Note: released late] in `symmplan.integrate.fsdp.direct`.
-    """
-    events: list[tuple[str, int]] = []
-    late: list[int] = []
-    live: list[int] = []
-    for what, index in tuple(recording.events):
-        if what == "guest" or index not in direct:
-            if what != "release":
-                events.append((what, index))
-            continue
-        site = recording.collectives[index].key.site
-        if what == "release":
-            ahead = live[live.index(index) + 1 :] if index in live else []
-            live = [i for i in live if i != index]
-            if ahead:
-                events.append(("drop", index))
-            else:
-                late.append(index)
-        elif what == "begin":
-            own = [i for i in late if recording.collectives[i].key.site == site]
-            events += [("drop", i) for i in own]
-            late = [i for i in late if i not in own]
-            live.append(index)
-            events.append((what, index))
-        elif what == "run":
-            events.append((what, index))
-            events += [("drop", i) for i in late]
-            late = []
-    return events + [("drop", i) for i in late]
 
 
 def _name(number: int, index: int, key: Key) -> str:

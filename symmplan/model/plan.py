@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from symmplan.model.problem import Problem, Unplanned
 
@@ -104,6 +104,9 @@ class Plan:
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
+        live_gathers: How many modules' unsharded parameters have bytes at once; None where there
+            are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what follows.
+        advisor: Knows advice about the program that the problem does not show.
     """
 
     problem: Problem
@@ -113,6 +116,8 @@ class Plan:
     effort: str = "fast"
     optimal: bool = False
     bounds: tuple[Bound, ...] = ()
+    live_gathers: int | None = field(default=None, eq=False)
+    advisor: Callable[[], tuple[Any, ...]] | None = field(default=None, eq=False, repr=False)
 
     @property
     def unplanned(self) -> tuple[Unplanned, ...]:
@@ -193,4 +198,4 @@ class Plan:
         """What would save bytes, largest saving first; each piece verified by planning again."""
         from symmplan.planner.advice import advise
 
-        return advise(self)
+        return (*advise(self), *(self.advisor() if self.advisor is not None else ()))

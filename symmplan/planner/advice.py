@@ -40,7 +40,8 @@ class Advice:
     Attributes:
         kind: ``"order"`` (a wait or event is missing), ``"barrier"`` (reuse costs a barrier),
             ``"alignment"``, ``"persistent"``, ``"apart"``, ``"together"``, ``"signal_pad"``,
-            ``"pin"``, or ``"peak"`` (which buffers make it).
+            ``"pin"``, ``"live_gathers"`` (of `symmplan.fsdp.apply`), or ``"peak"`` (which buffers
+            make it).
         saves: Bytes by which `Plan.peak_bytes` falls when it is followed; 0 for what is only
             good to know.
         text: One sentence for people.

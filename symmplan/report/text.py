@@ -35,6 +35,8 @@ def plan_summary(plan: Plan) -> str:
             ]
         ),
     ]
+    if plan.live_gathers is not None:
+        lines.append(f"live gathers: {plan.live_gathers:,} at once")
     for part in (_segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
         lines += part(plan)
     return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])

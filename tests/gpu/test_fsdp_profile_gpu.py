@@ -60,11 +60,12 @@ def finish(rank, world):
     dist.destroy_process_group()
 
 
-def seen(rank, world, side, choose="measure"):
+def seen(rank, world, side, choose="measure", ahead=0, **apply):
     """What ran on the device in a step after the plan was made."""
     import attrs
     import torch.distributed as dist
 
+    import symmplan
     from symmplan_bench.fsdp_sides import Side
 
     dist.barrier()
@@ -76,10 +77,16 @@ def seen(rank, world, side, choose="measure"):
         "dim": DIM,
         "dtype": "bfloat16",
         "reduce": "bfloat16",
-        "choose": choose,
+        "choose": [choose],
         "wait": 60.0,
     }
     trained = Side(side, rank, options)
+    if apply:
+        trained.handle.remove()
+        trained.handle = symmplan.fsdp.apply(trained.model, choose=choose, **apply)
+    layers = list(trained.model.layers)
+    for i, layer in enumerate(layers if ahead else ()):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
     for step in range(4):
         trained.step(step, TOKENS)
         trained.advance()
@@ -165,6 +172,20 @@ def test_measured_collectives_run_as_the_choices_say(pool):
         engines += LAYERS * (reductions <= {"copy engine", "push"})
         assert count(found, "Memcpy PtoP") >= engines * (pool.world_size - 1)
         assert bool(count(found, "Memcpy PtoP")) is bool(engines)
+
+
+def seen_live(rank, world, live, ahead):
+    return seen(rank, world, "symmplan", "copy engine", ahead=ahead, live_gathers=live)
+
+
+@pytest.mark.parametrize(("live", "ahead"), [(3, 0), (3, 1), (4, 0), (4, 2), (5, 2)])
+@pytest.mark.parametrize("pool", [ranks(2)], indirect=True)
+def test_gathers_run_beside_products_however_many_are_alive(pool, live, ahead):
+    """All in forward but the first: the root's, and that of the first layer."""
+    for found in pool.run(seen_live, live, ahead):
+        print(found)
+        assert found["stats"]["plain"] == found["stats"]["replans"] == 0
+        assert found["forward"]["beside"] >= found["forward"]["gathers"] - 2
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan import _compat_fsdp as fsdp2
-from symmplan.errors import CaptureError
+from symmplan.errors import CaptureError, PlanningError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
@@ -115,6 +115,7 @@ def apply(
     *,
     choose: Choose = "auto",
     effort: Literal["fast", "optimal"] = "fast",
+    live_gathers: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Handle:
     """Put the all-gathers and reduce-scatters of FSDP2 into planned symmetric memory.
@@ -134,18 +135,30 @@ def apply(
             straight to where peers sum them, and copy engines gather; ``"ordinary"`` as FSDP2 does.
             ``"auto"`` measures on devices and places all elsewhere.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
+        live_gathers: How many modules may have bytes for their unsharded parameters at once, the
+            root's included; None for as many as the first step had. Fewer need fewer bytes, and
+            gathers ahead of their time begin when a module before them is done; more leave room for
+            longer prefetch lists. ``plan.summary()`` says how many there are, ``plan.advice()``
+            what one less saves and one more costs. What a program must have at once, it has.
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
         CaptureError: The model has no FSDP2 module, or one with custom collectives already.
         BackendError: There is no such memory backend, or ``choose`` is none of these.
-        PlanningError: There is no such effort.
+        PlanningError: There is no such effort, or ``live_gathers`` is less than 1.
 
     Collective: no; the end of the first recorded step is.
     """
     from torch.distributed.fsdp import FSDPModule
 
     options = Options(memory=memory, effort=effort, choose=choose, timeout=timeout)
+    if live_gathers is not None and live_gathers < 1:
+        raise PlanningError(
+            "a module cannot run without its parameters",
+            expected="live_gathers of at least 1",
+            got=live_gathers,
+            fix="leave it out, and see plan.summary() for how many there are",
+        )
     found: list[tuple[str, Any, Any, Any, Any]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -167,7 +180,7 @@ def apply(
             got="none",
             fix="call fully_shard(model, ...) first",
         )
-    runtime = Runtime(options, len(found))
+    runtime = Runtime(options, len(found), live_gathers)
     for site, module, group, gather, scatter in found:
         if fsdp2.can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))

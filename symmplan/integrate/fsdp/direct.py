@@ -16,11 +16,6 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
     was resharded and gathered again. So all gathers of a group lie at one offset, whatever the
     order in which the program uses it, and a later plan does not move it.
 
-[Note: released late]
-    FSDP2 reshards a module before it unshards the next. If the next one took the bytes over, its
-    gather would wait until the module's kernels ended. So in the plan a gather's bytes are in use
-    until the next gather was started, unless that had been started ahead of time.
-
 [Note: a gather ahead of its time]
     A gather that a program did not do ahead of time while it was recorded may find its bytes in
     use. If it is a prefetch, it is put off: FSDP2 asks again when it needs the parameters, and the
@@ -75,6 +70,8 @@ class Direct:
         self._loan: Loan | None = None
         self._looked = False
         self._put_off = False
+        # When it was put off: which collective, and on which streams it is to run.
+        self._wanted: tuple[Key, tuple[Any, Any]] | None = None
         self._to_leave = False
         self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
         self._of_class = [getattr(type(group), name) for name in fsdp2.REPLACED]
@@ -126,12 +123,27 @@ class Direct:
         if self._home is None:
             self._own("unshard", async_op)
             return
+        streams = self._streams(async_op=async_op)
         if self._room(self._home, needed=False):
             self._put_off = False
-            self._start(key, self._home, async_op=async_op)
+            self._start(key, self._home, streams)
         elif not self._put_off:
             self._put_off = True
-            self._runtime.put_off(key)
+            self._wanted = key, streams
+            self._runtime.put_off(key, self)
+
+    def start_early(self) -> bool:
+        """Start a gather that was put off, if there is room now. Whether it need not wait more.
+
+        Collective: yes.
+        """
+        if not self._put_off or self._home is None or self._wanted is None:
+            return True
+        if not self._room(self._home, needed=False):
+            return False
+        self._put_off = False
+        self._start(self._wanted[0], self._home, self._wanted[1])
+        return True
 
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are there, and let the module have them."""
@@ -223,7 +235,7 @@ class Direct:
         if self._home is None:
             self._own("unshard", False)
         else:
-            self._start(self._key(), home, async_op=False)
+            self._start(self._key(), home, self._streams(async_op=False))
 
     def _clear(self, home: Home) -> None:
         """Those leave the bytes that can on all ranks: this module, or who is there.
@@ -334,8 +346,19 @@ class Direct:
         if self._loan is not None:
             self._loan.drop()
             self._loan = None
+            self._runtime.made_room()
 
-    def _start(self, key: Key, home: Home, *, async_op: bool) -> None:
+    def _streams(self, *, async_op: bool) -> tuple[Any, Any]:
+        """Where shards are cast, and where they are gathered; Nones on the CPU."""
+        group = self._group
+        if group.device.type != "cuda":
+            return None, None
+        streams: tuple[Any, Any] = group.comm_ctx.get_all_gather_streams(
+            async_op, group._training_state
+        )
+        return streams
+
+    def _start(self, key: Key, home: Home, streams: tuple[Any, Any]) -> None:
         group = self._group
         shards = [p._sharded_param_data for p in group.fsdp_params]
         cuda = home.is_cuda
@@ -347,9 +370,7 @@ class Direct:
                 home.gather()
                 group._all_gather_result = Gathered()
             else:
-                copies, gathers = group.comm_ctx.get_all_gather_streams(
-                    async_op, group._training_state
-                )
+                copies, gathers = streams
                 # Dropped when the module is done, which its own kernels are on this stream.
                 self._loan = Loan(torch.cuda.current_stream(), owner=weakref.proxy(self))
                 with torch.cuda.stream(copies):

@@ -88,7 +88,7 @@ class Home:
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
         """Cast shards into this rank's parts, in one kernel where torch has it."""
-        torch._foreach_copy_(self._parts, shards)
+        torch._foreach_copy_(self._parts, list(shards))
 
     @own_work
     def gather(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from symmplan import _compat as compat
 from symmplan.capture.fsdp import GuestBytes, Recording, Way, problem_of
+from symmplan.capture.fsdp_live import most_alive
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
@@ -17,9 +20,10 @@ from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell, telling, throughout
+from symmplan.planner.advice import Advice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call, Planned
     from symmplan.integrate.fsdp.direct import Direct
@@ -41,8 +45,10 @@ class Planning:
     Args:
         options: How `apply` was asked to work.
         memory: What the plans lie in.
+        live: How many modules may have their parameters at once; None as the program does.
 
     Attributes:
+        live: The same.
         plan: The last plan, None before the first.
         choices: What was measured, None before the first plan.
         directs: The parameter groups whose parameters may live in placements.
@@ -50,7 +56,8 @@ class Planning:
         flat: ``{site: why}`` of those whose parameters cannot.
     """
 
-    def __init__(self, options: Options, memory: Memory) -> None:
+    def __init__(self, options: Options, memory: Memory, live: int | None = None) -> None:
+        self.live = live
         self.plan: Plan | None = None
         self.choices: Choices | None = None
         self.directs: list[Direct] = []
@@ -100,26 +107,28 @@ class Planning:
                 return Way("ordinary", "its parameters stay where an earlier plan put them")
             return choices.way(call)
 
-        def planned(
-            guests: Mapping[int, Sequence[GuestBytes]],
-        ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
-            problem, stretches = problem_of(recordings, self._ranks(), way_of, direct, guests)
-            homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
-            plan = plan_with_homes(problem, homes, self._options.effort)
-            plan.verify()
-            return plan, stretches
-
+        planned = functools.partial(
+            _planned, recordings, self._ranks(), way_of, direct, self._options.effort
+        )
         guests = self._guests(recordings)
-        plan, stretches = planned(guests)
+        plan, stretches = planned(guests, self.live)
         if guests and not self._alike(plan, guests):
             guests = {}
-            plan, stretches = planned(guests)
+            plan, stretches = planned(guests, self.live)
         self._memory.hold(plan, settled=bool(settled))
         for number, needs in guests.items():
             guest = self._memory.guests[number]
             places = [plan.placements[g.name] for g in needs]
             self._memory.host(guest, dict(zip(guest.arena.segments, places, strict=True)))
-        return plan, stretches
+        alive = most_alive(recordings, set(direct), self.live)
+        if not alive:
+            return plan, stretches
+
+        def other(live: int) -> tuple[int, int]:
+            return most_alive(recordings, set(direct), live), planned(guests, live)[0].peak_bytes
+
+        advisor = functools.partial(_advice, alive, plan.peak_bytes, other)
+        return evolve(plan, live_gathers=alive, advisor=advisor), stretches
 
     def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
         """Who ran meanwhile and can live in carve-outs; the same on all ranks.
@@ -207,6 +216,49 @@ class Planning:
         """The global ranks of each group."""
         groups = self._memory.groups
         return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
+
+
+def _planned(
+    recordings: Sequence[Recording],
+    ranks: Mapping[str, tuple[int, ...]],
+    way_of: Callable[[Call], Way],
+    direct: Mapping[str, int],
+    effort: Literal["fast", "optimal"],
+    guests: Mapping[int, Sequence[GuestBytes]],
+    live: int | None,
+) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
+    """The plan of what was recorded, verified, and the collectives of each recording."""
+    problem, stretches = problem_of(recordings, ranks, way_of, direct, guests, live)
+    homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+    plan = plan_with_homes(problem, homes, effort)
+    plan.verify()
+    return plan, stretches
+
+
+def _advice(alive: int, peak: int, other: Callable[[int], tuple[int, int]]) -> tuple[Advice, ...]:
+    """What fewer live gathers would save, and more would cost.
+
+    Args:
+        alive: How many there are.
+        peak: Bytes of the plan.
+        other: How many there would be if so many were asked for, and the bytes of that plan.
+    """
+    found = []
+    fewer, less = other(alive - 1) if alive > 1 else (alive, peak)
+    if fewer < alive and less < peak:
+        text = (
+            f"live_gathers={fewer} needs {peak - less:,} bytes less; a gather may then have to "
+            "wait for the module before it"
+        )
+        found.append(Advice("live_gathers", peak - less, text))
+    more, needs = other(alive + 1)
+    if more > alive and needs >= peak:
+        text = (
+            f"live_gathers={more} needs {needs - peak:,} bytes more; prefetch lists may then be "
+            "longer by one module"
+        )
+        found.append(Advice("live_gathers", 0, text))
+    return tuple(found)
 
 
 def _needs(number: int, guest: Guest) -> tuple[GuestBytes, ...]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.schedule import Schedule, Spot
     from symmplan.model import Placement
     from symmplan.place.guests import Guest
@@ -61,6 +62,8 @@ class Runtime:
     Args:
         options: How `apply` was asked to work.
         modules: How many FSDP modules there are.
+        live: How many of them may have their parameters at once; see
+            [Note: live gathers] in `symmplan.capture.fsdp_live`.
 
     Attributes:
         options: The same.
@@ -70,10 +73,10 @@ class Runtime:
         schedule: What the plan wants, None while recording.
     """
 
-    def __init__(self, options: Options, modules: int) -> None:
+    def __init__(self, options: Options, modules: int, live: int | None = None) -> None:
         self.options = options
         self.memory = Memory(options)
-        self.planning = Planning(options, self.memory)
+        self.planning = Planning(options, self.memory, live)
         self.counts = Counts()
         self._modules = modules
         self._log: Recording | None = Recording()
@@ -83,6 +86,7 @@ class Runtime:
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
         self._early_wanted = False
+        self._waiting: list[Direct] = []
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
         self._seen: set[Key] = set()
@@ -174,12 +178,23 @@ class Runtime:
             self._log.run(index, group)
             self._last[key.site] = (self._log, index)
 
-    def put_off(self, key: Key) -> None:
+    def put_off(self, key: Key, direct: Direct) -> None:
         """A module's parameters were wanted before there was room for them."""
-        self.counts.because(_PUT_OFF)
-        self._strange = self._early_wanted = True
+        if self.planning.live is None:
+            self.counts.because(_PUT_OFF)
+            self._strange = self._early_wanted = True
+        else:
+            self._waiting.append(direct)
         if self._log is not None:
             self._early[key] = (self._log, self._log.begin(key, key.numel * _itemsize(key.dtype)))
+
+    def made_room(self) -> None:
+        """Bytes are free; those get them that wait for room, in their order.
+
+        Collective: yes, if there are such.
+        """
+        while self._waiting and self._waiting[0].start_early():
+            self._waiting.pop(0)
 
     def released(self, site: str) -> None:
         """A module is done with its parameters."""
