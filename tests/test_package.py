@@ -359,3 +359,18 @@ def test_no_name_hides_one_that_attrs_uses_in_its_methods():
             r"^(from|import) attrs|^    from attrs", text, re.MULTILINE
         ):
             assert not re.search(r"^from symmplan import _compat$", text, re.MULTILINE), path
+
+
+def test_tests_for_devices_import_what_there_is():
+    """Also inside functions, which run nowhere but there."""
+    import importlib
+
+    files = sorted((Path(__file__).parent / "gpu").glob("*.py"))
+    assert files
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("symmplan"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")

@@ -93,9 +93,9 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     import fsdp_programs as programs
     from fsdp_models import both
 
-    from symmplan.integrate.fsdp import bytes as fsdp_bytes
     from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
     from symmplan.integrate.fsdp.home import Home
+    from symmplan.place.loans import Loan
 
     cycles = 2_000_000
     undo = []
@@ -133,8 +133,8 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     elif where == "reduce-scatter":
         slow(PlannedReduceScatter, "__call__", "before")
     if not waits:
-        undo.append((fsdp_bytes.Loan, "wait", fsdp_bytes.Loan.wait))
-        fsdp_bytes.Loan.wait = lambda self: None
+        undo.append((Loan, "wait", Loan.wait))
+        Loan.wait = lambda self: None
     try:
         with contextlib.ExitStack() as stack:
             if flat:

@@ -60,7 +60,7 @@ def finish(rank, world):
     dist.destroy_process_group()
 
 
-def seen(rank, world, side, choose="measure", ahead=0, **apply):
+def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, **apply):
     """What ran on the device in a step after the plan was made."""
     import attrs
     import torch.distributed as dist
@@ -88,9 +88,9 @@ def seen(rank, world, side, choose="measure", ahead=0, **apply):
     for i, layer in enumerate(layers if ahead else ()):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
     for step in range(4):
-        trained.step(step, TOKENS)
+        trained.step(step, tokens)
         trained.advance()
-    found = trained.profile(TOKENS)
+    found = trained.profile(tokens)
     handle = trained.handle
     if handle is not None:
         found["stats"] = attrs.asdict(handle.stats)
@@ -175,7 +175,9 @@ def test_measured_collectives_run_as_the_choices_say(pool):
 
 
 def seen_live(rank, world, live, ahead):
-    return seen(rank, world, "symmplan", "copy engine", ahead=ahead, live_gathers=live)
+    """With so many products that the host is ahead of the device, under the profiler, too."""
+    more = {"tokens": 8 * TOKENS, "ahead": ahead, "live_gathers": live}
+    return seen(rank, world, "symmplan", "copy engine", **more)
 
 
 @pytest.mark.parametrize(("live", "ahead"), [(3, 0), (3, 1), (4, 0), (4, 2), (5, 2)])
