@@ -363,7 +363,6 @@ def test_no_name_hides_one_that_attrs_uses_in_its_methods():
 
 def test_tests_for_devices_import_what_there_is():
     """Also inside functions, which run nowhere but there."""
-    import importlib
 
     files = sorted((Path(__file__).parent / "gpu").glob("*.py"))
     assert files

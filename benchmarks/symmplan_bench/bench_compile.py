@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.errors import RunError
 from symmplan.place.choice import CHOOSE
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import run_ranks
+from symmplan_bench.processes import meet, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -311,7 +311,6 @@ def _case(
 ) -> dict[str, Any]:
     import attrs
     import torch
-    import torch.distributed as dist
 
     from symmplan_bench.compile_models import CASES
 
@@ -324,7 +323,7 @@ def _case(
     for _ in range(options["compilations"]):
         torch._dynamo.reset()
         if backend is not None:
-            dist.barrier()
+            meet()
             backend.release()
         for side, make in sides.items():
             given = make()
@@ -333,7 +332,7 @@ def _case(
             program = CASES[name](
                 options, mesh, device, lambda f, g=given: torch.compile(f, dynamic=False, **g)
             )
-            dist.barrier()
+            meet()
             seconds, loss = _timed(program.run, 0, device)
             compiles[side].append(seconds)
             programs[side], losses[side] = program, [loss]
@@ -342,7 +341,7 @@ def _case(
     steps: dict[str, list[float]] = {side: [] for side in sides}
     for step in range(1, _WARM_UP + options["steps"]):
         for side, program in programs.items():
-            dist.barrier()
+            meet()
             seconds, loss = _timed(program.run, step, device)
             losses[side].append(loss)
             if step >= _WARM_UP:
@@ -361,7 +360,7 @@ def _case(
         "staged": [list(s) for s in backend.staged()],
         "choices": [attrs.asdict(c) for c in backend.choices],
     }
-    dist.barrier()
+    meet()
     torch._dynamo.reset()
     backend.release()
     json.dumps(result)

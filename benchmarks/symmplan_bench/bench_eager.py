@@ -18,7 +18,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from symmplan_bench.processes import run_ranks
+from symmplan_bench.processes import meet, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -89,14 +89,13 @@ def _slowest(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
     import torch
-    import torch.distributed as dist
 
     cuda = options["device"] == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     bench = _Bench(device, options["rounds"], options["calls"])
     with torch.inference_mode():
         host = [bench.host(label, *what) for label, what in _PROGRAMS.items()]
-        dist.barrier()
+        meet()
         messages = [bench.message(nbytes) for nbytes in options["messages"]]
     return {
         "torch": torch.__version__,
@@ -309,12 +308,11 @@ class _Bench:
     def _whole(self, act: Callable[[], None]) -> float:
         """Seconds until everything that ``act`` started has ended, ranks starting together."""
         import torch
-        import torch.distributed as dist
 
         from symmplan.memory.own import own_work
 
         with own_work:
-            dist.barrier()
+            meet()
         if not self.cuda:
             began = time.perf_counter()
             act()

@@ -18,6 +18,7 @@ from symmplan import _compat_fsdp as fsdp2
 from symmplan_bench.fsdp_mixin import Pool, install
 from symmplan_bench.fsdp_models import Llama, mlp, parts
 from symmplan_bench.fsdp_profile import profile, profile_gathers
+from symmplan_bench.processes import meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -236,7 +237,7 @@ class Side:
         """
         batch = batch_of(self._options, self._rank, number, tokens)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
-        dist.barrier()
+        meet()
         self._synchronize()
         with self._clock.running():
             begin = time.perf_counter()
@@ -289,11 +290,11 @@ class Side:
         """
         batch = batch_of(self._options, self._rank, 0, tokens)
         losses = []
-        dist.barrier()
+        meet()
         self._synchronize()
         found = profile(lambda: self._loss(batch).backward())
         self._optimizer.zero_grad()
-        dist.barrier()
+        meet()
         self._synchronize()
         found["forward"] = profile_gathers(lambda: losses.append(self._loss(batch)))
         losses.pop().backward()  # FSDP2 wants it

@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
 
-__all__ = ["run_ranks"]
+__all__ = ["meet", "run_ranks"]
+
+
+def meet() -> None:
+    """A barrier over all ranks, which tells NCCL the device instead of letting it guess.
+
+    Collective: yes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    cuda = dist.get_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
 
 
 def run_ranks(
@@ -125,7 +137,7 @@ def _rank(
         timeout=dt.timedelta(seconds=120),
         **more,
     )
-    dist.barrier()  # symmetric memory needs a communicator that has run something
+    meet()  # symmetric memory needs a communicator that has run something
     store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
-    dist.barrier()
+    meet()
     dist.destroy_process_group()
