@@ -35,6 +35,7 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"symmplan {release}"
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main"}
+highlight_language = "none"  # drawings have no mark
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
