@@ -1,7 +1,7 @@
 """Run the code of a Markdown page, block after block, and compare what it prints.
 
     python tests/pages.py docs/tour.md
-    torchrun --nproc-per-node 2 tests/pages.py docs/how-to/fsdp2.md   # if it says <!-- ranks: 2 -->
+    torchrun --nproc-per-node 2 tests/pages.py docs/how-to/fsdp2.md   # a page that says torchrun
 
 Blocks marked ``python`` share one namespace, those marked ``sh`` are commands in the working
 directory, where the examples are. The next block, if it is marked ``text``, is what was printed;
@@ -22,7 +22,8 @@ import traceback
 from pathlib import Path
 
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0"
+_RANKS = re.compile(r"\btorchrun --nproc-per-node (\d+) ")
 
 
 def blocks(text: str) -> list[tuple[str, int, str]]:
@@ -31,7 +32,7 @@ def blocks(text: str) -> list[tuple[str, int, str]]:
 
 
 def ranks(text: str) -> int:
-    """On how many ranks the page runs."""
+    """On how many ranks the page says that it runs."""
     said = _RANKS.search(text)
     return int(said[1]) if said else 1
 
@@ -49,10 +50,15 @@ def alike(said: str, printed: str) -> bool:
 
 def command(code: str) -> str:
     """What a command of the page prints on stdout."""
-    names = {"python": "", "symmplan": "-m symmplan", "torchrun": "-m torch.distributed.run"}
+    names = {"python": "", "symmplan": "-m symmplan", "torchrun": TORCHRUN}
     functions = [f'{n}() {{ "{sys.executable}" {f} "$@"; }}' for n, f in names.items()]
     script = "\n".join(["set -euo pipefail", *functions, code])
-    done = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    # The command is none of the ranks that run the page.
+    ranked = re.compile(r"TORCHELASTIC_.*|MASTER_.*|(.*_)?(RANK|WORLD_SIZE)")
+    env = {name: value for name, value in os.environ.items() if not ranked.fullmatch(name)}
+    done = subprocess.run(
+        ["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True, env=env
+    )
     return done.stdout
 
 

@@ -36,9 +36,7 @@ def _name(path):
 def test_the_code_of_a_page_runs_and_prints_what_it_says(path, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     count = pages.ranks(path.read_text(encoding="utf-8"))
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)] if count > 1 else []
-    if start:
-        start[2:2] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    start = [*pages.TORCHRUN.split(), "--nproc-per-node", str(count)] if count > 1 else []
     done = subprocess.run(
         [sys.executable, *start, ROOT / "tests" / "pages.py", path],
         capture_output=True,
