@@ -140,7 +140,7 @@ def _alike(text: str) -> list[str]:
 
 
 def test_the_code_of_the_page_runs_and_prints_what_it_says(tmp_path):
-    page = (ROOT / "docs" / "declaring-an-op.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "declaring-an-op.md").read_text(encoding="utf-8")
     script = tmp_path / "page.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     (said,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)

@@ -303,12 +303,6 @@ def test_examples_in_docstrings_run(name):
     assert result.failed == 0
 
 
-def test_the_readme_plan_example_runs():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(plan = symmplan\.plan.*?)```", text, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {"symmplan": symmplan})
-
-
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "examples").glob("*.py")))
 @pytest.mark.ranks
 def test_examples_run(name, tmp_path):
@@ -347,7 +341,7 @@ def test_the_files_that_pages_name_are_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     named = re.findall(r"`((?:[\w*]+/)*[\w*]+\.py)`", text)
     assert len(named) > 3
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    files = [f for folder in ("symmplan", "tests", "docs") for f in (ROOT / folder).rglob("*.py")]
     assert [name for name in named if not any(path.match(name) for path in files)] == []
 
 

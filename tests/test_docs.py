@@ -1,0 +1,120 @@
+"""The pages: their code runs and prints what they say, what they name is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pages
+import pytest
+
+from symmplan import errors
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+_ALL = re.MULTILINE | re.DOTALL
+#: Run by another test.
+ELSEWHERE = {"declaring-an-op.md"}
+
+
+def _code(path):
+    return any(pages.is_run(mark, code) for mark, _, code in pages.blocks(path.read_text()))
+
+
+def _name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PAGES if _code(p) and p.name not in ELSEWHERE], ids=_name
+)
+@pytest.mark.ranks
+def test_the_code_of_a_page_runs_and_prints_what_it_says(path, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    count = pages.ranks(path.read_text(encoding="utf-8"))
+    start = [*pages.TORCHRUN.split(), "--nproc-per-node", str(count)] if count > 1 else []
+    done = subprocess.run(
+        [sys.executable, *start, ROOT / "tests" / "pages.py", path],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "blocks" in done.stdout
+
+
+def test_a_page_that_prints_something_else_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\nprint(2)\n```\nprints\n```text\n1\n...\n```\n")
+    assert pages.run(page) == 1
+    page.write_text("```python\nprint(1)\n```\nprints\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match="line 2, prints\n1"):
+        pages.run(page)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_what_a_page_links_to_is_there(path):
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=_ALL)
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    targets += re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert [t for t in targets if not (path.parent / t).exists()] == []
+
+
+def _texts():
+    """Every text in the package's code, with a NUL where something is put in."""
+    for file in (ROOT / "symmplan").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def _unknown(messages):
+    """Those that no text of the code is: "..." stands for what is put in."""
+    texts = "\n".join({text for text in _texts() if "\n" not in text})
+    return [
+        message
+        for message in messages
+        if not re.search(
+            "[^\n]*".join(
+                re.escape(part) for part in re.split(r" ?\.\.\. ?|'shm'|'nccl'", message)
+            ),
+            texts,
+        )
+    ]
+
+
+def test_messages_of_the_page_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 50
+    assert _unknown(messages) == []
+    assert _unknown(["ranks ... and ... made the same plans"]) != []
+
+
+def test_every_error_is_on_the_page_under_its_rule():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^### (.*?)\n+`(\w+)`", page, re.MULTILINE))
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    expected = {
+        kind.rule: kind.__name__
+        for kind in kinds
+        if issubclass(kind, Exception) and kind is not errors.SymmplanError
+    }
+    assert parts == expected
+
+
+def test_the_pictures_are_those_that_the_script_draws(tmp_path):
+    script = runpy.run_path(str(ROOT / "docs" / "drawings.py"))
+    script["main"].__globals__["HERE"] = tmp_path
+    script["main"]()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs").glob("*.svg")}
