@@ -195,7 +195,9 @@ class ExpertParallel:
         Collective: yes.
         """
         self._usable()
-        return exchange_routes(counts, self._group, self._device)
+        arena = self._arena if self._device.type == "cpu" else None
+        meeting = None if arena is None else _meeting(arena, self._group.name)
+        return exchange_routes(counts, self._group, self._device, meeting)
 
     @compat.outside_graphs
     def dispatch(self, rows: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -8,17 +8,21 @@ import torch
 from attrs import field, frozen
 
 from symmplan.errors import RunError
+from symmplan.memory.calls import note
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Rendezvous
 
 __all__ = ["Routes", "exchange_routes"]
 
 #: What a rank whose own numbers are wrong says.
 _WRONG = -1
+#: What ranks that meet to tell their counts say that they do.
+_NOTE = note("barrier_", "routes")
 
 
 @frozen
@@ -60,9 +64,18 @@ class Routes:
 
 @own_work
 def exchange_routes(
-    counts: torch.Tensor | Sequence[int], group: Group, device: torch.device
+    counts: torch.Tensor | Sequence[int],
+    group: Group,
+    device: torch.device,
+    meeting: Rendezvous | None,
 ) -> Routes:
     """Tell all ranks how many rows this one sends to each.
+
+    Args:
+        counts: Those numbers.
+        group: The ranks.
+        device: Where the group's collectives run.
+        meeting: Where the ranks can tell each other numbers at no more than a barrier; else None.
 
     Raises:
         RunError: A rank's counts are none; raised on every rank.
@@ -73,12 +86,14 @@ def exchange_routes(
     whole = not (given.is_floating_point() or given.is_complex())
     if not whole or tuple(given.shape) != (group.size,):
         given = torch.full((group.size,), _WRONG, device=device)
-    given = given.to(torch.int64)
-
-    gather = torch.ops._c10d_functional.all_gather_into_tensor
-    said = gather(given.contiguous(), group.size, group.torch_name)
-    said = torch.ops._c10d_functional.wait_tensor(said)
-    table = tuple(map(tuple, said.view(group.size, group.size).tolist()))
+    if meeting is None:
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        said = gather(given.to(torch.int64).contiguous(), group.size, group.torch_name)
+        said = torch.ops._c10d_functional.wait_tensor(said)
+        table = said.view(group.size, group.size).tolist()
+    else:
+        meeting.enter(_NOTE, given.tolist())
+        table = [words[: group.size] for words in meeting.free_words()]
     wrong = next((rank for rank, row in enumerate(table) if min(row) < 0), None)
     if wrong is not None:
         raise RunError(
@@ -89,4 +104,4 @@ def exchange_routes(
             **group.here,
             ranks=(wrong,),
         )
-    return Routes(table, group.rank)
+    return Routes(tuple(map(tuple, table)), group.rank)
