@@ -1,4 +1,4 @@
-"""`symmplan.expert_parallel`: dispatch and combine of a mixture of experts, in one segment.
+"""What `symmplan.expert_parallel` makes: dispatch and combine of experts, in one segment.
 
 How many rows go where is known only when the program runs, so the segment has room for a worst case
 that is declared. It belongs to nobody for longer than a call: rows come in, and are taken out. So
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from symmplan import _compat as compat
 from symmplan.errors import BackendError, ReleasedError, RunError
+from symmplan.integrate.moe.measure import measured
 from symmplan.integrate.moe.routes import Routes, exchange_routes
 from symmplan.memory.calls import REFUSED, note
 from symmplan.memory.groups import resolve_groups
@@ -38,80 +39,24 @@ from symmplan.memory.spares import give_back, obtain
 from symmplan.memory.streams import synchronize
 from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.place.choice import Choice, fastest
-from symmplan.place.clock import clock_of, seconds_of
-from symmplan.place.options import Options, here
+from symmplan.place.choice import Choice
 from symmplan.place.stats import Stats
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Self
 
     from symmplan.memory import Arena
     from symmplan.memory.segment import Rendezvous
     from symmplan.model import Plan, WayName
-    from symmplan.place.choice import Choose
+    from symmplan.place.options import Options
 
-__all__ = ["ExpertParallel", "expert_parallel"]
+__all__ = ["ExpertParallel"]
 
 _LOG = logging.getLogger("symmplan")
 _SLOTS = ("slot 0", "slot 1")
-#: As for `symmplan.place.clock.seconds_of`.
-_ENOUGH = 512 << 20
-
-
-def expert_parallel(
-    group: Any = None,
-    memory: str = "auto",
-    *,
-    max_tokens: int,
-    choose: Choose = "auto",
-    device: torch.device | str | None = None,
-    timeout: float = 300.0,
-) -> ExpertParallel:
-    """Dispatch and combine of a mixture of experts whose ranks have different experts.
-
-    One object serves all layers: they share one segment, as large as the worst case.
-
-    Args:
-        group: Torch's process group of the ranks that share the experts; the default one if None.
-        memory: Name of a memory backend.
-        max_tokens: Rows that a rank gets in one call at most, equal on all ranks: with a capacity
-            factor, ``int(factor * rows_that_a_rank_sends)``. If a call has more, on any rank, all
-            ranks plan again for more, a warning of the logger ``symmplan`` says so, and
-            ``stats.replans`` counts it.
-        choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``; ``"push"``, and all
-            other names of ways: copied into the peers' memory; ``"measure"``: whichever is faster
-            at the worst case, on all ranks alike; ``"auto"``: measured on devices, else pushed.
-        device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
-        timeout: Seconds that ranks wait for each other before they raise.
-
-    Raises:
-        RunError: ``max_tokens`` is not positive.
-        CaptureError: There is no process group.
-        BackendError: An unknown name.
-
-    Collective: no; `ExpertParallel`'s methods are.
-
-    Example::
-
-        experts = symmplan.expert_parallel(max_tokens=int(1.5 * tokens))
-        routes = experts.routes(counts)  # rows for each rank
-        inside = experts.dispatch(rows, routes)  # rows sorted by rank
-        outside = experts.combine(expert(inside), routes)
-    """
-    if isinstance(max_tokens, bool) or not max_tokens >= 1 or int(max_tokens) != max_tokens:
-        raise RunError(
-            f"max_tokens is {max_tokens!r}",
-            expected="a positive number of rows",
-            got=repr(max_tokens),
-            fix="pass how many rows a rank gets in one call at most",
-        )
-    options = Options(memory=memory, choose=choose, timeout=timeout)
-    name, where = here("symmplan.expert_parallel", group, device)
-    return ExpertParallel(name, where, options, max_tokens)
 
 
 class ExpertParallel:
@@ -366,41 +311,28 @@ class ExpertParallel:
         into = torch.empty_like(sample)
         if even.most * row > self._room(arena):
             return "ordinary"
-        process_group = self._group.process_group
-
-        def act(move: Callable[[], None]) -> Callable[[Callable[[], None]], None]:
-            def run(beside: Callable[[], None]) -> None:
-                move()
-                beside()
-
-            return run
-
-        acts = {
-            "ordinary": act(lambda: _in_torchs_way(into, sample, even, process_group)),
-            "push": act(lambda: self._pushed(into, sample, row, even)),
-        }
-        clock = clock_of(self._device, self._options.timeout)
-        nbytes = sample.numel() * sample.element_size()
-        beside = None if self._device.type == "cuda" else 0.0
-        times = seconds_of(clock, acts, process_group, nbytes, beside=beside, enough=_ENOUGH)
-        name = self._group.name
-        groups = {name: process_group}
-        said = tell("times", {name: times}, groups, self._options.timeout)[name]
-        seconds = {way: max(float(rank[way]) for rank in said) for way in times}
-        way = fastest(seconds, kernels=self._device.type == "cuda", beside=beside is None)
-        self._choices.append(
+        group = self._group
+        choice = measured(
             Choice(
                 op="all_to_all",
-                nbytes=nbytes,
+                nbytes=sample.numel() * sample.element_size(),
                 dtype=str(rows.dtype).removeprefix("torch."),
-                group=name,
-                ranks=self._group.size,
-                seconds=seconds,
-                way=way,
+                group=group.name,
+                ranks=group.size,
+                seconds={},
+                way="ordinary",
                 copied_out=True,
-            )
+            ),
+            {
+                "ordinary": lambda: _in_torchs_way(into, sample, even, group.process_group),
+                "push": lambda: self._pushed(into, sample, row, even),
+            },
+            group.process_group,
+            self._device,
+            self._options.timeout,
         )
-        return way
+        self._choices.append(choice)
+        return choice.way
 
     def _pushed(self, result: torch.Tensor, rows: torch.Tensor, row: int, routes: Routes) -> None:
         """Move rows through the segment. See [Note: rows are pushed]."""
