@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.context import eager as eager
     from symmplan.integrate.eager.context import empty as empty
     from symmplan.integrate.eager.context import out as out
+    from symmplan.integrate.moe.experts import expert_parallel as expert_parallel
     from symmplan.memory import handle as handle
     from symmplan.memory.held import segments as segments
     from symmplan.model import Plan as Plan
@@ -32,6 +33,7 @@ _HOME = {
     "eager": "symmplan.integrate.eager.context",
     "empty": "symmplan.integrate.eager.context",
     "errors": "symmplan.errors",
+    "expert_parallel": "symmplan.integrate.moe.experts",
     "fsdp": "symmplan.fsdp",
     "handle": "symmplan.memory",
     "out": "symmplan.integrate.eager.context",

@@ -78,6 +78,11 @@ def group_name(group: ProcessGroup) -> str:
     return str(group.group_name)
 
 
+def outside_graphs(fn: Any) -> Any:
+    """A function that compilers do not look into: a graph ends before it."""
+    return torch._disable_dynamo(fn)  # type: ignore[attr-defined]
+
+
 def world_name() -> str:
     """The name of the default process group."""
     group = dist.group.WORLD

@@ -18,6 +18,7 @@ def plan(
     *,
     effort: Literal["fast", "optimal"] = "fast",
     capacity: int | None = None,
+    default_group: str | None = None,
 ) -> Plan:
     """Assign every declared tensor of a program a place in pooled symmetric segments.
 
@@ -27,6 +28,7 @@ def plan(
             sizes. Only for graphs.
         effort: ``"fast"``, or ``"optimal"`` for a complete search with a proof.
         capacity: Bytes that each segment may take at most; None for no limit.
+        default_group: Name of the process group of declared ops that name none; the world if None.
 
     Returns:
         A verified plan. The same program gives the same plan on every machine.
@@ -47,7 +49,8 @@ def plan(
     if not isinstance(program, Problem):
         from symmplan.capture import capture_fx
 
-        program = capture_fx(program, example_inputs).problem
+        captured = capture_fx(program, example_inputs, default_group=default_group)
+        program = captured.problem
     made = plan_problem(program, effort=effort, capacity=capacity)
     made.verify()
     return made

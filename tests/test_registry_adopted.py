@@ -91,17 +91,26 @@ def test_upstream_declarations_of_a_group_by_another_name(upstream):
 
 
 def test_a_broken_upstream_declaration_is_named_where_it_is_asked_for(upstream):
-    upstream.register(f"{NS}::upstream", "z")
-    upstream.register(f"{NS}::upstream_bad", "x")
+    upstream.register(f"{NS}::upstream", "z", "y", "y")
+    upstream.register(f"{NS}::upstream_bad", "reduce_op")
     for name in ("upstream", "upstream_bad"):
-        with pytest.raises(DeclarationError, match="torch's registry"):
+        with pytest.raises(DeclarationError, match="torch's registry") as caught:
             symmplan.requirements(f"{NS}::{name}")
-    assert not {s.op for s in registry.all_specs()} & {
-        f"{NS}::upstream.default",
-        f"{NS}::upstream_bad.default",
-    }
-    declare(f"{NS}::upstream_bad", "x", group="reduce_op")
+        assert caught.value.names == ("z" if name == "upstream" else "reduce_op",)
+    spec = registry.spec_for(OPS.upstream.default)  # what fits of it counts
+    assert ([r.where for r in spec.requirements], len(spec.wrong)) == (["y"], 1)
+    listed = {s.op for s in registry.all_specs()}
+    assert f"{NS}::upstream.default" in listed
+    assert f"{NS}::upstream_bad.default" not in listed
+    with pytest.warns(UserWarning, match="also names reduce_op; the user's declaration wins"):
+        declare(f"{NS}::upstream_bad", "x", group="reduce_op")
     assert symmplan.requirements(f"{NS}::upstream_bad").origin == "user"
+
+
+def test_upstream_declarations_without_a_group(upstream):
+    upstream.register(f"{NS}::upstream_bad", "x")
+    spec = symmplan.requirements(f"{NS}::upstream_bad")
+    assert (spec.group, [r.where for r in spec.requirements]) == (None, ["x"])
 
 
 def test_a_user_overrules_upstream_and_is_told(upstream):

@@ -15,6 +15,7 @@ LIB.define("f(Tensor input, int n, str group_name) -> (Tensor, int)")
 LIB.define("g.named(Tensor x, str tag, str pg) -> Tensor")
 LIB.define("f_out(Tensor input, int n, str group_name, *, Tensor(a!) out) -> (Tensor(a!), int)")
 LIB.define("no_group(Tensor x) -> Tensor")
+LIB.define("two_groups(Tensor x, str group_a, str group_b) -> Tensor")
 LIB.define("no_result(Tensor x, str group_name) -> ()")
 LIB.define("no_tensor(int n, str g) -> ()")
 F = "symmtest_errors::f"
@@ -121,7 +122,7 @@ def test_no_names():
 
 
 def test_group_argument_that_is_not_there():
-    text, error = refused("symmtest_errors::g", "x")
+    text, error = refused("symmtest_errors::g", "x", group="group_name")
     assert text == (
         "symmtest_errors::g.named has no argument 'group_name' to name its process group\n"
         "  expected one of 'tag', 'pg'; got 'group_name'\n"
@@ -141,14 +142,25 @@ def test_group_argument_of_the_wrong_type():
 
 
 def test_op_without_any_group_argument():
-    text, error = refused("symmtest_errors::no_group", "x")
+    text, error = refused("symmtest_errors::no_group", "x", group="group_name")
     assert text == (
         "symmtest_errors::no_group.default has no argument 'group_name' to name its process "
         "group\n"
         "  expected a str, ProcessGroup or Any argument; the op has none; got 'group_name'\n"
-        "  fix: the schema is symmtest_errors::no_group(Tensor x) -> Tensor"
+        "  fix: leave group out: it then runs over the default group"
     )
     assert error.existing == ()
+
+
+def test_several_arguments_that_may_name_the_group():
+    text, error = refused("symmtest_errors::two_groups", "x")
+    assert text == (
+        "symmtest_errors::two_groups.default has several arguments that may name its process "
+        "group\n"
+        "  expected one; got 'group_a', 'group_b'\n"
+        "  fix: pass group='group_a', or whichever it is"
+    )
+    assert error.existing == ("group_a", "group_b")
 
 
 @pytest.mark.parametrize("align", [0, -8, 24, 16.0, True, "16", None])

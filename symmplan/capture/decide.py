@@ -35,7 +35,7 @@ from symmplan.capture.graphs import (
 )
 from symmplan.capture.sites import Home, How, Kept, Site
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
-from symmplan.registry import bind_arguments, resolve_group_name
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,12 +72,11 @@ class Request:
         return self.site.value
 
 
-def requests_of(node: fx.Node, spec: OpSpec, values: Values) -> Iterator[Request]:
-    """The requirements of one op, each matched with the tensors it is about."""
+def requests_of(node: fx.Node, spec: OpSpec, group: str, values: Values) -> Iterator[Request]:
+    """The requirements of one op over a group, each matched with the tensors it is about."""
     overload = overload_of(node.target)
     assert overload is not None
     bound = bind_arguments(overload, node.args, node.kwargs)
-    group = resolve_group_name(spec, overload, node.args, node.kwargs)
     mutated = written_arguments(overload)
     for requirement in spec.requirements:
         head, _, rest = requirement.where.partition(".")

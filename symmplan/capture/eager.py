@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.streams import MAIN, Timeline
-from symmplan.registry import bind_arguments
+from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):
         aside: Whether what runs now is not the program's, and is to be left alone.
         watch: Where to learn about streams; None where there are none.
         scratch: Gives declared ops symmetric memory to run on; None to run them on ordinary memory.
+        default_group: As for `capture_fx`.
 
     Attributes:
         graph: The graph so far.
@@ -121,6 +122,7 @@ class Recorder(TorchDispatchMode):
         aside: Callable[[], bool] = lambda: False,
         watch: Watch | None = None,
         scratch: Scratch | None = None,
+        default_group: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
@@ -131,6 +133,7 @@ class Recorder(TorchDispatchMode):
         self._aside = aside
         self._watch = watch
         self._scratch = scratch
+        self._default_group = default_group
         self.timeline = Timeline(watch)
         self._inside = contextlib.ExitStack()
         self._works: dict[int, str] = {}  # storage of a pending result -> its mark
@@ -171,7 +174,7 @@ class Recorder(TorchDispatchMode):
         if spec is None or (func.namespace == "c10d" and form is None):
             result = func(*args, **kwargs)
         else:
-            result = _run_apart(func, args, kwargs, spec, form, self._scratch)
+            result = _run_apart(func, args, kwargs, spec, form, self._scratch, self._default_group)
         if func.namespace == "c10d":
             return self._c10d(func, spec, form, args, kwargs, result)
         if func._schema.name == "_c10d_functional::wait_tensor":
@@ -332,6 +335,7 @@ def _run_apart(
     spec: OpSpec,
     form: Functional | None,
     scratch: Scratch | None,
+    default_group: str | None,
 ) -> Any:
     """Run a declared op; see [Note: recorded collectives run apart].
 
@@ -347,7 +351,8 @@ def _run_apart(
         bound = bind_arguments(func, args, kwargs)
         heads = {r.where.partition(".")[0] for r in spec.requirements}
         given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if _is_tensor(x)}
-        copies = scratch.copies(str(bound[spec.group]), spec, list(given.values()))
+        group = resolve_group_name(spec, func, args, kwargs, default_group)
+        copies = scratch.copies(group, spec, list(given.values()))
         clones = {id(x): (x, c) for x, c in zip(given.values(), copies, strict=True)}
 
     def clone(x: Any) -> Any:

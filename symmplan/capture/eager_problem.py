@@ -47,6 +47,7 @@ def capture_recorded(
     skip: Callable[[OpSpec, Requirement], str | None],
     partly: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
     choose: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
+    default_group: str | None = None,
 ) -> Captured:
     """End a recording and capture it.
 
@@ -57,6 +58,7 @@ def capture_recorded(
         skip: As for `capture_fx`.
         partly: Gives ops that cannot run with only some of their tensors placed, and why.
         choose: Gives ops that need not be placed, and why, once it is known what can be.
+        default_group: As for `capture_fx`.
 
     Collective: no, but for what ``choose`` does.
     """
@@ -70,6 +72,7 @@ def capture_recorded(
             producer=lambda node: producer(node, recorder.writes.get),
             skip=skip,
             refused=refused,
+            default_group=default_group,
         )
         captured = _in_time(recorder, captured)
         reasons = unordered(captured.problem)

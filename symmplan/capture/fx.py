@@ -18,6 +18,7 @@ A buffer stands for a storage, not a tensor: its accesses are those of all its a
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -42,7 +43,7 @@ from symmplan.capture.sites import Captured, Kept, Site, Step
 from symmplan.capture.steps import Steps
 from symmplan.errors import CaptureError
 from symmplan.model import Access, Buffer, Operation, OpSpec, Problem, Requirement, Unplanned
-from symmplan.registry import spec_for
+from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,6 +63,7 @@ def capture_fx(
     keep: frozenset[fx.Node] = frozenset(),
     saved: Collection[int] = (),
     given: Mapping[str, Buffer] | None = None,
+    default_group: str | None = None,
 ) -> Captured:
     """Capture the declared tensors of an FX program.
 
@@ -76,6 +78,7 @@ def capture_fx(
         keep: The inputs that may lie in symmetric memory from run to run.
         saved: Positions of the graph's outputs that only its backward gets. See [Note: crossing].
         given: ``{input: the buffer it lies in}``, of what the forward saved in placements.
+        default_group: Name of the group of ops that name none; the world if None.
 
     Returns:
         The problem and the decisions behind it.
@@ -94,7 +97,8 @@ def capture_fx(
     lying = _given(values, given or {})
     ends = [n for n in graph.nodes if is_wait(n)]
     waits = {n: _waits_of(n, values, ends) for n, s in specs.items() if s.asynchronous}
-    requests = [r for node, spec in specs.items() for r in requests_of(node, spec, values)]
+    groups, nowhere = _groups(specs, default_group)
+    requests = [r for n, spec in specs.items() for r in requests_of(n, spec, groups[n], values)]
     shunned: frozenset[Value] = frozenset()
     while True:
         decider = Decider(
@@ -104,7 +108,7 @@ def capture_fx(
             waits=waits,
             producer=producer,
             skip=skip,
-            refused=refused or {},
+            refused={**nowhere, **(refused or {})},
             keep=keep,
             shunned=shunned,
         )
@@ -118,6 +122,11 @@ def capture_fx(
         for node, overload, why in hidden_calls(graph, module)
         if (hidden := lookup(overload)) is not None
         for r in hidden.requirements
+    )
+    decider.unplanned += (
+        Unplanned(f"{prefix}{node.name}", spec.op, where, why)
+        for node, spec in specs.items()
+        for where, why in spec.wrong
     )
     sites = sorted(decider.sites, key=lambda s: values.order[s.node])
     _run_plainly(decider, sites, specs, ends)
@@ -154,6 +163,29 @@ def _graph_of(program: Any) -> tuple[fx.Graph, fx.GraphModule | None]:
         got=type(program).__name__,
         fix="trace the program first, for example with torch.export.export",
     )
+
+
+def _groups(
+    specs: Mapping[fx.Node, OpSpec], default: str | None
+) -> tuple[dict[fx.Node, str], dict[fx.Node, str]]:
+    """The group of each declared op; and why one has none, or not all that is declared of it holds.
+
+    Programs run without symmetric memory, too, so neither is an error: people are told.
+    """
+    groups: dict[fx.Node, str] = {}
+    nowhere: dict[fx.Node, str] = {}
+    told = {why: spec.op for spec in specs.values() for _, why in spec.wrong}
+    for node, spec in specs.items():
+        overload = called(node)
+        assert overload is not None
+        try:
+            groups[node] = resolve_group_name(spec, overload, node.args, node.kwargs, default)
+        except CaptureError as error:
+            groups[node], nowhere[node] = "", error.what
+            told[f"{error.what} ({error.fix})"] = spec.op
+    for why in told:
+        warnings.warn(f"symmplan: {why}; that stays in ordinary memory", stacklevel=3)
+    return groups, nowhere
 
 
 def _require_values(node: fx.Node, spec: OpSpec, fakes: Mapping[fx.Node, Any]) -> None:

@@ -136,6 +136,7 @@ def _defined(name: str) -> list[Entry]:
 def _row(entry: Entry) -> dict[str, Any]:
     assert entry.spec is not None
     row = asdict(entry.spec)
+    del row["wrong"]  # the note has it
     row["symmetric"] = row.pop("requirements")
     row["signal_pad"] = any(r["signal_pad"] for r in row["symmetric"])
     return {**row, "note": entry.note}
@@ -194,7 +195,7 @@ def _cells(op: Mapping[str, Any]) -> list[str]:
     return [
         name,
         _symmetric(op["symmetric"]),
-        op["group"],
+        op["group"] or "default",
         "yes" if op["signal_pad"] else "-",
         _facts(op),
         "yes" if op["asynchronous"] else "-",

@@ -19,8 +19,8 @@ class HeldSegment:
         memory: Name of the memory backend.
         groups: Names of the groups that it met, copy engines' communicators included.
         users: Who plans in it: ``"compiled graphs"``, ``"kept inputs"`` of those, ``"eager
-            session"``, ``"recording"``, ``"FSDP2"``, ``"measurement"``, or what
-            `symmplan.memory.realize` was told. Empty if it is kept for the next one that fits.
+            session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``, ``"measurement"``, or
+            what `symmplan.memory.realize` was told. Empty if it is kept for the next one that fits.
     """
 
     name: str

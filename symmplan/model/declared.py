@@ -44,7 +44,8 @@ class OpSpec:
     Attributes:
         op: Qualified name with overload, such as ``"_c10d_functional::all_reduce.default"``.
         requirements: The arguments and results that must be symmetric, ordered as in the schema.
-        group: Name of the schema argument that names the process group.
+        group: Name of the schema argument that names the process group; None if there is none, and
+            the op runs over the default group.
         handshake: No symmetric byte, also none of this rank's own, is touched before all ranks of
             the group have started the op. See [Note: peers count], also for the next two.
         release: The op (or its wait, if asynchronous) ends only after all ranks' accesses ended.
@@ -55,11 +56,12 @@ class OpSpec:
         origin: Who declared it: ``"catalogue"``, ``"user"`` or ``"torch"`` (upstream's registry).
         fills: Pairs (argument, result): before the op is started the argument is copied into the
             result, where the op then works in place.
+        wrong: Pairs (name, why it cannot be served) of what torch's registry says besides.
     """
 
     op: str
     requirements: tuple[Requirement, ...]
-    group: str
+    group: str | None
     handshake: bool = False
     release: bool = False
     meets: bool = False
@@ -67,3 +69,4 @@ class OpSpec:
     out: str | None = None
     origin: str = "user"
     fills: tuple[tuple[str, str], ...] = ()
+    wrong: tuple[tuple[str, str], ...] = ()

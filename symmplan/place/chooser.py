@@ -188,6 +188,7 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
     given = bound.pop(name)
     fakes = [n.meta["val"] for n in (given if row.each else [given])]
     group = resolve_group_name(spec, overload, node.args, node.kwargs)
+    assert spec.group is not None  # collectives name theirs
     for argument in (spec.group, "out", *_SPLITS):
         bound.pop(argument, None)
     return _Case(

@@ -104,6 +104,7 @@ def _by_row(
     placed: dict[tuple[int, ...], Any],
 ) -> dict[tuple[int, ...], Any]:
     """The form that writes into given memory, once or for each element of a list."""
+    assert call.spec.group is not None  # collectives name theirs
     given = {**given, call.spec.group: call.engine or call.group}
     target = overload_named(row.target)
     elements: dict[tuple[int, ...], dict[str, Any]] = {(): given}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
-from symmplan.errors import BackendError
+from symmplan import _compat as compat
+from symmplan.errors import BackendError, CaptureError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.place.choice import CHOOSE
 from symmplan.planner.plan import check_effort
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from symmplan.place.choice import Choose
     from symmplan.place.ways import Collectives
 
-__all__ = ["Options", "known"]
+__all__ = ["Options", "here", "known"]
 
 
 @frozen(kw_only=True)
@@ -68,6 +69,38 @@ class Options:
         if choose == "auto":
             choose = "symmetric" if device.type == "cpu" else "measure"
         return "symmetric" if choose == "placed" else choose
+
+
+def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, torch.device]:
+    """Name of a process group, and the device of its tensors.
+
+    Args:
+        who: Needs them, for people.
+        group: Torch's process group; the default one if None.
+        device: Where they lie; the current CUDA device if the group has NCCL, else the CPU.
+
+    Raises:
+        CaptureError: There is no process group.
+    """
+    import torch
+
+    if not compat.has_process_groups():
+        raise CaptureError(
+            f"{who} needs torch.distributed",
+            expected="an initialised process group",
+            got="none",
+            fix="call torch.distributed.init_process_group first",
+        )
+    chosen: Any = torch.distributed.group.WORLD if group is None else group
+    if device is None:
+        cuda = torch.cuda.is_available() and compat.has_nccl_backend(chosen)
+        device = "cuda" if cuda else "cpu"
+    found = torch.device(device)
+    if found.type == "cuda":  # the current one is another in other threads
+        found = torch.device(
+            "cuda", torch.cuda.current_device() if found.index is None else found.index
+        )
+    return compat.group_name(chosen), found
 
 
 def known(what: str, given: object, names: Sequence[object]) -> None:

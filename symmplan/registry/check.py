@@ -25,7 +25,7 @@ def make_spec(
     schema: Schema,
     where: Sequence[str | Requirement],
     *,
-    group: str,
+    group: str | None,
     align: int = DEFAULT_ALIGN,
     signal_pad: bool = False,
     handshake: bool = False,
@@ -44,7 +44,7 @@ def make_spec(
     Raises:
         DeclarationError: The declaration does not fit the schema.
     """
-    _check_group(schema, group)
+    group = _group_argument(schema) if group is None else _checked_group(schema, group)
     found: dict[str, Requirement] = {}
     for item in where:
         asked = item if isinstance(item, Requirement) else Requirement(item, align, signal_pad)
@@ -148,10 +148,31 @@ def _wrong_place(schema: Schema, where: str, what: str, got: str, fix: str) -> D
     )
 
 
-def _check_group(schema: Schema, group: object) -> None:
+def _group_argument(schema: Schema) -> str | None:
+    """The argument that names the group, by its own name; None if the op has none.
+
+    Raises:
+        DeclarationError: It may be several.
+    """
+    likely = [a.name for a in schema.arguments if a.group and ("group" in a.name or a.name == "pg")]
+    if "group_name" in likely or len(likely) == 1:
+        return "group_name" if "group_name" in likely else likely[0]
+    if not likely:
+        return None
+    raise DeclarationError(
+        f"{schema.op} has several arguments that may name its process group",
+        expected="one",
+        got=", ".join(map(repr, likely)),
+        fix=f"pass group={likely[0]!r}, or whichever it is",
+        op=schema.op,
+        existing=tuple(likely),
+    )
+
+
+def _checked_group(schema: Schema, group: object) -> str:
     candidates = [a.name for a in schema.arguments if a.group]
     if isinstance(group, str) and group in candidates:
-        return
+        return group
     argument = schema.argument(group) if isinstance(group, str) else None
     if argument is not None:
         what = f"argument {group!r} of {schema.op} cannot name a process group"
@@ -167,7 +188,9 @@ def _check_group(schema: Schema, group: object) -> None:
         got=got,
         fix=f"pass group={candidates[0]!r}"
         if len(candidates) == 1
-        else f"the schema is {schema.text}",
+        else f"the schema is {schema.text}"
+        if candidates
+        else "leave group out: it then runs over the default group",
         op=schema.op,
         where=group,
         existing=tuple(candidates),

@@ -50,7 +50,7 @@ def register_symm_mem_args(
     op: OpRef,
     where: Sequence[str | Requirement],
     *,
-    group: str = "group_name",
+    group: str | None = None,
     align: int = DEFAULT_ALIGN,
     signal_pad: bool = False,
     handshake: bool = False,
@@ -73,7 +73,10 @@ def register_symm_mem_args(
             ``"return.0"``, ... for one of several. A `Requirement` gives one its own ``align`` and
             ``signal_pad``.
         group: Name of the schema argument that carries the process group: its name (``str``), a
-            ``ProcessGroup`` or anything that holds one.
+            ``ProcessGroup`` or anything that holds one. None: ``group_name``, or the one whose
+            name says so; an op that has none runs over the default group, which is the world or
+            what `symmplan.backend` and `symmplan.plan` are told by ``default_group``, in an eager
+            session the session's.
         align: Alignment in bytes of the placements, a power of two.
         signal_pad: Whether the op uses the signal pad of the segments that hold these tensors.
         handshake: Whether the op touches no symmetric byte, also none of this rank's own, before
@@ -91,8 +94,8 @@ def register_symm_mem_args(
 
     Raises:
         DeclarationError: The op is unknown, a name is not in its schema or holds no tensor, the
-            group argument is missing, ``align`` is no power of two, ``out`` does not fit, or the
-            op is already declared differently. Nothing is registered then.
+            group argument is missing or one of several, ``align`` is no power of two, ``out`` does
+            not fit, or the op is already declared differently. Nothing is registered then.
     """
     if isinstance(where, str):
         where = [where]
@@ -123,7 +126,7 @@ def register_symm_mem_args(
 
 def symm_args(
     *where: str | Requirement,
-    group: str = "group_name",
+    group: str | None = None,
     align: int = DEFAULT_ALIGN,
     signal_pad: bool = False,
     handshake: bool = False,
@@ -180,7 +183,18 @@ def requirements(op: OpRef) -> OpSpec | None:
         DeclarationError: No such op is defined, or torch's registry is wrong about it.
     """
     overloads = sorted(resolve(op), key=lambda o: _default_first(qualified_name(o)))
-    return next((s for s in map(store.spec_for, overloads) if s is not None), None)
+    spec = next((s for s in map(store.spec_for, overloads) if s is not None), None)
+    if spec is not None and spec.wrong:
+        raise DeclarationError(
+            f"torch's registry of symmetric arguments is wrong about {spec.op}: {faults(spec)}",
+            expected="names of tensors in the op's schema",
+            got=", ".join(name for name, _ in spec.wrong),
+            fix=f"mend that registration, or overrule it with "
+            f'symmplan.register_symm_mem_args("{spec.op}", ...)',
+            op=spec.op,
+            names=tuple(name for name, _ in spec.wrong),
+        )
+    return spec
 
 
 def _default_first(name: str) -> bool:
@@ -289,9 +303,6 @@ class _Store:
         """What is declared for this very overload; fast enough to ask for every node of a graph.
 
         See [Note: who wins]. Collective: no.
-
-        Raises:
-            DeclarationError: Upstream's registry holds a declaration that does not fit the op.
         """
         op = self._originals.get(op, op)
         cache = self._cache  # read before the declarations: see `_replace`
@@ -331,30 +342,46 @@ def overruled(spec: OpSpec, upstream: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in upstream if name not in have)
 
 
+def faults(spec: OpSpec) -> str:
+    """What is wrong with what torch's registry holds for an op, for people; empty if nothing."""
+    return "; ".join(dict.fromkeys(why for _, why in spec.wrong))
+
+
 def overruled_note(dropped: tuple[str, ...]) -> str:
     """What to tell people about `overruled` arguments."""
     return f"torch's registry also names {', '.join(dropped)}; the user's declaration wins"
 
 
-def _adopt(schema: Schema, names: tuple[str, ...]) -> OpSpec:
-    """The spec of what upstream's registry holds for an op that nobody else declares."""
-    groups = [a.name for a in schema.arguments if a.group]
-    group = "group_name" if "group_name" in groups else None
-    if group is None:
-        likely = [g for g in groups if "group" in g or g == "pg"]
-        group = likely[0] if len(likely) == 1 else "group_name"
+def _adopt(schema: Schema, names: Sequence[str]) -> OpSpec:
+    """The spec of what upstream's registry holds for an op that nobody else declares.
+
+    What of it does not fit the op is told, and left out: plain torch compiles such a program.
+    """
+    wrong: list[tuple[str, str]] = []
+    group: str | None = None
     try:
-        return make_spec(schema, names, group=group, origin="torch")
+        group = make_spec(schema, (), group=None, origin="catalogue").group
     except DeclarationError as error:
-        raise DeclarationError(
-            f"torch's registry of symmetric arguments is wrong about {schema.op}: {error.what}",
-            expected=error.expected,
-            got=error.got,
-            fix=f"mend that registration, or overrule it with "
-            f'symmplan.register_symm_mem_args("{schema.op}", ...)',
-            op=schema.op,
-            names=names,
-        ) from error
+        wrong = [(str(name), error.what) for name in names]
+        names = ()
+    fitting: list[str] = []
+    for name in dict.fromkeys(names):
+        why = _why_not(schema, (*fitting, name), group)
+        if why:
+            wrong.append((str(name), why))
+        else:
+            fitting.append(name)
+    spec = make_spec(schema, fitting, group=group, origin="catalogue")
+    return evolve(spec, origin="torch", wrong=tuple(wrong))
+
+
+def _why_not(schema: Schema, names: Sequence[str], group: str | None) -> str:
+    """Why these names cannot be declared, empty if they can."""
+    try:
+        make_spec(schema, names, group=group, origin="torch")
+    except DeclarationError as error:
+        return error.what
+    return ""
 
 
 def _with_upstream(listed: OpSpec, schema: Schema, names: tuple[str, ...]) -> OpSpec:
@@ -362,7 +389,8 @@ def _with_upstream(listed: OpSpec, schema: Schema, names: tuple[str, ...]) -> Op
         return listed
     have = {r.where: r for r in listed.requirements}
     both = _adopt(schema, (*names, *(w for w in have if w not in names)))
-    return evolve(listed, requirements=tuple(have.get(r.where, r) for r in both.requirements))
+    requirements = tuple(have.get(r.where, r) for r in both.requirements)
+    return evolve(listed, requirements=requirements, wrong=both.wrong)
 
 
 def _describe(spec: OpSpec) -> str:

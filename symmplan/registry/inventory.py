@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from symmplan.errors import DeclarationError
 from symmplan.registry import _upstream
 from symmplan.registry.catalogue import Entry, entry_of
-from symmplan.registry.declare import overruled, overruled_note, store
+from symmplan.registry.declare import faults, overruled, overruled_note, store
 from symmplan.registry.rows import NAMESPACES
 from symmplan.registry.schema import is_defined, resolve, schema_of
 
@@ -42,15 +41,16 @@ def describe_op(op: OpOverload) -> Entry:
     """
     schema = schema_of(op)
     listed = entry_of(schema)
-    try:
-        spec = store.spec_for(op)
-    except DeclarationError as error:
-        return Entry(schema.op, None, error.what, known=False)
+    spec = store.spec_for(op)
     if spec is None:
         if listed is None:
             return Entry(schema.op, None, "nobody declared it", known=False)
         return evolve(listed, spec=None)
-    notes = [listed.note] if listed is not None and spec.origin == "catalogue" else []
+    wrong = f"torch's registry is wrong about it: {faults(spec)}" if spec.wrong else ""
+    if wrong and not spec.requirements:
+        return Entry(schema.op, None, wrong, known=False)
+    notes = [wrong]
+    notes += [listed.note] if listed is not None and spec.origin == "catalogue" else []
     upstream = _upstream.declared_arguments(op)
     if spec.origin == "user":
         dropped = overruled(spec, upstream)

@@ -292,31 +292,38 @@ def bind_arguments(
 
 
 def resolve_group_name(
-    spec: OpSpec, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    spec: OpSpec,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    default: str | None = None,
 ) -> str:
     """Name of the process group of a call.
 
     The value of the declared group argument may be the group's name, a ``ProcessGroup``, a boxed
-    one, a graph node that stands for either, or None for the default group.
+    one, a graph node that stands for either, or None for the default group. Ops without such an
+    argument run over the default group, too. That is ``default``, or the world.
 
     Collective: no.
 
     Raises:
         CaptureError: The call does not fit the schema, or no group name can be read from it.
     """
-    given = bind_arguments(op, args, kwargs)[spec.group]
+    given = None if spec.group is None else bind_arguments(op, args, kwargs)[spec.group]
     value = _value_of(given)
     if value is None:
-        value = _upstream.default_group_name()
+        value = default or _upstream.default_group_name()
     name = value if isinstance(value, str) else _name_of(value)
     if name:
         return name
     raise CaptureError(
-        f"argument {spec.group!r} of {spec.op} names no process group",
+        f"{spec.op} runs over the default process group, and there is none"
+        if spec.group is None
+        else f"argument {spec.group!r} of {spec.op} names no process group",
         expected="a group name or a ProcessGroup"
         + ("" if given is not None else "; None means the default group, and there is none"),
         got=f"{given!r}",
-        fix="initialise the process group first"
+        fix="initialise the process group first, or name one with default_group="
         if given is None
         else "pass the group itself, or its name",
         op=spec.op,

@@ -205,7 +205,7 @@ class _Rank:
         if made:
             given = given(self.rank, self.job.ranks, number)
         schema = {a.name: a for a in self.op._schema.arguments}
-        group = schema.pop(self.spec.group)
+        group = None if self.spec.group is None else schema.pop(self.spec.group)
         if isinstance(given, torch.Tensor):
             given = (given,)
         values = dict(given) if hasattr(given, "keys") else dict(zip(schema, given, strict=False))
@@ -217,6 +217,8 @@ class _Rank:
             return torch.randn(value.shape, generator=dice, dtype=torch.float32).to(value.dtype)
 
         values = tree_map_only(torch.Tensor, fresh, values)
+        if group is None:
+            return dict(values)
         by_name = str(group.type).startswith(("str", "Optional[str"))
         return {**values, group.name: compat.world_name() if by_name else dist.group.WORLD}
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.converters import optional
 
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops
@@ -18,6 +19,7 @@ from symmplan.integrate.compile.crossing import reasons
 from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.memory.groups import group_key
 from symmplan.place.options import Options, known
 from symmplan.place.stats import Stats
 
@@ -42,10 +44,12 @@ class CompileOptions(Options):
     Attributes:
         inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
         bind: Keep static inputs of declared ops in symmetric memory.
+        default_group: Name of the group of ops that name none; the world if None.
     """
 
     inner: Literal["inductor", "eager"] = "inductor"
     bind: bool = False
+    default_group: str | None = field(default=None, converter=optional(group_key))
 
     def __attrs_post_init__(self) -> None:
         known("inner compiler", self.inner, ("inductor", "eager"))
@@ -196,6 +200,7 @@ def backend(
     bind: bool = False,
     debug: bool | Literal["poison"] = False,
     collectives: Collectives = "auto",
+    default_group: Any = None,
 ) -> CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
 
@@ -244,6 +249,8 @@ def backend(
         collectives: ``"process group"`` lets the process group's own collectives run on the
             placements, as they do on devices; ``"auto"`` takes those of the memory backend where
             it has any (``"shm"`` has).
+        default_group: The process group, or its name, of declared ops that name none; the world if
+            None.
 
     Returns:
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
@@ -269,6 +276,7 @@ def backend(
             bind=bind,
             debug=debug,
             collectives=collectives,
+            default_group=default_group,
         )
     )
 

@@ -246,20 +246,25 @@ class _Declared:
                 for result in _results(site.node, path):  # what was waited for, by its old name
                     _redirect(result, written, behind=back)
 
-    def _hand_over(self, node: fx.Node, results: dict[tuple[int, ...], fx.Node]) -> None:
-        if () in results:
-            node.replace_all_uses_with(results[()])
+    def _hand_over(
+        self,
+        node: fx.Node,
+        results: dict[tuple[int, ...], fx.Node],
+        path: tuple[int, ...] = (),
+    ) -> None:
+        """Give the readers of a result, and of what is inside of it, the new one."""
+        if path in results:
+            node.replace_all_uses_with(results[path])
         for user in list(node.users):
-            index: Any = user.args[1] if len(user.args) > 1 else None
-            if user.target is not operator.getitem or (index,) not in results:
+            if user.target is not operator.getitem:
                 raise CaptureError(
                     f"{user.name!r} uses all results of {node.name!r} at once",
                     expected="one getitem per result",
                     fix="unpack the results of the op before using them",
                     node=node.name,
                 )
-            user.replace_all_uses_with(results[(index,)])
-            self.graph.erase_node(user)
+            index: Any = user.args[1]
+            self._hand_over(user, results, (*path, index))
         self.graph.erase_node(node)
 
 

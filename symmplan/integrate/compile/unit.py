@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import time
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
@@ -17,6 +18,7 @@ from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison
+from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.compile.crossing import Reservation
 from symmplan.integrate.compile.parts import Part, Record, alike, keep_away, pinned, protect
 from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
@@ -90,15 +92,30 @@ class Unit:
         """How declared ops run; decided by the groups of the first part that has any."""
         if self.lowerings is not None:
             return self.lowerings
-        names = dict.fromkeys(
-            resolve_group_name(spec, overload, node.args, node.kwargs)
-            for node, overload, spec in _declared(module.graph)
-        )
+        names = self._groups(module)[0]
         backend = resolve_backend(self.settings.memory, self.device, resolve_groups(names))
         lowerings = Lowerings(backend.name, self.settings.collectives)
         if names:
             self.lowerings = lowerings
         return lowerings
+
+    def _groups(self, module: fx.GraphModule) -> tuple[list[str], dict[fx.Node, str]]:
+        """The groups of declared ops, and why torch has none of an op's name here."""
+        names: dict[str, None] = {}
+        nowhere: dict[fx.Node, str] = {}
+        for node, overload, spec in _declared(module.graph):
+            default = self.settings.default_group
+            with contextlib.suppress(CaptureError):  # capture tells of it
+                name = resolve_group_name(spec, overload, node.args, node.kwargs, default)
+                try:
+                    names.update(dict.fromkeys(resolve_groups([name])))
+                except BackendError as error:
+                    nowhere[node] = error.what
+                    warnings.warn(
+                        f"symmplan: {spec.op}: {error.what}; it stays in ordinary memory",
+                        stacklevel=2,
+                    )
+        return list(names), nowhere
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -165,11 +182,12 @@ class Unit:
             keep=self.residents.candidates(module, name) if self.settings.bind else frozenset(),
             saved=saved,
             given=given,
+            default_group=self.settings.default_group,
         )
-        captured = capture()
-        reasons: dict[fx.Node, str] = {}
+        reasons = self._groups(module)[1]
+        captured = capture(refused=reasons)
         while partly := lowerings.partly(captured):
-            reasons |= partly
+            reasons = {**reasons, **partly}
             captured = capture(refused=reasons)
         chosen = choose_ways(
             captured, lowerings, self.device, self.settings, self.pool.progress.gather

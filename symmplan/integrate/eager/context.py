@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from symmplan import _compat
-from symmplan.errors import CaptureError
 from symmplan.integrate.eager.session import ACTIVE, Session
-from symmplan.place.options import Options
+from symmplan.place.options import Options, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,22 +71,7 @@ def eager(
         debug=debug,
         collectives=collectives,
     )
-    if not _compat.has_process_groups():
-        raise CaptureError(
-            "symmplan.eager needs torch.distributed",
-            expected="an initialised process group",
-            got="none",
-            fix="call torch.distributed.init_process_group first",
-        )
-    if device is None:
-        chosen: Any = torch.distributed.group.WORLD if group is None else group
-        cuda = torch.cuda.is_available() and _compat.has_nccl_backend(chosen)
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda":  # the current one is another in other threads
-        index = torch.cuda.current_device() if device.index is None else device.index
-        device = torch.device("cuda", index)
-    return Session(group, device, options)
+    return Session(group, here("symmplan.eager", group, device)[1], options)
 
 
 def empty(

@@ -232,6 +232,7 @@ class Recording:
             lambda: bool(OWN.depth),
             watch=None if settings.streams is None else settings.streams.watch,
             scratch=self._scratch,
+            default_group=settings.group.name,
         )
         self._recorder.__enter__()
 
@@ -283,6 +284,7 @@ class Recording:
             skip=settings.lowerings.skip,
             partly=settings.lowerings.partly,
             choose=choose,
+            default_group=settings.group.name,
         )
         if settings.options.debug:
             captured = plan_poison(captured)

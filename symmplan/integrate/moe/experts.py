@@ -1,0 +1,68 @@
+"""`symmplan.expert_parallel`: the rows of a mixture of experts in planned symmetric memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import RunError
+from symmplan.integrate.moe.dispatcher import ExpertParallel
+from symmplan.place.options import Options, here
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmplan.place.choice import Choose
+
+__all__ = ["expert_parallel"]
+
+
+def expert_parallel(
+    group: Any = None,
+    memory: str = "auto",
+    *,
+    max_tokens: int,
+    choose: Choose = "auto",
+    device: torch.device | str | None = None,
+    timeout: float = 300.0,
+) -> ExpertParallel:
+    """Dispatch and combine of a mixture of experts whose ranks have different experts.
+
+    One object serves all layers: they share one segment, as large as the worst case.
+
+    Args:
+        group: Torch's process group of the ranks that share the experts; the default one if None.
+        memory: Name of a memory backend.
+        max_tokens: Rows that a rank gets in one call at most, equal on all ranks: with a capacity
+            factor, ``int(factor * rows_that_a_rank_sends)``. If a call has more, on any rank, all
+            ranks plan again for more, a warning of the logger ``symmplan`` says so, and
+            ``stats.replans`` counts it.
+        choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``; ``"push"``, and all
+            other names of ways: copied into the peers' memory; ``"measure"``: whichever is faster
+            at the worst case, on all ranks alike; ``"auto"``: measured on devices, else pushed.
+        device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
+        timeout: Seconds that ranks wait for each other before they raise.
+
+    Raises:
+        RunError: ``max_tokens`` is not positive.
+        CaptureError: There is no process group.
+        BackendError: An unknown name.
+
+    Collective: no; `ExpertParallel`'s methods are.
+
+    Example::
+
+        experts = symmplan.expert_parallel(max_tokens=int(1.5 * tokens))
+        routes = experts.routes(counts)  # rows for each rank
+        inside = experts.dispatch(rows, routes)  # rows sorted by rank
+        outside = experts.combine(expert(inside), routes)
+    """
+    if isinstance(max_tokens, bool) or not max_tokens >= 1 or int(max_tokens) != max_tokens:
+        raise RunError(
+            f"max_tokens is {max_tokens!r}",
+            expected="a positive number of rows",
+            got=repr(max_tokens),
+            fix="pass how many rows a rank gets in one call at most",
+        )
+    options = Options(memory=memory, choose=choose, timeout=timeout)
+    name, where = here("symmplan.expert_parallel", group, device)
+    return ExpertParallel(name, where, options, max_tokens)

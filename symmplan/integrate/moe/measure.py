@@ -1,0 +1,65 @@
+"""Which way rows of one size go: timed once, alike on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from symmplan._compat import group_name
+from symmplan.memory.tell import tell
+from symmplan.place.choice import fastest
+from symmplan.place.clock import clock_of, seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from symmplan.place.choice import Choice
+
+__all__ = ["measured"]
+
+#: As for `symmplan.place.clock.seconds_of`.
+_ENOUGH = 512 << 20
+
+
+def measured(
+    choice: Choice,
+    ways: Mapping[str, Callable[[], None]],
+    group: Any,
+    device: torch.device,
+    timeout: float,
+) -> Choice:
+    """A choice with its times and its way.
+
+    Args:
+        choice: All that is known of it before.
+        ways: ``{way: what moves rows}``, torch's own first.
+        group: The process group.
+        device: Where the rows lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over ``group``.
+    """
+
+    def act(move: Callable[[], None]) -> Callable[[Callable[[], None]], None]:
+        def run(beside: Callable[[], None]) -> None:
+            move()
+            beside()
+
+        return run
+
+    kernels = device.type == "cuda"
+    times = seconds_of(
+        clock_of(device, timeout),
+        {way: act(move) for way, move in ways.items()},
+        group,
+        choice.nbytes,
+        beside=None if kernels else 0.0,  # nobody says how much the experts compute meanwhile
+        enough=_ENOUGH,
+    )
+    name = group_name(group)
+    said = tell("times", {name: times}, {name: group}, timeout)[name]
+    seconds = {way: max(float(rank[way]) for rank in said) for way in times}
+    return evolve(choice, seconds=seconds, way=fastest(seconds, kernels=kernels, beside=kernels))

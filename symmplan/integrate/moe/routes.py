@@ -1,0 +1,107 @@
+"""How many rows every rank sends to every other, which all ranks know alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+
+from symmplan.errors import RunError
+from symmplan.memory.calls import note
+from symmplan.memory.own import own_work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Rendezvous
+
+__all__ = ["Routes", "exchange_routes"]
+
+#: What a rank whose own numbers are wrong says.
+_WRONG = -1
+#: What ranks that meet to tell their counts say that they do.
+_NOTE = note("barrier_", "routes")
+
+
+@frozen
+class Routes:
+    """Who sends how many rows to whom, in one dispatch and in the combine behind it.
+
+    Attributes:
+        table: ``table[s][r]``: how many rows rank ``s`` sends to rank ``r`` of the group.
+        rank: This rank.
+    """
+
+    table: tuple[tuple[int, ...], ...]
+    rank: int = field(eq=False)
+
+    @property
+    def sent(self) -> list[int]:
+        """Rows that this rank sends to each rank."""
+        return list(self.table[self.rank])
+
+    @property
+    def received(self) -> list[int]:
+        """Rows that it gets from each rank; they lie one behind the other, in this order."""
+        return [row[self.rank] for row in self.table]
+
+    @property
+    def most(self) -> int:
+        """The most rows that any rank gets."""
+        return max(map(sum, zip(*self.table, strict=True)))
+
+    @property
+    def back(self) -> Routes:
+        """The way back."""
+        return Routes(tuple(zip(*self.table, strict=True)), self.rank)
+
+    def begins(self, receiver: int) -> int:
+        """Where this rank's rows begin among those that ``receiver`` gets."""
+        return sum(row[receiver] for row in self.table[: self.rank])
+
+
+@own_work
+def exchange_routes(
+    counts: torch.Tensor | Sequence[int],
+    group: Group,
+    device: torch.device,
+    meeting: Rendezvous | None,
+) -> Routes:
+    """Tell all ranks how many rows this one sends to each.
+
+    Args:
+        counts: Those numbers.
+        group: The ranks.
+        device: Where the group's collectives run.
+        meeting: Where the ranks can tell each other numbers at no more than a barrier; else None.
+
+    Raises:
+        RunError: A rank's counts are none; raised on every rank.
+
+    Collective: yes, over ``group``.
+    """
+    given = torch.as_tensor(counts, device=device)
+    whole = not (given.is_floating_point() or given.is_complex())
+    if not whole or tuple(given.shape) != (group.size,):
+        given = torch.full((group.size,), _WRONG, device=device)
+    if meeting is None:
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        said = gather(given.to(torch.int64).contiguous(), group.size, group.torch_name)
+        said = torch.ops._c10d_functional.wait_tensor(said)
+        table = said.view(group.size, group.size).tolist()
+    else:
+        meeting.enter(_NOTE, given.tolist())
+        table = [words[: group.size] for words in meeting.free_words()]
+    wrong = next((rank for rank, row in enumerate(table) if min(row) < 0), None)
+    if wrong is not None:
+        raise RunError(
+            f"the counts of rank {wrong} are no numbers of rows",
+            expected=f"{group.size} whole numbers, one for each rank, not negative",
+            got=f"{counts!r}" if wrong == group.rank else f"what rank {wrong} says",
+            fix="pass how many rows go to each rank of the group",
+            **group.here,
+            ranks=(wrong,),
+        )
+    return Routes(tuple(map(tuple, table)), group.rank)

@@ -1,0 +1,101 @@
+"""Rows of a mixture of experts between CUDA devices: right, in every way, and by copy engines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ranks import RankPool
+from test_moe import random_calls
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.all_cases,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, init="nccl", timeout=300) as ranks:
+        yield ranks
+        ranks.outcomes(_finish)
+
+
+def _finish(rank, world_size):
+    torch.cuda.synchronize()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("seeds", "choose"),
+    [(range(60), "push"), (range(60, 70), "measure"), (range(70, 80), "ordinary")],
+)
+def test_rows_go_where_they_are_meant_to(pool, seeds, choose):
+    first, *others = pool.run(random_calls, seeds, choose, "cuda")
+    assert all(other == first for other in others)
+
+
+def _streams(rank, world_size):
+    """Calls on changing streams, each behind what made its rows, with a busy device between."""
+    import symmplan
+
+    device = torch.device("cuda", rank)
+    side = [torch.cuda.Stream(device) for _ in range(2)]
+    wrong = 0
+    with symmplan.expert_parallel(max_tokens=4096, choose="push", timeout=60.0) as experts:
+        counts = [1024 + 512 * r for r in range(world_size)]
+        for number in range(40):
+            stream = side[number % 2]
+            rows = torch.full((sum(counts), 256), float(10 * number + rank), device=device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            routes = experts.routes(counts)
+            with torch.cuda.stream(stream):
+                if (number + rank) % 3 == 0:
+                    torch.cuda._sleep(2_000_000)
+                inside = experts.dispatch(rows, routes)
+                outside = experts.combine(inside + 1, routes)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            expected = torch.cat(
+                [
+                    torch.full((counts[rank], 256), 10.0 * number + s, device=device)
+                    for s in range(world_size)
+                ]
+            )
+            wrong += int(not torch.equal(inside, expected))
+            wrong += int(not torch.equal(outside, rows + 1))
+        torch.cuda.synchronize(device)
+        assert experts.stats.served == 80
+    return wrong
+
+
+def test_calls_on_changing_streams(pool):
+    assert pool.run(_streams) == [0, 0]
+
+
+def _kernels(rank, world_size):
+    """What runs on the device in one dispatch and its combine."""
+    import symmplan
+
+    device = torch.device("cuda", rank)
+    with symmplan.expert_parallel(max_tokens=8192, choose="push", timeout=60.0) as experts:
+        routes = experts.routes([4096] * world_size)
+        rows = torch.randn(4096 * world_size, 1024, device=device, dtype=torch.bfloat16)
+        experts.combine(experts.dispatch(rows, routes), routes)
+        torch.cuda.synchronize(device)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            experts.combine(experts.dispatch(rows, routes), routes)
+            torch.cuda.synchronize(device)
+    return [event.name for event in profile.events()]
+
+
+def test_rows_are_copied_without_kernels(pool):
+    for names in pool.run(_kernels):
+        assert not [name for name in names if "SendRecv" in name or "AllToAll" in name], names
+        assert [name for name in names if name.startswith("Memcpy")], names
