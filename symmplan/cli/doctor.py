@@ -2,6 +2,10 @@
 
 Each line is ok, missing (something optional is off) or fix (symmplan's CPU path needs it). With a
 line that says fix the exit code is 1.
+
+    torchrun --nproc-per-node 2 -m symmplan doctor --group
+
+says what these processes are to each other, and how each collective can run between them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import asdict, frozen
 
 from symmplan import __version__
+from symmplan.cli import group
 from symmplan.report.format import size, table
 
 if TYPE_CHECKING:
@@ -46,13 +51,25 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``symmplan doctor`` has no options of its own."""
-    del parser
+    """Add the options of ``symmplan doctor``."""
+    parser.add_argument(
+        "--group",
+        action="store_true",
+        help="look at the processes that torchrun started: what they reach of each other, how each "
+        "collective can run, and whether a small one of each does",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every probe, from the ground up. None of them raises."""
-    del args
+    """Run every probe, from the ground up. None of them raises.
+
+    With ``--group`` those of a group; only rank 0 has a result.
+
+    Raises:
+        CommandError: ``--group``, and no launcher started this process.
+    """
+    if args.group:
+        return group.examine()
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
     # What the process may use, which in a container is less than what the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -67,6 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """One line per check, and the fix under it."""
+    if "topology" in result:
+        return group.render(result)
     rows = [(c["status"], c["name"], c["detail"]) for c in result["checks"]]
     lines = [f"symmplan {result['symmplan']}"]
     for line, check in zip(table(rows), result["checks"], strict=True):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.backends import Reach
 
-__all__ = ["Topology", "facts_of", "survey", "topology_of", "unreached"]
+__all__ = ["Topology", "facts_of", "known", "survey", "topology_of", "unreached"]
 
 
 @frozen(kw_only=True)
@@ -134,6 +134,15 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
     found = {n: _KNOWN[g][device.type] for n, g in asked.items()}
     here = topology_of([facts_of(device)]) if alone else None
     return {n: here if here is not None and n in alone else found[n] for n in groups}
+
+
+def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:
+    """What `survey` found before of some groups; nothing of the others.
+
+    Collective: no.
+    """
+    found = {n: _KNOWN.get(g, {}).get(device.type) for n, g in groups.items() if g is not None}
+    return {name: of for name, of in found.items() if of is not None}
 
 
 def unreached(

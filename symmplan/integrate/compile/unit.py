@@ -28,6 +28,7 @@ from symmplan.memory.own import own_work
 from symmplan.memory.topology import survey
 from symmplan.model import Barrier
 from symmplan.place.chooser import choose_ways
+from symmplan.place.observe import launching_from
 from symmplan.place.program import place
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
@@ -273,7 +274,8 @@ class Unit:
 
         def run(args: list[Any]) -> Any:
             if part is not None:
-                return self._run(part, compiled, args)
+                with launching_from(part.expected):
+                    return self._run(part, compiled, args)
             self._passed(name)
             return compiled(args)
 
