@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from attrs import evolve
@@ -289,3 +291,59 @@ def test_one_group_is_served_beside_one_that_is_not(pool):
         assert same
         assert apart
         assert placed > 0
+
+
+# ---- a doctor of a group ------------------------------------------------------------------------
+
+
+def test_a_doctor_of_a_group_wants_a_launcher(monkeypatch, capsys):
+    from symmplan.cli import main
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor", "--group"]) == 1
+    assert "torchrun --nproc-per-node 2 -m symmplan doctor --group" in capsys.readouterr().err
+
+
+def _doctored(rank, size, port, apart, *argv):
+    """What the command prints on this rank, and its exit code."""
+    import contextlib
+    import io
+    import os
+
+    from symmplan.cli import main
+
+    env = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in env.items()})
+    if apart:
+        os.environ["NCCL_HOSTID"] = f"host {rank}"
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        code = main(["doctor", "--group", *argv])
+    return code, shown.getvalue()
+
+
+def _port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest_ranks
+def test_a_doctor_says_what_runs_between_ranks():
+    with RankPool(2, init=None, timeout=120.0) as ranks:
+        (code, text), other = ranks.run(_doctored, _port(), False, "--json")
+        assert other == (0, "")
+        found = json.loads(text)
+        assert (code, found["ok"], found["memory"]) == (0, True, "shm")
+        assert found["topology"]["text"] == "2 ranks on one host"
+        collectives = {row["collective"]: row for row in found["collectives"]}
+        assert collectives["all-gather"]["ways"] == ["ordinary", "symmetric"]
+        assert {row["tried"]["symmetric"] for row in collectives.values()} == {"symmetric"}
+        (code, text), other = ranks.run(_doctored, _port(), True)
+        assert (code, other) == (0, (0, ""))
+        assert "2 ranks on 2 hosts without NVLink between them, cpu" in text
+        (line,) = [line for line in text.splitlines() if "all-reduce" in line]
+        assert line.split()[1] == "ordinary"
+        assert "farther than memory='shm' reaches" in line

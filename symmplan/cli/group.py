@@ -115,7 +115,7 @@ def _tried(found: Iterable[Verdict], device: torch.device) -> dict[str, dict[str
         if not names:
             continue
         acts = _acts(names, device)
-        with symmplan.eager(choose=way, timeout=_TIMEOUT) as session:  # type: ignore[arg-type]
+        with symmplan.eager(choose=way, timeout=_TIMEOUT) as session:
 
             def iteration(session: Any = session, acts: Any = acts) -> None:
                 for act in acts:
