@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Run every probe, from the ground up. None of them raises.
 
     With ``--group`` those of a group; only rank 0 has a result.

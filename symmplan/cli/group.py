@@ -25,11 +25,11 @@ _TIMEOUT = 60.0
 _NBYTES = 1 << 20
 
 
-def examine() -> dict[str, Any]:
+def examine() -> dict[str, Any] | None:
     """What the group is, how each collective can run on it, and how a small one of each did.
 
     Returns:
-        Plain data on rank 0; nothing on the others.
+        Plain data on rank 0; None on the others.
 
     Raises:
         CommandError: No launcher started this process.
@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _examined(device: torch.device) -> dict[str, Any]:
+def _examined(device: torch.device) -> dict[str, Any] | None:
     import torch.distributed as dist
 
     from symmplan.memory import resolve_backend
@@ -79,7 +79,7 @@ def _examined(device: torch.device) -> dict[str, Any]:
     ran = _tried(found, device)
     said = tell("doctor", {"default": ran}, world, _TIMEOUT)["default"]
     if dist.get_rank():
-        return {}
+        return None
     rows = [
         _row(verdict, [ranks.get(verdict.collective, {}) for ranks in said]) for verdict in found
     ]

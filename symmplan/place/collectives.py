@@ -12,21 +12,24 @@ release notes; seen in profiles of 2.28.9.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
+from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.memory import BACKENDS
 from symmplan.place.ways import Lowerings
 from symmplan.registry.catalogue import collective_of
+from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from symmplan.memory.topology import Topology
     from symmplan.model import WayName
+    from symmplan.registry.rows import Row
 
-__all__ = ["NCCL", "Abilities", "Verdict", "verdicts", "ways_of"]
+__all__ = ["NCCL", "Abilities", "Verdict", "by_collective", "dotted", "verdicts", "ways_of"]
 
 
 @frozen(kw_only=True)
@@ -154,3 +157,50 @@ def verdicts(topology: Topology, memory: str) -> list[Verdict]:
             why.append("pushes are FSDP2's")
         found.append(Verdict(collective, tuple(ways), "; ".join(why)))
     return found
+
+
+def by_collective() -> list[dict[str, Any]]:
+    """For each collective the ops that run it, and what becomes of them, as plain data.
+
+    Of the catalogue, whatever torch this is: an op may be newer than it.
+    """
+    rows = (*COLLECTIVES, *SYMM_MEM)
+    return [
+        {
+            "collective": name,
+            "nccl": asdict(NCCL.get(name, Abilities())),
+            "ways": {memory: ways_of(name, memory) for memory in ("nccl", "shm")},
+            "ops": [_served(row) for row in rows if row.collective == name],
+        }
+        for name in dict.fromkeys(row.collective for row in rows)
+    ]
+
+
+def _served(row: Row) -> dict[str, Any]:
+    return {
+        "op": row.op,
+        "symmetric": list(row.where),
+        "nccl": _run_as(row, "nccl"),
+        "shm": _run_as(row, "shm"),
+        "note": row.note,
+    }
+
+
+def _run_as(row: Row, memory: str) -> str:
+    """What runs instead of an op on a memory backend, for people."""
+    namespace, _, name = row.op.partition("::")
+    if row.op in FUNCTIONAL:
+        return f"as {FUNCTIONAL[row.op]}"
+    if namespace == "_c10d_functional_autograd":
+        return f"as _c10d_functional::{name}"
+    if not row.where:
+        return "left as it is"
+    if namespace == "symm_mem":
+        devices = BACKENDS[memory].devices
+        return "itself, on placements" if devices else "left as it is: it needs device memory"
+    found = Lowerings(memory).table.get(f"{row.op}.default")
+    if found is None:
+        return "left as it is"
+    target = found.target.removesuffix(".default")
+    called = "itself" if target == row.op else target
+    return f"{called}, on {' and '.join(found.needs)}" + ", for each tensor" * found.each
