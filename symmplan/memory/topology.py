@@ -124,16 +124,15 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
 
     Collective: yes, over the groups that were not asked before.
     """
-    alone = [n for n, g in groups.items() if g is None or g.size() == 1]
+    alone = {n for n, g in groups.items() if g is None or g.size() == 1}
     asked = {n: g for n, g in groups.items() if n not in alone}
     new = {n: g for n, g in asked.items() if device.type not in _KNOWN.get(g, {})}
     if new:
         mine = facts_of(device)
         for name, said in tell("topology", dict.fromkeys(new, mine), new, timeout).items():
             _KNOWN.setdefault(new[name], {})[device.type] = topology_of(said)
-    found = {n: _KNOWN[g][device.type] for n, g in asked.items()}
-    here = topology_of([facts_of(device)]) if alone else None
-    return {n: here if here is not None and n in alone else found[n] for n in groups}
+    here = Topology(ranks=1, device=device.type)
+    return {n: here if n in alone else _KNOWN[g][device.type] for n, g in groups.items()}
 
 
 def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:
