@@ -398,7 +398,9 @@ def _way(expected: Expected, kinds: set[str], ops: Iterable[str]) -> WayName | N
     if own:  # shared memory has one way for what a device has several
         pushed = f"{_OWN}push" in own
         return expected.way if pushed is (expected.way == "push") else "symmetric"
-    return "ordinary" if any(name.startswith(_TORCHS) for name in ops) else None
+    # Its own collectives always show; past the dispatcher those of a process group may not.
+    seen = expected.way != "ordinary" or any(name.startswith(_TORCHS) for name in ops)
+    return "ordinary" if seen else None
 
 
 def _why(expected: Expected, way: WayName | None, topology: Topology) -> str:
