@@ -301,6 +301,15 @@ def reduction_name(given: Any) -> str | None:
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
+#: Whether a profile is being made, of this thread; called in every one-sided collective.
+is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+
+def shown(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A context that has ``name`` in a profile, if one is being made."""
+    return torch.profiler.record_function(name) if is_profiled() else contextlib.nullcontext()
+
+
 def dispatch_modes() -> int:
     """How many dispatch modes are active in this thread."""
     return torch._C._len_torch_dispatch_stack()

@@ -310,6 +310,22 @@ def test_the_console_script_is_installed():
     assert done.stdout == f"symmplan {__version__}\n"
 
 
+def test_the_page_of_collectives_is_what_the_command_says(capsys):
+    from symmplan.place.collectives import NCCL
+    from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
+
+    assert main(["ops", "--by-collective"]) == 0
+    shown = capsys.readouterr().out
+    page = (Path(__file__).parents[1] / "docs/support/collectives.md").read_text(encoding="utf-8")
+    # After a change: symmplan ops --by-collective, below what comes before the first collective.
+    assert page[page.index("\n## ") + 1 :] == shown
+    assert main(["ops", "--by-collective", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["collectives"]
+    assert {c["collective"] for c in found} >= set(NCCL)
+    ops = [op["op"] for c in found for op in c["ops"]]
+    assert sorted(ops) == sorted(row.op for row in (*COLLECTIVES, *SYMM_MEM))
+
+
 # ---- doctor ----------------------------------------------------------------------------------
 
 

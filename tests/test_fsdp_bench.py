@@ -12,10 +12,11 @@ import torch
 
 from symmplan.cli import shell
 from symmplan.errors import RunError
+from symmplan.place.observe import Event, kind_of
 from symmplan_bench import bench_fsdp
 from symmplan_bench.fsdp_mixin import PooledAllGather, install
 from symmplan_bench.fsdp_models import Llama, parts
-from symmplan_bench.fsdp_profile import Event, beside, gathers_of, kind_of, summed
+from symmplan_bench.fsdp_profile import beside, gathers_of, summed
 from symmplan_bench.fsdp_ranks import difference, rounds, worst
 from symmplan_bench.fsdp_sides import HostClock, batch_of
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from symmplan.capture import capture_fx
 from symmplan.capture.fsdp import Call, Key
 from symmplan.integrate.fsdp.choice import Choices
+from symmplan.integrate.fsdp.memory import Memory
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.place.options import Options
 from symmplan.place.ways import Lowerings
@@ -71,19 +72,26 @@ class _Pair:
         return 2
 
 
-_GROUPS = {"g": _Pair()}
 _MANY = 1 << 20
+
+
+def _choices(device, memory, choose):
+    options = Options(choose=choose)
+    where = Memory(options)
+    where.expect(torch.device(device))
+    where.groups["g"] = _Pair()
+    return Choices(where, memory, options)
 
 
 @pytest.mark.parametrize("choose", ["placed", "measure"])
 def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
     monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: False)
-    choices = Choices(torch.device("cuda"), "nccl", Options(choose=choose), _GROUPS)
+    choices = _choices("cuda", "nccl", choose)
     odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
     way = choices.way(odd)
     assert (way.name, way.reason) == ("ordinary", SPLIT_WORDS)
     assert choices.unmeasured([odd, even, even]) == [even]
     # What was not measured is not worth it.
     assert choices.way(even).name == ("symmetric" if choose == "placed" else "ordinary")
-    on_cpu = Choices(torch.device("cpu"), "shm", Options(choose=choose), _GROUPS)
+    on_cpu = _choices("cpu", "shm", choose)
     assert on_cpu.unmeasured([_call("all_gather", 6)]) == [_call("all_gather", 6)]

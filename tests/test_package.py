@@ -23,7 +23,7 @@ PACKAGE = ROOT / "symmplan"
 #: What each layer may import, besides itself. DESIGN: cli -> integrate -> capture, memory ->
 #: planner -> model, errors; registry and report stand on model. `_compat*` are torch's private
 #: names, on which anything but the pure layers may stand.
-BASE = {"model", "errors", "_compat", "_compat_autograd", "_compat_fsdp"}
+BASE = {"model", "errors", "_compat", "_compat_autograd", "_compat_fsdp", "_compat_probes"}
 ALLOWED = {
     "errors": set(),
     "model": {"errors"},
@@ -31,6 +31,7 @@ ALLOWED = {
     "_compat_c10d": set(),
     "_compat_autograd": set(),
     "_compat_fsdp": set(),
+    "_compat_probes": set(),
     "report": {"model", "errors"},
     "planner": {"model", "errors"},
     "registry": BASE,

@@ -314,6 +314,8 @@ def _profile_lines(run: dict[str, Any]) -> list[str]:
                 f"{side}: {forward['beside']} of {forward['gathers']} gathers in forward ran "
                 f"beside computation; {names}"
             )
+        for name, reason in found.get("disengaged", ()):
+            lines.append(f"{side}: {name} did not run as planned: {reason}")
     return lines
 
 

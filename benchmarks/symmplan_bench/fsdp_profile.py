@@ -6,26 +6,13 @@ import re
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from symmplan.place.observe import Event, kind_of, profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Event", "beside", "gathers_of", "kind_of", "profile", "profile_gathers", "summed"]
+__all__ = ["beside", "gathers_of", "profile", "profile_gathers", "summed"]
 
-#: The first kind one of whose words is in a kernel's name.
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("symmetric kernels", ("ncclsymk", "ncclsymdev")),
-    ("NCCL kernels", ("nccl",)),
-    ("copy engines", ("memcpy ptop",)),
-    ("local copies", ("memcpy",)),
-    ("attention", ("flash", "fmha", "attention", "sdpa")),
-    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "cublas")),
-    ("copies out", ("split_with_sizes",)),
-    ("gradient copies in", ("chunk_cat",)),
-    ("shard copies in", ("multi_tensor", "foreach")),
-    ("sums", ("reduce_kernel",)),
-)
 _COMMUNICATION = ("symmetric kernels", "NCCL kernels", "copy engines")
 #: What a gather should hide behind.
 _COMPUTATION = ("attention", "GEMM", "sums", "other")
@@ -33,34 +20,6 @@ _COMPUTATION = ("attention", "GEMM", "sums", "other")
 _GAP = 20_000
 #: What FSDP2 calls the host's part of a gather.
 _GATHER = re.compile(r"FSDP::all_gather( \(|$)")
-#: Calls of the CUDA runtime or driver; ops have correlation numbers too, but others.
-_LAUNCH = re.compile(r"cu(da)?[A-Z]")
-
-
-@frozen
-class Event:
-    """A kernel or copy on a device.
-
-    Attributes:
-        name: As the profiler has it.
-        begin: Nanoseconds.
-        end: Nanoseconds.
-        launched: When the host launched it, in nanoseconds; None if that is not known.
-    """
-
-    name: str
-    begin: int
-    end: int
-    launched: int | None = None
-
-
-def kind_of(name: str) -> str:
-    """The kind of a kernel or copy with this name."""
-    lower = name.lower()
-    for kind, words in _KINDS:
-        if any(word in lower for word in words):
-            return kind
-    return "other"
 
 
 def summed(events: Iterable[Event]) -> dict[str, Any]:
@@ -129,8 +88,7 @@ def profile(step: Callable[[], Any]) -> dict[str, Any]:
 
     Collective: as ``step``.
     """
-    events, _ = _profiled(step, host=False)
-    return summed(events)
+    return summed(profiled(step, cuda=True, host=False).events)
 
 
 def profile_gathers(forward: Callable[[], Any]) -> dict[str, int]:
@@ -141,36 +99,7 @@ def profile_gathers(forward: Callable[[], Any]) -> dict[str, int]:
 
     Collective: as ``forward``.
     """
-    events, calls = _profiled(forward, host=True)
-    gathers = gathers_of(events, calls)
-    return {"gathers": len(gathers), "beside": beside(events, gathers)}
-
-
-def _profiled(act: Callable[[], Any], *, host: bool) -> tuple[list[Event], list[tuple[int, int]]]:
-    """What ran on the device, and when the host was in FSDP2's gathers."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
-    with torch.profiler.profile(activities=activities) as seen:
-        act()
-        torch.cuda.synchronize()
-    kineto: Any = seen.profiler
-    on_device, launches, calls = [], {}, []
-    for event in kineto.kineto_results.events():
-        name, begin = event.name(), event.start_ns()
-        end = begin + event.duration_ns()
-        if "CUDA" not in str(event.device_type()):
-            if _LAUNCH.match(name):
-                launches[event.correlation_id()] = begin
-            elif _GATHER.match(name):
-                calls.append((begin, end))
-        elif not name.startswith(("Memset", "FSDP::")) and not _annotates(event):
-            on_device.append((name, begin, end, event.correlation_id()))
-    return [Event(n, b, e, launches.get(c)) for n, b, e, c in on_device], calls
-
-
-def _annotates(event: Any) -> bool:
-    """Whether an event is the device's part of a ``record_function``, no kernel."""
-    asked = getattr(event, "is_user_annotation", None)
-    return bool(asked is not None and asked())
+    seen = profiled(forward, cuda=True)
+    calls = [(begin, end) for name, begin, end in seen.host if _GATHER.match(name)]
+    gathers = gathers_of(seen.events, calls)
+    return {"gathers": len(gathers), "beside": beside(seen.events, gathers)}

@@ -286,6 +286,8 @@ class Side:
     def profile(self, tokens: int) -> dict[str, Any]:
         """What ran on the device in one step, and the gathers of one forward pass; see there.
 
+        With symmplan, also what did not run as it was planned.
+
         Collective: yes.
         """
         batch = batch_of(self._options, self._rank, 0, tokens)
@@ -298,6 +300,9 @@ class Side:
         self._synchronize()
         found["forward"] = profile_gathers(lambda: losses.append(self._loss(batch)))
         losses.pop().backward()  # FSDP2 wants it
+        if self.handle is not None:
+            checked = self.handle.check(lambda: self._loss(batch).backward())
+            found["disengaged"] = [list(missed) for missed in checked.missed]
         self._optimizer.zero_grad()
         self._synchronize()
         return found

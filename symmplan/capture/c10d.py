@@ -18,7 +18,7 @@ from symmplan.registry import bind_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["NAMES", "Functional", "functional_form"]
+__all__ = ["FUNCTIONAL", "NAMES", "Functional", "functional_form"]
 
 
 @frozen
@@ -38,57 +38,58 @@ class Functional:
 
 
 def _all_gather(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...]:
-    op = torch.ops._c10d_functional.all_gather_into_tensor_out.default
     out = bound["output_tensor"]
-    return op, (bound["input_tensor"], size, name), {"out": out}, out, False
+    return (bound["input_tensor"], size, name), {"out": out}, out, False
 
 
 def _reduce_scatter(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...] | None:
-    op = torch.ops._c10d_functional.reduce_scatter_tensor_out.default
     reduction, out = compat.reduction_name(bound["reduce_op"]), bound["output_tensor"]
     if reduction is None:
         return None
-    return op, (bound["input_tensor"], reduction, size, name), {"out": out}, out, False
+    return (bound["input_tensor"], reduction, size, name), {"out": out}, out, False
 
 
 def _all_reduce(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
-    op = torch.ops._c10d_functional.all_reduce_.default
     reduction, tensors = compat.reduction_name(bound["reduce_op"]), bound["tensors"]
     if reduction is None or len(tensors) != 1 or bound["sparse_indices"] is not None:
         return None
-    return op, (tensors[0], reduction, name), {}, tensors[0], True
+    return (tensors[0], reduction, name), {}, tensors[0], True
 
 
 def _broadcast(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
-    op, tensors = torch.ops._c10d_functional.broadcast_.default, bound["tensors"]
+    tensors = bound["tensors"]
     if len(tensors) != 1 or bound["root_tensor"] != 0:
         return None
-    return op, (tensors[0], bound["root_rank"], name), {}, tensors[0], True
+    return (tensors[0], bound["root_rank"], name), {}, tensors[0], True
 
 
-#: What makes of a call's arguments those of `Functional`, all but the last; or None.
-_FORMS: Mapping[str, Callable[[dict[str, Any], str, int], tuple[Any, ...] | None]] = {
-    "c10d::_allgather_base_": _all_gather,
-    "c10d::_reduce_scatter_base_": _reduce_scatter,
-    "c10d::allreduce_": _all_reduce,
-    "c10d::broadcast_": _broadcast,
+#: The functional form of an op, and what makes of a call's arguments those of `Functional` between
+#: its op and the last; or None.
+_FORMS: Mapping[str, tuple[str, Callable[[dict[str, Any], str, int], tuple[Any, ...] | None]]] = {
+    "c10d::_allgather_base_": ("all_gather_into_tensor_out", _all_gather),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter_tensor_out", _reduce_scatter),
+    "c10d::allreduce_": ("all_reduce_", _all_reduce),
+    "c10d::broadcast_": ("broadcast_", _broadcast),
 }
 
 #: The ops that have a functional form.
 NAMES = tuple(_FORMS)
+#: ``{op: its functional form}``, qualified names.
+FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, _) in _FORMS.items()}
 
 
 def functional_form(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Functional | None:
     """The functional form of a call of ``c10d::``, or None if it has none."""
-    form = _FORMS.get(op._schema.name)
-    if form is None:
+    if op._schema.name not in _FORMS:
         return None
+    functional, form = _FORMS[op._schema.name]
     bound = bind_arguments(op, args, kwargs)
     group = compat.unboxed_group(bound["process_group"])
     found = form(bound, compat.group_name(group), group.size())
     if found is None:
         return None
-    target, positional, named, written, listed = found
+    positional, named, written, listed = found
+    target = getattr(torch.ops._c10d_functional, functional).default
     return Functional(target, positional, named, written, listed, bool(bound["async_op"]))

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
     from symmplan.model import OpSpec
 
-__all__ = ["Call", "GuestBytes", "Key", "Planned", "Recording", "Way", "problem_of"]
+__all__ = ["OPS", "Call", "GuestBytes", "Key", "Planned", "Recording", "Way", "problem_of"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
-_OP = {
+#: The op of each kind of collective.
+OPS = {
     "all_gather": "c10d::_allgather_base_",
     "reduce_scatter": "c10d::_reduce_scatter_base_",
 }
@@ -42,7 +43,7 @@ def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
     """What is declared of a collective, and of its buffer; None if that need not be symmetric."""
     import torch
 
-    spec = spec_for(getattr(torch.ops.c10d, _OP[kind].partition("::")[2]).default)
+    spec = spec_for(getattr(torch.ops.c10d, OPS[kind].partition("::")[2]).default)
     if spec is None:
         return None
     return next(((spec, r) for r in spec.requirements if r.where == f"{_WHERE[kind]}_tensor"), None)
@@ -241,7 +242,7 @@ def problem_of(
             way = way_of(call) if facts is not None else Way("ordinary", _UNDECLARED)
             if facts is None or way.name == "ordinary":
                 planned[index] = Planned(call, None, way=way)
-                words = (_OP[call.key.kind], _WHERE[call.key.kind], way.reason)
+                words = (OPS[call.key.kind], _WHERE[call.key.kind], way.reason)
                 unplanned.append(Unplanned(name, *words, call.nbytes))
                 continue
             if way.name == "push":
@@ -332,7 +333,7 @@ def _launch(name: str, call: Call, spec: OpSpec) -> Operation:
         handshake=spec.handshake,
         release=spec.release,
         meets=spec.meets,
-        op=_OP[call.key.kind],
+        op=OPS[call.key.kind],
     )
 
 
@@ -346,7 +347,7 @@ def _buffer(
         align=requirement.align,
         signal_pad=requirement.signal_pad,
         persistent=persistent,
-        op=_OP[call.key.kind],
+        op=OPS[call.key.kind],
         where=f"{_WHERE[call.key.kind]}, {way.name}",
         dtype=call.key.dtype,
         shape=(call.key.numel,),
@@ -369,7 +370,7 @@ def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:
                 call.group,
                 align=_SLOT_ALIGN,
                 persistent=True,
-                op=_OP[call.key.kind],
+                op=OPS[call.key.kind],
                 where="slot, push",
             )
         )

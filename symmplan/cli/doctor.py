@@ -2,11 +2,14 @@
 
 Each line is ok, missing (something optional is off) or fix (symmplan's CPU path needs it). With a
 line that says fix the exit code is 1.
+
+    torchrun --nproc-per-node 2 -m symmplan doctor --group
+
+says what these processes are to each other, and how each collective can run between them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import asdict, frozen
 
 from symmplan import __version__
+from symmplan.cli import group
 from symmplan.report.format import size, table
 
 if TYPE_CHECKING:
@@ -47,13 +51,25 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``symmplan doctor`` has no options of its own."""
-    del parser
+    """Add the options of ``symmplan doctor``."""
+    parser.add_argument(
+        "--group",
+        action="store_true",
+        help="look at the processes that torchrun started: what they reach of each other, how each "
+        "collective can run, and whether a small one of each does",
+    )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every probe, from the ground up. None of them raises."""
-    del args
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Run every probe, from the ground up. None of them raises.
+
+    With ``--group`` those of a group; only rank 0 has a result.
+
+    Raises:
+        CommandError: ``--group``, and no launcher started this process.
+    """
+    if args.group:
+        return group.examine()
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
     # What the process may use, which in a container is less than what the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -68,6 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """One line per check, and the fix under it."""
+    if "topology" in result:
+        return group.render(result)
     rows = [(c["status"], c["name"], c["detail"]) for c in result["checks"]]
     lines = [f"symmplan {result['symmplan']}"]
     for line, check in zip(table(rows), result["checks"], strict=True):
@@ -99,9 +117,9 @@ def _shared_memory() -> list[Check]:
 def cxx_compiler() -> str | None:
     """The C++ compiler that Inductor will call, or None if it finds none."""
     try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
+        from symmplan._compat_probes import cpp_compiler
 
-        return str(get_cpp_compiler())
+        return cpp_compiler()
     except Exception:  # noqa: BLE001 - whatever went wrong, Inductor would meet it too
         return None
 
@@ -142,14 +160,14 @@ def _distributed() -> list[Check]:
 
 
 def _nccl() -> Check:
-    try:
-        import torch.cuda.nccl
+    from symmplan._compat_probes import nccl_version
+    from symmplan.memory import BACKENDS
 
-        version = torch.cuda.nccl.version()
-    except Exception:  # noqa: BLE001 - CPU builds lack the symbol and say so in several ways
+    version = nccl_version()
+    if not version:
         return Check("NCCL", "missing", 'not in this build: memory="nccl" is off')
-    text = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-    if isinstance(version, tuple) and version < (2, 27):
+    text = ".".join(map(str, version))
+    if version < BACKENDS["nccl"].nccl:
         return Check("NCCL", "missing", f"{text}: symmetric memory needs 2.27 or later")
     return Check("NCCL", "ok", text)
 
@@ -157,6 +175,8 @@ def _nccl() -> Check:
 def _features() -> list[Check]:
     """Private or recent names of torch that some paths of symmplan use when they are there."""
     import torch
+
+    from symmplan._compat_probes import has_joint_lowering
 
     def check(name: str, present: bool, without: str) -> Check:
         return Check(name, "ok" if present else "missing", "found" if present else without)
@@ -167,12 +187,6 @@ def _features() -> list[Check]:
         fsdp = hasattr(FSDPModule, "set_symm_mem_for_comm")
     except ImportError:
         fsdp = False
-    try:
-        import torch._functorch.config as functorch
-
-        together = hasattr(functorch, "force_non_lazy_backward_lowering")
-    except ImportError:
-        together = False
     return [
         check(
             "torch.library.Library.register_symm_mem_args",
@@ -182,7 +196,7 @@ def _features() -> list[Check]:
         check("FSDPModule.set_symm_mem_for_comm", fsdp, "not in this torch (2.13+)"),
         check(
             "backward compiled with its forward",
-            together,
+            has_joint_lowering(),
             "not in this torch: forward and backward get segments of their own",
         ),
     ]
@@ -192,17 +206,17 @@ def _symmetric_memory() -> Check:
     """Torch's own symmetric memory; all of it needs GPUs."""
     import torch
 
+    from symmplan._compat_probes import has_nvshmem
+
     name = "torch symmetric memory"
     try:
-        import torch.distributed._symmetric_memory as symm
+        nvshmem = has_nvshmem()
     except ImportError as error:
         return Check(name, "missing", f"cannot be imported: {error}")
     if not torch.cuda.is_available():
         off = 'no GPU: memory="nccl", "cuda" and "nvshmem" are off; "shm" and "local" work'
         return Check(name, "missing", off)
-    found = ["CUDA"]
-    with contextlib.suppress(Exception):  # an old or odd build: then it is not available
-        found += ["NVSHMEM"] if symm.is_nvshmem_available() else []
+    found = ["CUDA", *(["NVSHMEM"] if nvshmem else [])]
     found += ["NCCL"] if _nccl().status == "ok" else []
     gpus = f"{torch.cuda.device_count()} GPUs, {torch.cuda.get_device_name(0)}"
     return Check(name, "ok", f"backends {', '.join(found)}; {gpus}")

@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="import MODULE first, so that what it declares is listed; may be repeated",
     )
     parser.add_argument(
+        "--by-collective",
+        action="store_true",
+        help="for each collective: the ops that run it, which of their tensors must be symmetric, "
+        "what NCCL has for it, and what symmplan does with it; as Markdown",
+    )
+    parser.add_argument(
         "--all", action="store_true", help="also list the ops that are left out, and why"
     )
 
@@ -65,6 +71,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DeclarationError: A module cannot be imported, or a name matches nothing.
     """
+    if args.by_collective:
+        from symmplan.place.collectives import by_collective
+
+        return {"collectives": by_collective()}
     if args.imports and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for `python -m`: the current folder counts
     for module in args.imports:
@@ -148,6 +158,8 @@ def _reason(entry: Entry) -> dict[str, str]:
 
 def render(result: Mapping[str, Any]) -> str:
     """The result as a table for people, as wide as the terminal allows."""
+    if "collectives" in result:
+        return "\n\n".join(map(_section, result["collectives"]))
     columns = shutil.get_terminal_size((160, 24)).columns
     parts = []
     if result["ops"]:
@@ -160,6 +172,32 @@ def render(result: Mapping[str, Any]) -> str:
     elif result["left_out"]:
         parts.append(f"{len(result['left_out'])} communication ops are left out: --all says why.")
     return "\n\n".join(parts)
+
+
+def _section(found: Mapping[str, Any]) -> str:
+    """A collective, in Markdown."""
+    nccl, ways = found["nccl"], found["ways"]
+    lines = [f"## {found['collective']}", ""]
+    kernels, engines = (".".join(map(str, nccl[key])) for key in ("kernels", "engines"))
+    said = [f"symmetric kernels from {kernels} on" if kernels else "no symmetric kernels"]
+    said += [f"copy engines from {engines} on"] if engines else []
+    lines.append(f"- NCCL: {', '.join(said)}.")
+    if nccl["sides"]:
+        lines.append(f"- What NCCL wants to be symmetric: {nccl['sides']}.")
+    if nccl["dtypes"]:
+        lines.append(f"- Types that its symmetric kernels take: {', '.join(nccl['dtypes'])}.")
+    if nccl["reductions"]:
+        since = (f"{op} from {'.'.join(map(str, v))} on" for op, v in nccl["reductions"].items())
+        lines.append(f"- Reductions that they know: {', '.join(since)}.")
+    for memory, text in (("nccl", "over NCCL"), ("shm", "in shared memory")):
+        lines.append(f"- symmplan's ways {text}: {', '.join(ways[memory])}.")
+    lines += ["", "| op | can be symmetric | over NCCL symmplan runs | in shared memory | note |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for op in found["ops"]:
+        where = ", ".join(op["symmetric"]) or "-"
+        cells = f"`{op['op']}`", where, op["nccl"], op["shm"], op["note"] or "-"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _tables(ops: list[dict[str, Any]], columns: int) -> list[str]:

@@ -3,7 +3,8 @@
 A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan_bench.bench_<name>``) with
 
 - ``add_arguments(parser)``: its options,
-- ``run(args) -> dict``: the work; progress goes to stderr, the result is plain data for JSON,
+- ``run(args) -> dict``: the work; progress goes to stderr, the result is plain data for JSON;
+  None where another process of the group has it,
 - ``render(result) -> str`` (optional): the same for people.
 
 Only the module of the command that was asked for is imported, so that ``symmplan --help`` is fast
@@ -193,7 +194,9 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any]) -> int:
+def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any] | None) -> int:
+    if result is None:
+        return 0
     if args.json:
         text = json.dumps(result, indent=2)
     elif hasattr(module, "render"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from attrs import frozen
 
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from symmplan.memory.segment import Health, Segment
     from symmplan.model import SegmentSpec
 
-__all__ = ["BACKENDS", "Backend", "Kind", "resolve_backend"]
+__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "resolve_backend"]
+
+#: What memory spans: a process, a host, hosts that NVLink joins, all that a network joins.
+Reach: TypeAlias = Literal["process", "host", "nvlink", "network"]
+REACHES: tuple[Reach, ...] = get_args(Reach)
 
 
 @frozen
@@ -32,6 +36,9 @@ class Kind:
         races: Whether races in it can be found, see `symmplan.memory.races`.
         engines: Whether copy engines can run collectives in it, see `symmplan.place.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
+        reach: The farthest apart that the ranks of a group may be; see
+            [Note: who can be served] in `symmplan.memory.topology`.
+        nccl: The oldest version of NCCL that it needs; empty if it needs none.
     """
 
     text: str
@@ -40,18 +47,25 @@ class Kind:
     races: bool = False
     engines: bool = False
     whole_words: bool = False
+    reach: Reach = "host"
+    nccl: tuple[int, ...] = ()
 
 
 #: Name -> what it is and can do.
 BACKENDS: Mapping[str, Kind] = {
     "auto": Kind("local, shm, nccl or cuda, by device and group"),
-    "local": Kind("one process; ordinary memory"),
+    "local": Kind("one process; ordinary memory", reach="process"),
     "shm": Kind("CPU ranks of one host; POSIX shared memory", collectives=True, races=True),
     "nccl": Kind(
-        "torch symmetric memory through NCCL windows", devices=True, engines=True, whole_words=True
+        "torch symmetric memory through NCCL windows",
+        devices=True,
+        engines=True,
+        whole_words=True,
+        reach="nvlink",
+        nccl=(2, 27),
     ),
-    "cuda": Kind("torch symmetric memory through CUDA peer mappings", devices=True),
-    "nvshmem": Kind("torch symmetric memory through NVSHMEM", devices=True),
+    "cuda": Kind("torch symmetric memory through CUDA peer mappings", devices=True, reach="nvlink"),
+    "nvshmem": Kind("torch symmetric memory through NVSHMEM", devices=True, reach="network"),
 }
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from symmplan import _compat as compat
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS, copy_bytes
 from symmplan.memory.races import LIVE, WHERE
@@ -235,8 +236,12 @@ class _Running:
         self._text = text
         self._free = free
         self._named = False
+        self._shown: Any = None
 
     def __enter__(self) -> None:
+        if compat.is_profiled():
+            self._shown = compat.shown(f"symmplan::{self._call.op}")
+            self._shown.__enter__()
         self._call.rendezvous.enter(self._text, self._free)
         if LIVE:
             self._named = True
@@ -245,6 +250,8 @@ class _Running:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._named:
             WHERE.ops.pop()
+        if self._shown is not None:
+            self._shown.__exit__(kind, error, trace)
         if error is not None:
             self._call.segment.health.break_(error)
         else:

@@ -20,6 +20,7 @@ from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
+from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.choice import Choice
 from symmplan.place.engines import Engines, asked, known_of, require
@@ -111,22 +112,24 @@ def choose_ways(
         AgreementError: The ranks have other collectives; raised on all of them.
         BackendError: It was asked for copy engines, and there are none.
 
-    Collective: yes, over the groups of the program, unless all was measured before or nothing is to
-    be.
+    Collective: yes, over the groups of the program, unless they are known, and all was measured
+    before or nothing is to be.
     """
     choose = options.chosen(device)
-    nodes = list(dict.fromkeys(site.node for site in captured.sites if site.buffer is not None))
+    apart = _apart(captured, lowerings.memory, device, options.timeout)
+    sites = (site for site in captured.sites if site.buffer is not None)
+    nodes = [n for n in dict.fromkeys(site.node for site in sites) if n not in apart]
     rows = {n: row for n in nodes if (row := lowerings.row(captured.specs[n])) is not None}
     if choose in ("symmetric", "push") or not rows:
-        return Chosen()
+        return Chosen(apart)
     if choose == "ordinary":
-        return Chosen(dict.fromkeys(rows, "choose='ordinary'"))
+        return Chosen({**apart, **dict.fromkeys(rows, "choose='ordinary'")})
     flops = flops_beside(nodes)
     cases = {n: _case(captured, n, row, lowerings.memory, flops[n]) for n, row in rows.items()}
     names = dict.fromkeys(c.group for c in cases.values())
     groups = {n: g.process_group for n, g in resolve_groups(names).items()}
     if any(group is None for group in groups.values()):
-        return Chosen()  # without torch.distributed there is no other way
+        return Chosen(apart)  # without torch.distributed there is no other way
     if choose == "copy engine":
         new: list[_Case] = []
         ask = {n: g for n, g in groups.items() if not asked(g)} and groups
@@ -150,14 +153,31 @@ def choose_ways(
     engines = known_of(groups)
     if choose == "copy engine":
         require(groups, engines, lowerings.memory)
-        return Chosen(engines=_over(cases, rows, engines))
+        return Chosen(apart, engines=_over(cases, rows, engines))
     choices = {node: choices_of(groups[case.group])[case] for node, case in cases.items()}
     by_engines = {n: cases[n] for n, c in choices.items() if c.way == "copy engine"}
     return Chosen(
-        {node: c.reason for node, c in choices.items() if not c.placed},
+        {**apart, **{node: c.reason for node, c in choices.items() if not c.placed}},
         _over(by_engines, rows, engines),
         list(dict.fromkeys(choices.values())),
     )
+
+
+def _apart(
+    captured: Captured, memory: str, device: torch.device, timeout: float
+) -> dict[fx.Node, str]:
+    """The calls over groups that the memory backend cannot serve, and why.
+
+    Collective: yes, over the groups that were not asked before what they are.
+    """
+    calls: dict[fx.Node, str] = {}
+    for node in dict.fromkeys(s.node for s in captured.sites if s.buffer is not None):
+        spec, overload = captured.specs[node], overload_of(node.target)
+        assert overload is not None
+        calls[node] = resolve_group_name(spec, overload, node.args, node.kwargs)
+    groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
+    why = unreached(groups, memory, device, timeout)
+    return {node: why[group] for node, group in calls.items() if group in why}
 
 
 def _over(

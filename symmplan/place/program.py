@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attrs import field, frozen
 
+from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.sites import Step
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
-from symmplan.registry import resolve_group_name
+from symmplan.place.observe import Expected
+from symmplan.registry import bind_arguments, resolve_group_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,6 +63,7 @@ class PlacedCall:
         results: ``{path: buffer}`` of those that have placements, also where only a later op wants
             it so.
         prefix: What its operations' names begin with.
+        expected: How it is to run, for a check; None if it has no row.
     """
 
     node: fx.Node
@@ -74,6 +77,7 @@ class PlacedCall:
     paths: tuple[tuple[int, ...], ...]
     results: Mapping[tuple[int, ...], str]
     prefix: str
+    expected: Expected | None = None
 
     def copy(self, kind: CopyKind, site: Site) -> str:
         """Name of the operation that copies one of its tensors."""
@@ -190,8 +194,38 @@ def _calls(
             paths=tuple(path for _, path in captured.values.of_node(node)),
             results={**made.get(node, {}), **results},
             prefix=captured.prefix,
+            expected=_expected(captured, node, row, lowerings.memory, group, engines),
         )
     return found
+
+
+def _expected(
+    captured: Captured,
+    node: fx.Node,
+    row: Lowering | None,
+    memory: str,
+    group: str,
+    engines: Mapping[fx.Node, str],
+) -> Expected | None:
+    overload = overload_of(node.target)
+    if row is None or overload is None:
+        return None
+    bound = bind_arguments(overload, node.args, node.kwargs)
+    given = bound["inputs"] if row.each else [bound["input"]]
+    fakes = [x.meta["val"] for x in given]
+    reduction = bound.get("reduce_op", "")
+    return Expected(
+        name=captured.prefix + node.name,
+        op=captured.specs[node].op,
+        group=group,
+        memory=memory,
+        nbytes=sum((bound_of(f.numel()) or 0) * f.element_size() for f in fakes),
+        dtype=str(fakes[0].dtype).removeprefix("torch."),
+        way="copy engine" if node in engines else "symmetric",
+        reduction=reduction if isinstance(reduction, str) else "",
+        target=row.target.partition(".")[0],
+        launches=len(given),
+    )
 
 
 def _instructions(captured: Captured, barriers: Iterable[Barrier]) -> Iterator[Instruction]:

@@ -67,6 +67,8 @@ class Stats:
         evacuated: How often such a tensor was copied all the same; see `CompileBackend.evacuated`.
         reasons: Why calls were plain or copied, and how often, most frequent first.
         flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
+        disengaged: Collectives that ran otherwise than planned when that was last checked, and why;
+            see `symmplan.place.observe`.
         copied: What a session copies in every iteration, why, and the line that would avoid it.
     """
 
@@ -95,4 +97,5 @@ class Stats:
     evacuated: int = 0
     reasons: tuple[tuple[str, int], ...] = ()
     flat: tuple[tuple[str, str], ...] = ()
+    disengaged: tuple[tuple[str, str], ...] = ()
     copied: tuple[Copy, ...] = ()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
     from symmplan.registry.schema import Schema
 
-__all__ = ["Entry", "entry_of", "spec_of"]
+__all__ = ["Entry", "collective_of", "entry_of", "spec_of"]
 
 NOT_CATALOGUED = "not catalogued: new in this torch"
 
@@ -43,6 +43,16 @@ class Entry:
 @functools.cache
 def _rows() -> dict[str, Row]:
     return {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
+
+
+def collective_of(op: str) -> str:
+    """What an op of the catalogue does, such as ``"all-gather"``; empty for other ops.
+
+    Args:
+        op: Its qualified name, with or without overload.
+    """
+    row = _rows().get(op.partition(".")[0])
+    return "" if row is None else row.collective
 
 
 def spec_of(schema: Schema) -> OpSpec | None:

@@ -67,6 +67,7 @@ class Row:
 
     Attributes:
         op: Qualified name; the row is about its ``.default`` overload.
+        collective: What it does, as people call it; one word for all ops that do it.
         where: Arguments and results that should be symmetric, given as words in one string.
         group: The argument that carries the group.
         pads: The words of ``where`` whose segment's signal pad the op uses.
@@ -76,6 +77,7 @@ class Row:
     """
 
     op: str
+    collective: str
     where: tuple[str, ...] = field(converter=_words)
     group: str = "group_name"
     pads: tuple[str, ...] = field(default="", converter=_words)
@@ -94,31 +96,32 @@ class Row:
         return None if self.out is None else f"{self.op.partition('::')[0]}::{self.out}"
 
 
-def _collective(op: str, where: str, *, meets: bool = True, **more: Any) -> Row:
+def _collective(op: str, kind: str, where: str, *, meets: bool = True, **more: Any) -> Row:
     """One of the process group's collectives. See [Note: facts of collectives]."""
-    return Row(op, where, meets=meets, enters=True, releases=True, asynchronous=True, **more)
+    return Row(op, kind, where, meets=meets, enters=True, releases=True, asynchronous=True, **more)
 
 
-def _functional(name: str, where: str, **more: Any) -> Row:
-    return _collective(f"_c10d_functional::{name}", where, **more)
+def _functional(name: str, kind: str, where: str, **more: Any) -> Row:
+    return _collective(f"_c10d_functional::{name}", kind, where, **more)
 
 
-def _autograd(name: str, where: str, **more: Any) -> Row:
+def _autograd(name: str, kind: str, where: str, **more: Any) -> Row:
     note = "differentiable front of the op of that name in _c10d_functional"
-    return _collective(f"_c10d_functional_autograd::{name}", where, note=note, **more)
+    return _collective(f"_c10d_functional_autograd::{name}", kind, where, note=note, **more)
 
 
-def _c10d(name: str, where: str, *, note: str = "its Work ends it", **more: Any) -> Row:
-    return _collective(f"c10d::{name}", where, group="process_group", note=note, **more)
+def _c10d(name: str, kind: str, where: str, *, note: str = "its Work ends it", **more: Any) -> Row:
+    return _collective(f"c10d::{name}", kind, where, group="process_group", note=note, **more)
 
 
-def _kernel(name: str, where: str, *, handshake: bool = True, **more: Any) -> Row:
+def _kernel(name: str, kind: str, where: str, *, handshake: bool = True, **more: Any) -> Row:
     """An op that synchronizes through the signal pad of all it declares.
 
     Without ``handshake`` it touches its own bytes before.
     """
     return Row(
         f"symm_mem::{name}",
+        kind,
         where,
         pads=where,
         handshake=handshake,
@@ -130,17 +133,19 @@ def _kernel(name: str, where: str, *, handshake: bool = True, **more: Any) -> Ro
     )
 
 
-def _one_sided(name: str, where: str, **more: Any) -> Row:
-    return Row(f"symm_mem::{name}", where, **more)
+def _one_sided(name: str, kind: str, where: str, **more: Any) -> Row:
+    return Row(f"symm_mem::{name}", kind, where, **more)
 
 
-def _nccl(name: str) -> Row:
+def _nccl(name: str, kind: str) -> Row:
     note = "NCCL memory; synchronizes without the signal pad; out may be ordinary memory"
-    return Row(f"symm_mem::{name}", "input", handshake=True, release=True, meets=True, note=note)
+    return Row(
+        f"symm_mem::{name}", kind, "input", handshake=True, release=True, meets=True, note=note
+    )
 
 
-def _fused(name: str, note: str) -> Row:
-    return Row(f"symm_mem::{name}", "", note=f"rendezvouses a workspace of its own; {note}")
+def _fused(name: str, kind: str, note: str) -> Row:
+    return Row(f"symm_mem::{name}", kind, "", note=f"rendezvouses a workspace of its own; {note}")
 
 
 _CLONES = "torch clones the input and works in place on the clone"
@@ -149,37 +154,43 @@ _PAIRWISE = "a rank waits for those that send it something"
 _PARTS = "parts of one size can be written where they are told"
 _ROOT = "ranks wait for the root alone; NCCL has no symmetric kernel for it"
 
+_AG, _RS, _AR = "all-gather", "reduce-scatter", "all-reduce"
+_A2A, _BC, _R = "all-to-all", "broadcast", "reduce"
+
 #: Torch's own collectives.
 COLLECTIVES: tuple[Row, ...] = (
-    _functional("all_gather_into_tensor", "input return", out="all_gather_into_tensor_out"),
-    _functional("all_gather_into_tensor_out", "input out"),
-    _functional("all_gather_into_tensor_coalesced", "inputs return", note=_NO_OUT),
-    _functional("all_reduce", "input return", note=_CLONES),
-    _functional("all_reduce_", "input"),
-    _functional("all_reduce_coalesced", "inputs return", note=_CLONES),
-    _functional("all_reduce_coalesced_", "inputs"),
-    _functional("reduce_scatter_tensor", "input return", out="reduce_scatter_tensor_out"),
-    _functional("reduce_scatter_tensor_out", "input out"),
-    _functional("reduce_scatter_tensor_coalesced", "inputs return", note=_NO_OUT),
-    _functional("all_to_all_single", "input return", meets=False, note=f"{_PAIRWISE}; {_PARTS}"),
-    _functional("broadcast", "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
-    _functional("broadcast_", "input", meets=False, note=_ROOT),
-    _autograd("all_gather_into_tensor", "input return"),
-    _autograd("reduce_scatter_tensor", "input return"),
-    _autograd("all_to_all_single", "input return", meets=False),
+    _functional("all_gather_into_tensor", _AG, "input return", out="all_gather_into_tensor_out"),
+    _functional("all_gather_into_tensor_out", _AG, "input out"),
+    _functional("all_gather_into_tensor_coalesced", _AG, "inputs return", note=_NO_OUT),
+    _functional("all_reduce", _AR, "input return", note=_CLONES),
+    _functional("all_reduce_", _AR, "input"),
+    _functional("all_reduce_coalesced", _AR, "inputs return", note=_CLONES),
+    _functional("all_reduce_coalesced_", _AR, "inputs"),
+    _functional("reduce_scatter_tensor", _RS, "input return", out="reduce_scatter_tensor_out"),
+    _functional("reduce_scatter_tensor_out", _RS, "input out"),
+    _functional("reduce_scatter_tensor_coalesced", _RS, "inputs return", note=_NO_OUT),
+    _functional(
+        "all_to_all_single", _A2A, "input return", meets=False, note=f"{_PAIRWISE}; {_PARTS}"
+    ),
+    _functional("broadcast", _BC, "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
+    _functional("broadcast_", _BC, "input", meets=False, note=_ROOT),
+    _autograd("all_gather_into_tensor", _AG, "input return"),
+    _autograd("reduce_scatter_tensor", _RS, "input return"),
+    _autograd("all_to_all_single", _A2A, "input return", meets=False),
     Row(
         "_dtensor::shard_dim_alltoall",
+        _A2A,
         "",
         note="sends from and receives into buffers of its own: nothing to place",
     ),
-    _c10d("_allgather_base_", "output_tensor input_tensor"),
-    _c10d("_reduce_scatter_base_", "output_tensor input_tensor"),
-    _c10d("allgather_into_tensor_coalesced_", "outputs inputs"),
-    _c10d("reduce_scatter_tensor_coalesced_", "outputs inputs"),
-    _c10d("allreduce_", "tensors"),
-    _c10d("allreduce_coalesced_", "tensors"),
-    _c10d("alltoall_base_", "output input", meets=False, note=_PAIRWISE),
-    _c10d("broadcast_", "tensors", meets=False, note=_ROOT),
+    _c10d("_allgather_base_", _AG, "output_tensor input_tensor"),
+    _c10d("_reduce_scatter_base_", _RS, "output_tensor input_tensor"),
+    _c10d("allgather_into_tensor_coalesced_", _AG, "outputs inputs"),
+    _c10d("reduce_scatter_tensor_coalesced_", _RS, "outputs inputs"),
+    _c10d("allreduce_", _AR, "tensors"),
+    _c10d("allreduce_coalesced_", _AR, "tensors"),
+    _c10d("alltoall_base_", _A2A, "output input", meets=False, note=_PAIRWISE),
+    _c10d("broadcast_", _BC, "tensors", meets=False, note=_ROOT),
 )
 
 _MULTICAST = "needs NVLink multicast"
@@ -189,10 +200,11 @@ _FALLBACK = "an ordinary input goes through a workspace of its own; the result i
 
 #: Ops of ``torch.ops.symm_mem``.
 SYMM_MEM: tuple[Row, ...] = (
-    _kernel("one_shot_all_reduce", "input", out="one_shot_all_reduce_out"),
-    _kernel("one_shot_all_reduce_out", "input", note="out may be ordinary memory"),
+    _kernel("one_shot_all_reduce", _AR, "input", out="one_shot_all_reduce_out"),
+    _kernel("one_shot_all_reduce_out", _AR, "input", note="out may be ordinary memory"),
     _kernel(
         "one_shot_all_reduce_copy",
+        _AR,
         "symm_buffer",
         handshake=False,
         out="one_shot_all_reduce_copy_out",
@@ -200,62 +212,83 @@ SYMM_MEM: tuple[Row, ...] = (
     ),
     _kernel(
         "one_shot_all_reduce_copy_out",
+        _AR,
         "symm_buffer",
         handshake=False,
         note="fills symm_buffer before the ranks meet; out may be ordinary memory",
     ),
-    _kernel("two_shot_all_reduce_", "input"),
+    _kernel("two_shot_all_reduce_", _AR, "input"),
     _kernel(
-        "two_shot_all_reduce_out", "input", note="overwrites input; output may be ordinary memory"
+        "two_shot_all_reduce_out",
+        _AR,
+        "input",
+        note="overwrites input; output may be ordinary memory",
     ),
-    _kernel("reduce_scatter_out", "input", note="output may be ordinary memory"),
-    _kernel("multimem_all_reduce_", "input", note=_MULTICAST),
+    _kernel("reduce_scatter_out", _RS, "input", note="output may be ordinary memory"),
+    _kernel("multimem_all_reduce_", _AR, "input", note=_MULTICAST),
     _kernel(
         "multimem_one_shot_all_reduce",
+        _AR,
         "input",
         out="multimem_one_shot_all_reduce_out",
         note=f"{_MULTICAST}; sums in no fixed order",
     ),
     _kernel(
-        "multimem_one_shot_all_reduce_out", "input", note=f"{_MULTICAST}; sums in no fixed order"
+        "multimem_one_shot_all_reduce_out",
+        _AR,
+        "input",
+        note=f"{_MULTICAST}; sums in no fixed order",
     ),
-    _kernel("multimem_one_shot_reduce_out", "input", note=f"{_MULTICAST}; sums in no fixed order"),
-    _kernel("multimem_all_gather_out", "out", note=f"{_MULTICAST}; input may be ordinary memory"),
-    _kernel("_low_contention_all_gather", "tensor", asynchronous=True, note=_FALLBACK),
-    _kernel("_low_contention_reduce_scatter", "tensor", asynchronous=True, note=_FALLBACK),
+    _kernel(
+        "multimem_one_shot_reduce_out", _R, "input", note=f"{_MULTICAST}; sums in no fixed order"
+    ),
+    _kernel(
+        "multimem_all_gather_out", _AG, "out", note=f"{_MULTICAST}; input may be ordinary memory"
+    ),
+    _kernel("_low_contention_all_gather", _AG, "tensor", asynchronous=True, note=_FALLBACK),
+    _kernel("_low_contention_reduce_scatter", _RS, "tensor", asynchronous=True, note=_FALLBACK),
     _kernel(
         "_low_contention_all_gather_ce_multicast",
+        _AG,
         "return",
         out="_low_contention_all_gather_ce_multicast_out",
         note=f"{_MULTICAST}; takes its result from torch's own symmetric pool",
     ),
-    _kernel("_low_contention_all_gather_ce_multicast_out", "out", note=_MULTICAST),
-    _fused("fused_all_gather_matmul", "reads A in place only with native async TP on"),
-    _fused("fused_all_gather_scaled_matmul", "takes ordinary tensors"),
-    _fused("fused_matmul_reduce_scatter", "takes ordinary tensors"),
-    _fused("fused_scaled_matmul_reduce_scatter", "takes ordinary tensors"),
-    _nccl("nccl_reduce_scatter_offset"),
-    _nccl("nccl_all_to_all_nd"),
+    _kernel("_low_contention_all_gather_ce_multicast_out", _AG, "out", note=_MULTICAST),
+    _fused("fused_all_gather_matmul", _AG, "reads A in place only with native async TP on"),
+    _fused("fused_all_gather_scaled_matmul", _AG, "takes ordinary tensors"),
+    _fused("fused_matmul_reduce_scatter", _RS, "takes ordinary tensors"),
+    _fused("fused_scaled_matmul_reduce_scatter", _RS, "takes ordinary tensors"),
+    _nccl("nccl_reduce_scatter_offset", _RS),
+    _nccl("nccl_all_to_all_nd", _A2A),
     _one_sided(
         "memcpy_to_multicast_",
+        _BC,
         "symm_mem_out",
         note=f"{_MULTICAST}; writes all peers at once, synchronizes with none",
     ),
-    _one_sided("nvshmem_broadcast", "input", note=_CONTRACT),
-    _one_sided("nvshmem_all_to_all", "input out", note=_CONTRACT),
+    _one_sided("nvshmem_broadcast", _BC, "input", note=_CONTRACT),
+    _one_sided("nvshmem_all_to_all", _A2A, "input out", note=_CONTRACT),
     _one_sided(
         "all_to_all_vdev",
+        _A2A,
         "input out in_splits out_splits_offsets",
         pads="out_splits_offsets",
         note=f"{_SPLITS}; only rocSHMEM uses the pad",
     ),
-    _one_sided("all_to_all_vdev_2d", "input out in_splits out_splits_offsets", note=_SPLITS),
+    _one_sided("all_to_all_vdev_2d", _A2A, "input out in_splits out_splits_offsets", note=_SPLITS),
     _one_sided(
-        "all_to_all_vdev_2d_offset", "input out in_splits_offsets out_splits_offsets", note=_SPLITS
+        "all_to_all_vdev_2d_offset",
+        _A2A,
+        "input out in_splits_offsets out_splits_offsets",
+        note=_SPLITS,
     ),
-    _one_sided("tile_reduce", "in_tile out_tile", note="NVSHMEM; its own syncs are not relied on"),
+    _one_sided(
+        "tile_reduce", _R, "in_tile out_tile", note="NVSHMEM; its own syncs are not relied on"
+    ),
     _one_sided(
         "multi_root_tile_reduce",
+        _R,
         "in_tiles out_tile",
         note="NVSHMEM; its own syncs are not relied on",
     ),

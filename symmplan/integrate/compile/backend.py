@@ -20,6 +20,7 @@ from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.memory.groups import group_key
+from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options, known
 from symmplan.place.stats import Stats
 
@@ -70,6 +71,8 @@ class CompileBackend:
         ops.load()  # before Dynamo traces
         self.__name__ = "symmplan"
         self._graphs = 0
+        self._device: torch.device | None = None
+        self._checked = Checked()
         self._records: list[Record] = []
         self._pool = Pool(settings.timeout, settings.debug is True)
 
@@ -132,7 +135,27 @@ class CompileBackend:
             lower_bound_bytes=sum(p.lower_bound_bytes for p in kept)
             + sum(max(p.lower_bound_bytes for p in same) for same in alike.values()),
             unshared_bytes=sum(p.unshared_bytes for p in kept) + sum(b.nbytes for b in buffers),
+            disengaged=self._checked.missed,
         )
+
+    def check(self, step: Callable[[], Any]) -> Checked:
+        """Run a step under torch's profiler: did each collective run as it was planned?
+
+        Ops that are launched by a CUDA graph are not seen.
+
+        Args:
+            step: Runs compiled code that has run before. Nothing is looked at but what it does.
+
+        Returns:
+            What was planned and what ran; what ran otherwise is in ``stats.disengaged``, too.
+
+        Raises:
+            RunError: No graph has been compiled, or another check is going on.
+
+        Collective: as ``step``.
+        """
+        self._checked = check(step, self._device)
+        return self._checked
 
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
         """Every staged tensor: ``(operation, op, argument or result, reason)``.
@@ -179,7 +202,8 @@ class CompileBackend:
                 fix="pass backend=symmplan.backend(inner=..., memory=..., timeout=...)",
             )
         self._graphs += 1
-        unit = Unit(self.settings, _device_of(module), self._pool)
+        self._device = _device_of(module)
+        unit = Unit(self.settings, self._device, self._pool)
         self._records.append(unit.record)
         if self.settings.inner == "eager":
             _refuse_mode(mode, ("default",))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.pool import Shared
     from symmplan.model import Placement, Plan
     from symmplan.place.choice import Choice
+    from symmplan.place.observe import Expected
     from symmplan.place.program import PlacedProgram
 
 __all__ = [
@@ -49,6 +50,7 @@ class Part:
         given: Its inputs that its forward left in placements.
         writes: The bytes that it writes.
         calls: How many declared calls run in placements.
+        expected: How those of them that are collectives are to run.
         copies: How many copies it makes into and out of placements.
         shared: The segments that it runs in; None before it first runs.
         agreed: The first plan that showed peers what its own does.
@@ -65,6 +67,7 @@ class Part:
     given: tuple[Given, ...]
     writes: tuple[Placement, ...]
     calls: int
+    expected: tuple[Expected, ...]
     copies: int
     shared: Shared | None = field(init=False, default=None)
     agreed: Plan = field(init=False)
@@ -115,6 +118,7 @@ class Part:
             given=tuple(given),
             writes=tuple(dict.fromkeys([*writes, *(g.place for g in given if g.needed)])),
             calls=len(program.calls),
+            expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
             copies=sum(i.kind.startswith("copy") for i in program.instructions),
         )
 

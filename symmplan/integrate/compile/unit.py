@@ -27,8 +27,10 @@ from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS, resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
+from symmplan.memory.topology import survey
 from symmplan.model import Barrier
 from symmplan.place.chooser import choose_ways
+from symmplan.place.observe import launching_from
 from symmplan.place.program import place
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
@@ -290,7 +292,8 @@ class Unit:
 
         def run(args: list[Any]) -> Any:
             if part is not None:
-                return self._run(part, compiled, args)
+                with launching_from(part.expected):
+                    return self._run(part, compiled, args)
             self._passed(name)
             return compiled(args)
 
@@ -352,6 +355,9 @@ class Unit:
     def _take(self, part: Part) -> Shared:
         assert self.lowerings is not None
         plan = self.record.plans[part.name]
+        # Who compiles for groups that are new asks its peers; they come here with an old graph.
+        groups = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
+        survey(groups, self.device, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
         shared, agreed = self.pool.take(
             plan,

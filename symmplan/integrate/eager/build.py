@@ -118,6 +118,7 @@ class _Builder:
         """Take down what a placed call does."""
         event.results = {path: lent.tensor for path, lent in event.lent.items()}
         event.group = call.engine or call.group
+        event.expected = call.expected
         wants = list(event.recorded.values())
         event.lists = [i for i, want in enumerate(wants) if is_tensors(want)]
         tape = event.tape = Tape(

@@ -18,8 +18,10 @@ from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
 from symmplan.memory import realize
 from symmplan.memory.exchange import Exchange
+from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN, own_work
 from symmplan.memory.spares import obtain
+from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.engines import register_known
@@ -159,8 +161,13 @@ class _Scratch:
     def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
         """Symmetric copies of ``tensors``; every rank's are complete.
 
+        Themselves where the group cannot be served.
+
         Collective: yes, over ``group``.
         """
+        named = {n: g.process_group for n, g in resolve_groups([group]).items()}
+        if unreached(named, self._memory, self._device, self._timeout):
+            return list(tensors)
         sizes = tuple(x.numel() * x.element_size() for x in tensors)
         if not any(sizes):
             return [x.clone() for x in tensors]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
     from symmplan.integrate.eager.tape import Step, Tape
+    from symmplan.place.observe import Expected
     from symmplan.place.ways import Lowering
 
 __all__ = ["Event", "Lent"]
@@ -89,6 +90,7 @@ class Event:
             `run`. Returns `MISS` if that is not as planned. None if there is no such way.
         work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
+        expected: How it is to run, for a check; None if it is no collective in a placement.
     """
 
     call: Recorded
@@ -112,6 +114,7 @@ class Event:
     short: Callable[..., Any] | None = None
     work: Any = None
     copies: int = 0
+    expected: Expected | None = None
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
 from symmplan.memory.sessions import SessionKeys, enter_session
 from symmplan.memory.spares import give_back
+from symmplan.place.observe import Checked, check, checking, launching
 from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
@@ -63,6 +64,7 @@ class Session:
         self.leaving: dict[int, Event] = {}
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
+        self._checked = Checked()
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self.faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
 
@@ -94,6 +96,7 @@ class Session:
             lower_bound_bytes=plan.lower_bound_bytes,
             unshared_bytes=plan.unshared_bytes,
             copied=frozen.copies,
+            disengaged=self._checked.missed,
             **counts,
         )
 
@@ -190,6 +193,32 @@ class Session:
                 Watching(timeout, lambda op: not OWN.depth and overload_name(op) in names)
             )
 
+    def check(self, iteration: Callable[[], Any]) -> Checked:
+        """Run an iteration under torch's profiler: did each collective run as it was planned?
+
+        Args:
+            iteration: An iteration of the program, up to its `step` or with it.
+
+        Returns:
+            What was planned and what ran; what ran otherwise is in ``stats.disengaged``, too.
+
+        Raises:
+            RunError: There is no plan yet, or another check is going on.
+            ReleasedError: The session was left.
+
+        Collective: as ``iteration``.
+        """
+        self._usable()
+        cursor, calls = self.cursor, self.cursor.calls
+        cursor.calls = ()  # all calls come through `serve`
+        try:
+            planned = self._frozen is not None
+            self._checked = check(iteration, self._settings.device if planned else None)
+        finally:
+            if cursor is self.cursor and not self.faults.failed:
+                cursor.calls = calls
+        return self._checked
+
     def replan(self) -> None:
         """Forget the plan; the next iteration is recorded and planned afresh.
 
@@ -215,7 +244,9 @@ class Session:
         self._usable()
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
-        result = serve(event, self.faults, behind, args, kwargs, form)
+        expected = evolve(event.expected) if checking() and event.expected else None
+        with launching(expected):
+            result = serve(event, self.faults, behind, args, kwargs, form)
         self.cursor.at += 1
         return result
 

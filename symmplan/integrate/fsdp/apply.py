@@ -12,10 +12,13 @@ from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options
 from symmplan.place.stats import Stats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from symmplan.model import Plan
@@ -32,6 +35,7 @@ class Handle:
         # Of each parameter group: its module, itself, and what it used before.
         self._plain = plain
         self._count = len(plain)
+        self._checked = Checked()
 
     def __repr__(self) -> str:
         state = "recording" if self.plan is None else "planned"
@@ -71,6 +75,7 @@ class Handle:
             replans=counts.replans,
             reasons=tuple(reasons),
             flat=tuple(self._runtime.planning.flat.items()),
+            disengaged=self._checked.missed,
             segment_bytes=0 if arena is None else arena.segment_bytes,
             lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
@@ -86,6 +91,25 @@ class Handle:
         Collective: yes, over all groups of the model.
         """
         self._runtime.freeze()
+
+    def check(self, step: Callable[[], Any]) -> Checked:
+        """Run a step under torch's profiler: did each collective run as it was planned?
+
+        Args:
+            step: A step of the program, forward and backward. It takes part in the training as
+                any other.
+
+        Returns:
+            What was planned and what ran; what ran otherwise is in ``stats.disengaged``, too.
+
+        Raises:
+            RunError: There is no plan yet, or another check is going on.
+
+        Collective: as ``step``.
+        """
+        planned = self.plan is not None
+        self._checked = check(step, self._runtime.memory.device if planned else None)
+        return self._checked
 
     def remove(self) -> None:
         """Give FSDP2 its own collectives back, and release the segments. Idempotent.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call, Planned
+    from symmplan.integrate.fsdp.memory import Memory
     from symmplan.model import Problem
     from symmplan.place.clock import Act
     from symmplan.place.engines import Engines
@@ -38,24 +39,25 @@ class Choices:
     """How the collectives of a model run.
 
     Args:
-        device: Where buffers lie.
+        where: What the plans lie in, with the groups of the calls.
         memory: Name of the memory backend.
         options: How `symmplan.fsdp.apply` was asked to work.
-        groups: ``{name: process group}`` of the calls.
 
     Attributes:
         all: What was measured of the calls seen so far, in the order of the program.
     """
 
-    def __init__(
-        self, device: torch.device, memory: str, options: Options, groups: Mapping[str, Any]
-    ) -> None:
-        self._device = device
+    def __init__(self, where: Memory, memory: str, options: Options) -> None:
+        device = self._device = where.device
+        self._where = where
         self._memory = memory
-        self._groups = groups
         self._timeout = options.timeout
         self._choose = options.chosen(device)
         self.all: tuple[Choice, ...] = ()
+
+    @property
+    def _groups(self) -> Mapping[str, Any]:
+        return self._where.groups
 
     def _key(self, call: Call) -> tuple[Any, ...]:
         """What takes about the same time has the same."""
@@ -63,6 +65,8 @@ class Choices:
 
     def way(self, call: Call) -> Way:
         """How ``call`` runs."""
+        if call.group in self._where.unreached:
+            return Way("ordinary", self._where.unreached[call.group])
         measured = self._choose == "measure"
         choice = choices_of(self._groups[call.group]).get(self._key(call)) if measured else None
         if choice is not None:
@@ -103,7 +107,7 @@ class Choices:
         for call in calls:
             small = self._device.type == "cuda" and call.nbytes < _SMALL
             ways = compat.has_copy_engine_policy() or not self._splits_words(call)
-            if ways and not small:
+            if ways and not small and call.group in self._where.reached:
                 found.setdefault(self._key(call), call)
         return [c for key, c in found.items() if key not in choices_of(self._groups[c.group])]
 
@@ -127,7 +131,7 @@ class Choices:
         measure(
             [self._trial(p, scratch) for p in planned],
             problem,
-            self._groups,
+            self._where.reached,
             memory=self._memory,
             device=self._device,
             timeout=self._timeout,

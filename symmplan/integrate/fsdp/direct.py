@@ -41,6 +41,7 @@ from symmplan.errors import RunError
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
+from symmplan.place.observe import launching
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -367,7 +368,8 @@ class Direct:
                 self._loan = Loan(owner=weakref.proxy(self))
                 home.users.take(home.begin, home.end, self._loan)
                 home.fill(shards)
-                home.gather()
+                with launching(self._runtime.expected(key)):
+                    home.gather()
                 group._all_gather_result = Gathered()
             else:
                 copies, gathers = streams
@@ -377,7 +379,7 @@ class Direct:
                     home.users.take(home.begin, home.end, self._loan)
                     home.fill(shards)
                 gathers.wait_stream(copies)
-                with torch.cuda.stream(gathers):
+                with torch.cuda.stream(gathers), launching(self._runtime.expected(key)):
                     home.gather()
                     event = gathers.record_event()
                 group._all_gather_result = Gathered(event)

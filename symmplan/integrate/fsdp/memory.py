@@ -50,6 +50,7 @@ class Memory:
 
     Attributes:
         groups: ``{name: process group}`` in the order of first use.
+        unreached: ``{name: why}`` of those that no segment can serve.
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
         guests: Who was seen to run, in that order; see `symmplan.place.guests`.
@@ -59,6 +60,7 @@ class Memory:
 
     def __init__(self, options: Options) -> None:
         self.groups: dict[str, Any] = {}
+        self.unreached: Mapping[str, str] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0
         self.guests: list[Guest] = []
@@ -73,6 +75,11 @@ class Memory:
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
         weakref.finalize(self, give_back, self._arenas).atexit = False
+
+    @property
+    def reached(self) -> dict[str, Any]:
+        """The groups that segments can serve."""
+        return {n: g for n, g in self.groups.items() if n not in self.unreached}
 
     @property
     def arena(self) -> Arena | None:
@@ -284,7 +291,7 @@ class Memory:
         choose = self._options.chosen(self.device)
         self.engines = {} if choose in ("symmetric", "ordinary") else self.meet_engines(arena)
         if choose == "copy engine":
-            require(self.groups, self.engines, arena.memory)
+            require(self.reached, self.engines, arena.memory)
         self.rendezvous += arena.rendezvous - met
         warm_up(self.device)
         self._users = {name: Ledger() for name in arena.segments}
@@ -296,7 +303,7 @@ class Memory:
 
         Collective: yes, over all groups.
         """
-        engines = engines_of(self.groups, arena.memory, self._options.timeout)
+        engines = engines_of(self.reached, arena.memory, self._options.timeout)
         register(arena, engines)
         return engines
 

@@ -20,6 +20,7 @@ from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell, telling, throughout
+from symmplan.memory.topology import unreached
 from symmplan.planner.advice import Advice
 
 if TYPE_CHECKING:
@@ -84,8 +85,10 @@ class Planning:
 
     def _make(self, recordings: Sequence[Recording]) -> Schedule:
         options, memory = self._options, self._memory
+        name = self._backend()
+        memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
         if self.choices is None:
-            self.choices = Choices(memory.device, self._backend(), options, memory.groups)
+            self.choices = Choices(memory, name, options)
         recordings = merged(recordings, memory.groups, options.timeout)
         if options.chosen(memory.device) == "measure":
             self._measure(recordings, self.choices)

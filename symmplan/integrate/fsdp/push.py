@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
+from symmplan import _compat as compat
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import Parts, sum_parts, sum_rows, sums_parts
 from symmplan.memory.own import own_work
@@ -141,9 +142,10 @@ class Pushes:
         if sent is None:
             sent = self._made[key] = self._make(slot, dtype, shapes, gradients[0].device)
         flat = [g.reshape(-1) for g in gradients]
-        for target, spans in sent.targets:
-            for gradient, (begin, end, at) in zip(flat, spans, strict=True):
-                target[at : at + end - begin].copy_(gradient[begin:end], non_blocking=True)
+        with compat.shown("symmplan::push"):
+            for target, spans in sent.targets:
+                for gradient, (begin, end, at) in zip(flat, spans, strict=True):
+                    target[at : at + end - begin].copy_(gradient[begin:end], non_blocking=True)
         self._sent = sent
         self._gradients = [] if sent.own is None else flat
 

@@ -18,16 +18,17 @@ import torch
 
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
-from symmplan.capture.fsdp import Key, Recording
+from symmplan.capture.fsdp import OPS, Key, Recording
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
 from symmplan.place.guests import WATCHERS
 from symmplan.place.loans import lend
+from symmplan.place.observe import Expected, checking, launching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -131,13 +132,18 @@ class Runtime:
             # Nothing is copied there: one element that looks like all of them.
             base = torch.empty(1, dtype=dtype, device=device)
             send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
-            fsdp2.COPY_INS[base.data_ptr()] = base, send
+
+            def push(gradients: Sequence[torch.Tensor]) -> None:
+                with launching(slot.expected):
+                    send(gradients)
+
+            fsdp2.COPY_INS[base.data_ptr()] = base, push
         elif spot is not None and spot.place is not None and not spot.direct:
             loan = self.memory.take(spot.place)
             base = plain() if loan is None else self.memory.at(spot.place, dtype)
         else:
             base = plain()
-        slot = Slot(key, base, spot=spot, loan=loan)
+        slot = Slot(key, base, spot=spot, loan=loan, expected=self.expected(key, spot))
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
@@ -215,6 +221,24 @@ class Runtime:
             self.counts.departures += 1
         return spot
 
+    def expected(self, key: Key, spot: Spot | None = None) -> Expected | None:
+        """How a collective is to run; None where nobody looks, or there is no plan for it."""
+        if not checking() or self.schedule is None:
+            return None
+        known = (s for s in self.schedule.spots if s.call.key == key)
+        spot = next(known, None) if spot is None else spot
+        if spot is None:
+            return None
+        return Expected(
+            name=key.site,
+            op=OPS[key.kind],
+            group=spot.call.group,
+            memory=self.memory.name,
+            nbytes=spot.call.nbytes,
+            dtype=key.dtype.removeprefix("torch."),
+            way="ordinary" if spot.place is None else spot.way.name,
+        )
+
     # Running collectives.
 
     def run(
@@ -265,20 +289,23 @@ class Runtime:
             )
         done = slot.key.kind == "reduce_scatter"
         if act is None:
-            work = plain(slot.base)
+            with launching(slot.expected, reason):
+                work = plain(slot.base)
             if self.schedule is None:
                 self.counts.recorded += 1
             else:
                 self.counts.plain += 1
                 self.counts.because(reason)
         elif slot.loan is not None or slot.pushed:
-            work = act()
+            with launching(slot.expected):
+                work = act()
             self.counts.bound += 1
         else:
             work = None
             assert slot.spot is not None
             assert slot.spot.place is not None
-            self.memory.stage(slot.spot.place, slot.base, act, result=result)
+            with launching(slot.expected):
+                self.memory.stage(slot.spot.place, slot.base, act, result=result)
             self.counts.staged += 1
             self.counts.because(_IN_USE)
         if slot.loan is not None:

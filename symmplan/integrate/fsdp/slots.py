@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import Spot
     from symmplan.place.loans import Loan
+    from symmplan.place.observe import Expected
 
 __all__ = ["Counts", "Slot", "Where"]
 
@@ -65,6 +66,7 @@ class Slot:
         index: Its index in ``log``.
         log: The recording it is in.
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
+        expected: How it is to run, where that is being checked.
     """
 
     key: Key
@@ -75,6 +77,7 @@ class Slot:
     index: int = 0
     log: Recording | None = None
     served: int = 1
+    expected: Expected | None = None
 
     @property
     def pushed(self) -> bool:

@@ -1,0 +1,178 @@
+"""``symmplan doctor --group``: what the ranks that a launcher started are to each other."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+
+from symmplan.cli.shell import CommandError
+from symmplan.report.format import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+    from symmplan.place.collectives import Verdict
+
+__all__ = ["examine", "render"]
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = 60.0
+#: Bytes of each rank's part.
+_NBYTES = 1 << 20
+
+
+def examine() -> dict[str, Any] | None:
+    """What the group is, how each collective can run on it, and how a small one of each did.
+
+    Returns:
+        Plain data on rank 0; None on the others.
+
+    Raises:
+        CommandError: No launcher started this process.
+
+    Collective: yes, over all processes that were launched.
+    """
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if missing:
+        raise CommandError(
+            "symmplan doctor --group looks at a process group, and this process was not launched "
+            "into one",
+            expected=f"the variables {', '.join(_LAUNCHED)}",
+            got=f"no {missing[0]}",
+            fix="torchrun --nproc-per-node 2 -m symmplan doctor --group",
+        )
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    if torch.cuda.device_count() > local and dist.is_nccl_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        return _examined(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _examined(device: torch.device) -> dict[str, Any] | None:
+    import torch.distributed as dist
+
+    from symmplan.memory import resolve_backend
+    from symmplan.memory.groups import resolve_groups
+    from symmplan.memory.tell import tell
+    from symmplan.memory.topology import survey
+    from symmplan.place.collectives import verdicts
+
+    groups = resolve_groups(["default"])
+    world = {"default": dist.group.WORLD}
+    topology = survey(world, device, _TIMEOUT)["default"]
+    memory = resolve_backend("auto", device, groups).name
+    found = verdicts(topology, memory)
+    ran = _tried(found, device)
+    said = tell("doctor", {"default": ran}, world, _TIMEOUT)["default"]
+    if dist.get_rank():
+        return None
+    rows = [
+        _row(verdict, [ranks.get(verdict.collective, {}) for ranks in said]) for verdict in found
+    ]
+    return {
+        "ok": not any(row["failed"] for row in rows),
+        "memory": memory,
+        "topology": {**asdict(topology), "text": topology.text, "reach": topology.reach},
+        "collectives": rows,
+    }
+
+
+def _row(verdict: Verdict, said: Iterable[Mapping[str, list[str]]]) -> dict[str, Any]:
+    """A verdict, and what was tried of it: where one rank saw something else, that."""
+    tried: dict[str, str] = {}
+    failed = []
+    for ways in said:
+        for way, (ran, reason) in ways.items():
+            if ran != way and way not in failed:
+                failed.append(way)
+            if tried.get(way, way) == way:
+                tried[way] = ran if ran == way else reason
+    return {**asdict(verdict), "tried": tried, "failed": failed}
+
+
+def _tried(found: Iterable[Verdict], device: torch.device) -> dict[str, dict[str, list[str]]]:
+    """``{collective: {way: (how it ran, why not so)}}``, by a profiled step for each way."""
+    import symmplan
+    from symmplan.registry.catalogue import collective_of
+
+    tried: dict[str, dict[str, list[str]]] = {}
+    for way in ("symmetric", "copy engine"):
+        names = [v.collective for v in found if way in v.ways]
+        if not names:
+            continue
+        acts = _acts(names, device)
+        with symmplan.eager(choose=way, timeout=_TIMEOUT) as session:
+
+            def iteration(session: Any = session, acts: Any = acts) -> None:
+                for act in acts:
+                    act()
+                session.step()
+
+            for _ in range(2):  # the first is recorded
+                iteration()
+            checked = session.check(iteration)
+        for seen in checked.calls:
+            if seen.planned.way == way:
+                ways = tried.setdefault(collective_of(seen.planned.op), {})
+                ways[way] = [seen.way or "not seen", seen.reason]
+    return tried
+
+
+def _acts(names: Iterable[str], device: torch.device) -> list[Callable[[], Any]]:
+    """What makes a small collective of each kind."""
+    import torch
+    import torch.distributed as dist
+
+    ops: Any = torch.ops._c10d_functional
+    size, group = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    part = torch.ones(_NBYTES // 4, device=device)
+    whole = torch.ones(size * _NBYTES // 4, device=device)
+    splits = [part.numel()] * size
+    made = {
+        "all-gather": lambda: ops.all_gather_into_tensor(part, size, group),
+        "reduce-scatter": lambda: ops.reduce_scatter_tensor(whole, "sum", size, group),
+        "all-reduce": lambda: ops.all_reduce(part, "sum", group),
+        "all-to-all": lambda: ops.all_to_all_single(whole, splits, splits, group),
+        "broadcast": lambda: ops.broadcast(part, 0, group),
+    }
+
+    def waited(act: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: ops.wait_tensor(act())
+
+    return [waited(made[name]) for name in names]
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The group in a line, and a line for each collective."""
+    topology, memory = result["topology"], result["memory"]
+    nccl = ".".join(map(str, topology["nccl"]))
+    words = [f"{topology['text']}, {topology['device']}", f"memory {memory!r}"]
+    words += [f"NCCL {nccl}"] if nccl else []
+    if topology["device"] == "cuda":
+        for name in ("peer_access", "multicast", "copy_engines"):
+            words.append(f"{'' if topology[name] else 'no '}{name.replace('_', ' ')}")
+    rows = [("collective", "ways", "ran in a profiled step", "why not others")]
+    for row in result["collectives"]:
+        ran = [w if said == w else f"not {w} ({said})" for w, said in row["tried"].items()]
+        rows.append((row["collective"], ", ".join(row["ways"]), ", ".join(ran) or "-", row["why"]))
+    measured = topology["device"] == "cuda"
+    last = (
+        "The fastest of these ways is measured for each kind and size of collective."
+        if measured
+        else "The last of these ways is taken; pushes are for FSDP2's choose='push'."
+    )
+    return "\n".join([", ".join(words), "", *(line.rstrip() for line in table(rows)), "", last])

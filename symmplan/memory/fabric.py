@@ -1,0 +1,51 @@
+"""The NVLink domain of a device, as NVIDIA's driver says it.
+
+NVLink may reach across hosts (NVL72 and its like). All devices of one such domain and clique
+address each other's memory; NCCL asks the same question in the same way.
+
+Source: ``nvmlDeviceGetGpuFabricInfo`` in nvml.h; ``ncclMnnvlCheck`` in NCCL's ``mnnvl.cc``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+__all__ = ["fabric_of"]
+
+_COMPLETED = 3
+_NO_DOMAIN = bytes(16)
+
+
+class _FabricInfo(ctypes.Structure):
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+def fabric_of(uuid: str) -> str:
+    """Names the NVLink domain and clique of a device; empty if it is in none or this is not known.
+
+    Args:
+        uuid: The device's, as `symmplan._compat_probes.device_uuid` gives it.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        asked = nvml.nvmlDeviceGetGpuFabricInfo
+    except (OSError, AttributeError):
+        return ""
+    if nvml.nvmlInit_v2():
+        return ""
+    with contextlib.ExitStack() as stack:
+        stack.callback(nvml.nvmlShutdown)
+        device, info = ctypes.c_void_p(), _FabricInfo()
+        name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
+            return ""
+        if asked(device, ctypes.byref(info)) or info.status or info.state != _COMPLETED:
+            return ""
+        cluster = bytes(info.cluster)
+        return "" if cluster == _NO_DOMAIN else f"{cluster.hex()}/{info.clique}"

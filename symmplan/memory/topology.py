@@ -1,0 +1,209 @@
+"""What a process group is: its hosts, and whose memory its ranks can reach.
+
+[Note: who can be served]
+    Symmetric memory is memory that every rank of a group addresses. Processes of one host share
+    the host's; devices of one host reach each other over NVLink or PCIe, where they have peer
+    access; devices of several hosts do where NVLink joins the hosts to one domain. What lies
+    farther apart is served by no backend but NVSHMEM, and its collectives are torch's own.
+
+    So before anything is planned for a group, each of its ranks says what it is, once in a process
+    and for each kind of device, and all of them conclude the same. A host is what NCCL takes for
+    one: ``NCCL_HOSTID`` if that is set, else its name and its boot.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from attrs import frozen
+
+from symmplan import _compat as compat
+from symmplan.memory.backends import BACKENDS, REACHES
+from symmplan.memory.tell import tell
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from symmplan.memory.backends import Reach
+
+__all__ = ["Topology", "facts_of", "known", "survey", "topology_of", "unreached"]
+
+
+@frozen(kw_only=True)
+class Topology:
+    """What a process group is. Equal on all its ranks.
+
+    Attributes:
+        ranks: How many ranks it has.
+        hosts: On how many hosts they are, as NCCL counts them.
+        device: Kind of device of its tensors, ``"cpu"`` or ``"cuda"``.
+        nvlink: Whether one NVLink domain holds the devices of all its hosts; False for one host.
+        peer_access: Whether devices of one host address each other's memory.
+        multicast: Whether all its devices take part in NVLink multicast.
+        copy_engines: Whether NCCL can be asked to let copy engines run collectives.
+        nccl: Version of its oldest NCCL; empty without.
+
+    Examples:
+        >>> apart = Topology(ranks=16, hosts=2, device="cuda", nccl=(2, 28, 9))
+        >>> apart.reach
+        'network'
+        >>> apart.why_not("nccl")
+        "its ranks are on 2 hosts without NVLink between them, farther than memory='nccl' reaches"
+    """
+
+    ranks: int
+    hosts: int = 1
+    device: str = "cpu"
+    nvlink: bool = False
+    peer_access: bool = True
+    multicast: bool = False
+    copy_engines: bool = False
+    nccl: tuple[int, ...] = ()
+
+    @property
+    def reach(self) -> Reach:
+        """What a backend's memory must span to serve it."""
+        if self.ranks == 1:
+            return "process"
+        if not self.peer_access:
+            return "network"
+        if self.hosts == 1:
+            return "host"
+        return "nvlink" if self.nvlink else "network"
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        if self.hosts == 1:
+            return f"{ranks} on one host"
+        joined = "with NVLink" if self.nvlink else "without NVLink"
+        return f"{ranks} on {self.hosts} hosts {joined} between them"
+
+    def why_not(self, memory: str) -> str:
+        """Why a memory backend cannot serve it; empty if it can.
+
+        Args:
+            memory: Name of the backend, not ``"auto"``.
+        """
+        kind = BACKENDS[memory]
+        if self.nccl and self.nccl < kind.nccl:
+            have, want = (".".join(map(str, v)) for v in (self.nccl, kind.nccl))
+            return f"memory={memory!r} needs NCCL {want}, and this is {have}"
+        if REACHES.index(self.reach) <= REACHES.index(kind.reach):
+            return ""
+        if self.hosts == 1:
+            return f"its devices have no peer access to each other, which memory={memory!r} needs"
+        joined = "with NVLink" if self.nvlink else "without NVLink"
+        return (
+            f"its ranks are on {self.hosts} hosts {joined} between them, "
+            f"farther than memory={memory!r} reaches"
+        )
+
+
+#: Process group -> kind of device -> what was found.
+_KNOWN: WeakKeyDictionary[Any, dict[str, Topology]] = WeakKeyDictionary()
+
+
+def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> dict[str, Topology]:
+    """What some groups are. Asked once in a process for each group and kind of device.
+
+    Args:
+        groups: ``{name: process group}``, or None for a group of this process alone.
+        device: Where this rank's tensors lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Raises:
+        PeerTimeoutError: A rank did not come within the timeout.
+
+    Collective: yes, over the groups that were not asked before.
+    """
+    alone = {n for n, g in groups.items() if g is None or g.size() == 1}
+    asked = {n: g for n, g in groups.items() if n not in alone}
+    new = {n: g for n, g in asked.items() if device.type not in _KNOWN.get(g, {})}
+    if new:
+        mine = facts_of(device)
+        for name, said in tell("topology", dict.fromkeys(new, mine), new, timeout).items():
+            _KNOWN.setdefault(new[name], {})[device.type] = topology_of(said)
+    here = Topology(ranks=1, device=device.type)
+    return {n: here if n in alone else _KNOWN[g][device.type] for n, g in groups.items()}
+
+
+def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:
+    """What `survey` found before of some groups; nothing of the others.
+
+    Collective: no.
+    """
+    found = {n: _KNOWN.get(g, {}).get(device.type) for n, g in groups.items() if g is not None}
+    return {name: of for name, of in found.items() if of is not None}
+
+
+def unreached(
+    groups: Mapping[str, Any], memory: str, device: torch.device, timeout: float
+) -> dict[str, str]:
+    """``{name: why}`` of the groups that a memory backend cannot serve; as `survey`.
+
+    Collective: as `survey`.
+    """
+    found = survey(groups, device, timeout)
+    return {name: why for name, of in found.items() if (why := of.why_not(memory))}
+
+
+def facts_of(device: torch.device) -> dict[str, Any]:
+    """What this rank says of itself, as plain data."""
+    facts: dict[str, Any] = {"host": _host(), "device": device.type}
+    if device.type != "cuda":
+        return facts
+    from symmplan import _compat_probes as probes
+    from symmplan.memory.fabric import fabric_of
+
+    uuid = probes.device_uuid(device)
+    return {
+        **facts,
+        "uuid": uuid,
+        "blocked": probes.blocked_devices(device),
+        "fabric": fabric_of(uuid),
+        "multicast": probes.has_multicast(device),
+        "copy_engines": compat.has_copy_engine_policy(),
+        "nccl": list(probes.nccl_version()),
+    }
+
+
+def topology_of(said: Sequence[Mapping[str, Any]]) -> Topology:
+    """What ranks are together.
+
+    Args:
+        said: What each of them said, see `facts_of`.
+    """
+    hosts = {facts["host"] for facts in said}
+    fabrics = {facts.get("fabric", "") for facts in said}
+    devices = {(facts["host"], facts.get("uuid", "")) for facts in said}
+    blocked = {(facts["host"], other) for facts in said for other in facts.get("blocked", ())}
+    return Topology(
+        ranks=len(said),
+        hosts=len(hosts),
+        device=said[0]["device"],
+        nvlink=len(hosts) > 1 and len(fabrics) == 1 and fabrics != {""},
+        peer_access=not blocked & devices,
+        multicast=all(facts.get("multicast") is True for facts in said),
+        copy_engines=all(facts.get("copy_engines") is True for facts in said),
+        nccl=min(tuple(facts.get("nccl", ())) for facts in said),
+    )
+
+
+def _host() -> str:
+    """The host, as NCCL tells hosts apart."""
+    given = os.environ.get("NCCL_HOSTID")
+    if given:
+        return given
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"

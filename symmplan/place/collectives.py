@@ -1,0 +1,206 @@
+"""What NCCL can do with each collective in symmetric memory, and how symmplan runs it on a group.
+
+[Note: NCCL falls back silently]
+    NCCL runs a collective whose tensors lie in symmetric memory as it sees fit: in a symmetric
+    kernel if it has one for the type, the reduction and the size, on copy engines if the
+    communicator asks for them, else in a ring or tree as ever. It tells nobody. So what it has
+    kernels for is written down here, for a verdict before anything runs and for a reason after.
+
+Sources: NCCL's user guide on window registration and copy-engine collectives, ``sym_kernels.cc``,
+release notes; seen in profiles of 2.28.9.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, field, frozen
+
+from symmplan.capture.c10d import FUNCTIONAL
+from symmplan.memory import BACKENDS
+from symmplan.place.ways import Lowerings
+from symmplan.registry.catalogue import collective_of
+from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from symmplan.memory.topology import Topology
+    from symmplan.model import WayName
+    from symmplan.registry.rows import Row
+
+__all__ = ["NCCL", "Abilities", "Verdict", "by_collective", "dotted", "verdicts", "ways_of"]
+
+
+@frozen(kw_only=True)
+class Abilities:
+    """What NCCL can do with one collective in symmetric memory.
+
+    Attributes:
+        kernels: The first version with symmetric kernels for it; empty if there is none.
+        engines: The first version in which copy engines can run it; empty if there is none.
+        sides: Which side must be symmetric, for people.
+        dtypes: Element types that its symmetric kernels take; empty for all.
+        reductions: ``{reduction: first version}`` of its symmetric kernels; empty if it reduces
+            nothing.
+    """
+
+    kernels: tuple[int, ...] = ()
+    engines: tuple[int, ...] = ()
+    sides: str = ""
+    dtypes: tuple[str, ...] = ()
+    reductions: Mapping[str, tuple[int, ...]] = field(factory=dict, hash=False)
+
+    def why_not(self, nccl: tuple[int, ...], dtype: str = "", reduction: str = "") -> str:
+        """Why no symmetric kernel runs it; empty if one does, as far as is known.
+
+        Args:
+            nccl: NCCL's version.
+            dtype: Element type, ``"float32"``; any if empty.
+            reduction: ``"sum"`` and so on; any if empty.
+        """
+        if not self.kernels:
+            return "NCCL has no symmetric kernel for it"
+        if nccl < self.kernels:
+            return f"operation: NCCL has symmetric kernels for it from {dotted(self.kernels)} on"
+        if dtype and self.dtypes and dtype not in self.dtypes:
+            return f"dtype: NCCL's symmetric kernels do not reduce {dtype}"
+        since = self.reductions.get(reduction, ())
+        if reduction and self.reductions and not since:
+            return f"operation: NCCL's symmetric kernels have no {reduction}"
+        if reduction and nccl < since:
+            return f"operation: NCCL's symmetric kernels have {reduction} from {dotted(since)} on"
+        return ""
+
+
+_FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_SUMS = {"sum": (2, 27), "avg": (2, 30)}
+
+#: By the words of the catalogue.
+NCCL: Mapping[str, Abilities] = {
+    "all-gather": Abilities(
+        kernels=(2, 27), engines=(2, 28), sides="both; from 2.29 on the result alone"
+    ),
+    "reduce-scatter": Abilities(
+        kernels=(2, 27),
+        sides="both; from 2.29 on the input alone",
+        dtypes=_FLOATS,
+        reductions=_SUMS,
+    ),
+    "all-reduce": Abilities(kernels=(2, 27), sides="both", dtypes=_FLOATS, reductions=_SUMS),
+    "all-to-all": Abilities(engines=(2, 28), sides="both"),
+    "broadcast": Abilities(),
+}
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """A version, for people."""
+    return ".".join(map(str, version))
+
+
+def ways_of(collective: str, memory: str) -> tuple[WayName, ...]:
+    """The ways that symmplan has for a collective, torch's own first.
+
+    Args:
+        collective: In the words of the catalogue.
+        memory: Name of the memory backend.
+    """
+    rows = [r for op, r in Lowerings(memory).table.items() if collective_of(op) == collective]
+    kind, ways = BACKENDS[memory], ["ordinary"]
+    ways += ["symmetric"] if rows else []
+    if kind.engines and (any(r.engine for r in rows) or collective == "reduce-scatter"):
+        ways.append("copy engine")
+    if collective == "reduce-scatter" and (kind.devices or kind.collectives):
+        ways.append("push")
+    return tuple(ways)  # type: ignore[arg-type]
+
+
+@frozen
+class Verdict:
+    """How a collective runs on a group.
+
+    Attributes:
+        collective: In the words of the catalogue.
+        ways: The ways that are open, torch's own first. On devices they are measured against each
+            other, elsewhere the second is taken.
+        why: Why the others are not.
+    """
+
+    collective: str
+    ways: tuple[WayName, ...]
+    why: str
+
+
+def verdicts(topology: Topology, memory: str) -> list[Verdict]:
+    """How each collective runs on a group.
+
+    Args:
+        topology: What the group is.
+        memory: Name of the memory backend.
+    """
+    found = []
+    apart = topology.why_not(memory)
+    for collective, abilities in NCCL.items():
+        if apart or topology.ranks == 1:
+            found.append(Verdict(collective, ("ordinary",), apart or "there is one rank"))
+            continue
+        ways, why = list(ways_of(collective, memory)), []
+        if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):
+            ways.remove("symmetric")
+            why.append(reason)
+        if BACKENDS[memory].devices and "copy engine" not in ways:
+            why.append("copy engines cannot run it")
+        elif "copy engine" in ways and not topology.copy_engines:
+            ways.remove("copy engine")
+            why.append("NCCL cannot be asked for copy engines")
+        if "push" in ways:
+            why.append("pushes are FSDP2's")
+        found.append(Verdict(collective, tuple(ways), "; ".join(why)))
+    return found
+
+
+def by_collective() -> list[dict[str, Any]]:
+    """For each collective the ops that run it, and what becomes of them, as plain data.
+
+    Of the catalogue, whatever torch this is: an op may be newer than it.
+    """
+    rows = (*COLLECTIVES, *SYMM_MEM)
+    return [
+        {
+            "collective": name,
+            "nccl": asdict(NCCL.get(name, Abilities())),
+            "ways": {memory: ways_of(name, memory) for memory in ("nccl", "shm")},
+            "ops": [_served(row) for row in rows if row.collective == name],
+        }
+        for name in dict.fromkeys(row.collective for row in rows)
+    ]
+
+
+def _served(row: Row) -> dict[str, Any]:
+    return {
+        "op": row.op,
+        "symmetric": list(row.where),
+        "nccl": _run_as(row, "nccl"),
+        "shm": _run_as(row, "shm"),
+        "note": row.note,
+    }
+
+
+def _run_as(row: Row, memory: str) -> str:
+    """What runs instead of an op on a memory backend, for people."""
+    namespace, _, name = row.op.partition("::")
+    if row.op in FUNCTIONAL:
+        return f"as {FUNCTIONAL[row.op]}"
+    if namespace == "_c10d_functional_autograd":
+        return f"as _c10d_functional::{name}"
+    if not row.where:
+        return "left as it is"
+    if namespace == "symm_mem":
+        devices = BACKENDS[memory].devices
+        return "itself, on placements" if devices else "left as it is: it needs device memory"
+    found = Lowerings(memory).table.get(f"{row.op}.default")
+    if found is None:
+        return "left as it is"
+    target = found.target.removesuffix(".default")
+    called = "itself" if target == row.op else target
+    return f"{called}, on {' and '.join(found.needs)}" + ", for each tensor" * found.each

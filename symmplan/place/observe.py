@@ -1,0 +1,430 @@
+"""What was planned is what ran: a step under torch's profiler, each collective with its kernels.
+
+[Note: how a way shows]
+    NCCL's symmetric kernels are called ``ncclSymk...``, its others ``ncclDevKernel_...``; copy
+    engines show as ``Memcpy PtoP``, and so do pushes, which are such copies. Shared memory's own
+    collectives show under their names, ``symmplan::...``, and those of torch as ``c10d::...``.
+    Whoever launches a planned collective during a check marks the time that this takes on the host;
+    what the host launched meanwhile is that collective's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, field, frozen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from symmplan.errors import RunError
+from symmplan.memory import BACKENDS, locate
+from symmplan.memory.groups import resolve_groups
+from symmplan.memory.topology import Topology, known
+from symmplan.place.collectives import NCCL
+from symmplan.registry.catalogue import collective_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from symmplan.model import WayName
+
+__all__ = [
+    "Checked",
+    "Event",
+    "Expected",
+    "Profile",
+    "Seen",
+    "check",
+    "checking",
+    "kind_of",
+    "launching",
+    "launching_from",
+    "profiled",
+]
+
+#: The first kind one of whose words is in a kernel's name.
+_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("symmetric kernels", ("ncclsymk", "ncclsymdev")),
+    ("NCCL kernels", ("nccl",)),
+    ("copy engines", ("memcpy ptop",)),
+    ("local copies", ("memcpy",)),
+    ("attention", ("flash", "fmha", "attention", "sdpa")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "cublas")),
+    ("copies out", ("split_with_sizes",)),
+    ("gradient copies in", ("chunk_cat",)),
+    ("shard copies in", ("multi_tensor", "foreach")),
+    ("sums", ("reduce_kernel",)),
+)
+#: Calls of the CUDA runtime or driver; ops have correlation numbers too, but others.
+_LAUNCH = re.compile(r"cu(da)?[A-Z]")
+_MARK = "symmplan planned "
+#: On the host: collectives of process groups, and symmplan's own.
+_TORCHS = ("c10d::", "_c10d_functional::", "gloo:", "nccl:")
+_OWN = "symmplan::"
+
+
+# ---- profiles -----------------------------------------------------------------------------------
+
+
+@frozen
+class Event:
+    """A kernel or copy on a device.
+
+    Attributes:
+        name: As the profiler has it.
+        begin: Nanoseconds.
+        end: Nanoseconds.
+        launched: When the host launched it, in nanoseconds; None if that is not known.
+    """
+
+    name: str
+    begin: int
+    end: int
+    launched: int | None = None
+
+
+@frozen
+class Profile:
+    """What ran.
+
+    Attributes:
+        events: On the device.
+        host: ``(name, begin, end)`` of what the host did, in nanoseconds.
+    """
+
+    events: tuple[Event, ...]
+    host: tuple[tuple[str, int, int], ...]
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel or copy with this name."""
+    lower = name.lower()
+    for kind, words in _KINDS:
+        if any(word in lower for word in words):
+            return kind
+    return "other"
+
+
+def profiled(act: Callable[[], Any], *, cuda: bool, host: bool = True) -> Profile:
+    """Run something once under torch's profiler.
+
+    Args:
+        act: What to run.
+        cuda: Whether to look at the device, and wait for it.
+        host: Whether to look at the host.
+
+    Collective: as ``act``.
+    """
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CUDA] * cuda + [kinds.CPU] * host
+    with torch.profiler.profile(activities=activities) as seen:
+        act()
+        if cuda:
+            torch.cuda.synchronize()
+    kineto: Any = seen.profiler
+    on_device, launches, done = [], {}, []
+    for event in kineto.kineto_results.events():
+        name, begin = event.name(), event.start_ns()
+        end = begin + event.duration_ns()
+        if "CUDA" not in str(event.device_type()):
+            if _LAUNCH.match(name):
+                launches[event.correlation_id()] = begin
+            else:
+                done.append((name, begin, end))
+        elif not name.startswith(("Memset", "FSDP::", _MARK)) and not _annotates(event):
+            on_device.append((name, begin, end, event.correlation_id()))
+    events = (Event(n, b, e, launches.get(c)) for n, b, e, c in on_device)
+    return Profile(tuple(events), tuple(done))
+
+
+def _annotates(event: Any) -> bool:
+    """Whether an event is the device's part of a ``record_function``, no kernel."""
+    asked = getattr(event, "is_user_annotation", None)
+    return bool(asked is not None and asked())
+
+
+# ---- what is looked for, and what is seen -------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Expected:
+    """A collective as it was planned.
+
+    Attributes:
+        name: The call in the program, or the FSDP module.
+        op: Qualified name of the collective's op.
+        group: Name of the process group.
+        memory: Name of the memory backend.
+        nbytes: Bytes of its inputs on one rank; of FSDP2's, as `Choice.nbytes`.
+        dtype: Element type, ``"float32"``.
+        way: How it is to run.
+        reduction: ``"sum"`` and so on, where it is known.
+        target: The op that is called instead, where that tells it apart.
+        launches: How often that is called.
+    """
+
+    name: str
+    op: str
+    group: str
+    memory: str
+    nbytes: int
+    dtype: str
+    way: WayName
+    reduction: str = ""
+    target: str = ""
+    launches: int = 1
+
+
+@frozen
+class Seen:
+    """A planned collective, and what ran.
+
+    Attributes:
+        planned: How it was planned.
+        way: How it ran; empty if nothing was seen of it.
+        kernels: ``{name: how often}`` of its kernels and copies between devices; of shared
+            memory, of its ops.
+        reason: Why it ran otherwise than planned, as far as that is known; empty if it did not.
+    """
+
+    planned: Expected
+    way: WayName | None
+    kernels: Mapping[str, int] = field(factory=dict, hash=False)
+    reason: str = ""
+
+    @property
+    def engaged(self) -> bool:
+        """Whether it ran as planned."""
+        return self.way == self.planned.way
+
+
+@frozen
+class Checked:
+    """What was planned of a step's collectives, and what ran, on this rank.
+
+    Attributes:
+        calls: In the order of the step.
+    """
+
+    calls: tuple[Seen, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether each ran as planned."""
+        return all(seen.engaged for seen in self.calls)
+
+    @property
+    def missed(self) -> tuple[tuple[str, str], ...]:
+        """``(collective, reason)`` of those that did not."""
+        return tuple(
+            (f"{s.planned.name} ({s.planned.op})", s.reason) for s in self.calls if s.reason
+        )
+
+    def __str__(self) -> str:
+        """A table, planned and observed side by side, and the reasons below it."""
+        rows = Counter(
+            (
+                collective_of(s.planned.op) or s.planned.op,
+                f"{s.planned.nbytes} bytes",
+                s.planned.dtype,
+                s.planned.way,
+                s.way or "not seen",
+                ", ".join(sorted(s.kernels)) or "-",
+            )
+            for s in self.calls
+        )
+        lines = ["calls  collective  planned -> observed: kernels"]
+        for (what, size, dtype, planned, ran, kernels), count in rows.items():
+            lines.append(f"{count:5}  {what}, {size} of {dtype}: {planned} -> {ran}: {kernels}")
+        return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.missed)])
+
+
+# ---- the check ----------------------------------------------------------------------------------
+
+
+class _Check:
+    """The check that is going on: which collectives were launched so far."""
+
+    def __init__(self) -> None:
+        self.expected: list[Expected] = []
+        self.reasons: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def launching(self, expected: Expected, reason: str) -> Iterator[None]:
+        number = next((i for i, e in enumerate(self.expected) if e is expected), None)
+        if number is None:
+            number = len(self.expected)
+            self.expected.append(expected)
+        if reason:
+            self.reasons[number] = reason
+        with torch.profiler.record_function(f"{_MARK}{number}"):
+            yield
+
+
+_NOW: _Check | None = None
+_NOTHING = contextlib.nullcontext()
+
+
+def checking() -> bool:
+    """Whether a step is being checked."""
+    return _NOW is not None
+
+
+def launching(
+    expected: Expected | None, reason: str = ""
+) -> contextlib.AbstractContextManager[None]:
+    """What is launched inside belongs to a planned collective. Costs nothing but in a check.
+
+    Args:
+        expected: The collective, a new object for each call, and the same one for all parts of a
+            call; None if it was not planned.
+        reason: Why it will not run as planned, if that is known.
+    """
+    return _NOTHING if _NOW is None or expected is None else _NOW.launching(expected, reason)
+
+
+def launching_from(calls: Sequence[Expected]) -> contextlib.AbstractContextManager[Any]:
+    """The ops that run inside make these calls, in this order: code that cannot mark them itself.
+
+    They are told apart from others of the same name by their tensors, which lie in segments.
+    """
+    return _NOTHING if _NOW is None else _Calls(calls)
+
+
+class _Calls(TorchDispatchMode):
+    """See `launching_from`."""
+
+    def __init__(self, calls: Sequence[Expected]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = [evolved for c in calls for evolved in [evolve(c)] * c.launches]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        at = next((i for i, e in enumerate(self._left) if e.target == name), None)
+        if at is None or not any(map(_is_placed, tree_leaves((args, kwargs)))):
+            return func(*args, **kwargs)
+        with launching(self._left.pop(at)):
+            return func(*args, **kwargs)
+
+
+def _is_placed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and locate(value) is not None
+
+
+def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
+    """Run a step once, and compare what was planned with what ran.
+
+    Args:
+        step: What to run.
+        device: Where the program's tensors lie; None if nothing was planned yet.
+
+    Raises:
+        RunError: Nothing was planned yet, or another check is going on.
+
+    Collective: as ``step``.
+    """
+    global _NOW  # noqa: PLW0603 (one at a time: there is one profiler)
+    if device is None or _NOW is not None:
+        raise RunError(
+            "a step is checked before there is a plan"
+            if device is None
+            else "two checks at a time",
+            expected="a step that follows a plan, and no check inside another",
+            got="no plan" if device is None else "a check that is going on",
+            fix="run steps until there is a plan first"
+            if device is None
+            else "check one step after the other",
+        )
+    now = _NOW = _Check()
+    try:
+        profile = profiled(step, cuda=device.type == "cuda")
+    finally:
+        _NOW = None
+    marks: dict[int, list[tuple[int, int]]] = {}
+    for name, begin, end in profile.host:
+        if name.startswith(_MARK):
+            marks.setdefault(int(name.removeprefix(_MARK)), []).append((begin, end))
+    groups = resolve_groups(e.group for e in now.expected)
+    of = known({n: g.process_group for n, g in groups.items()}, device)
+    return Checked(
+        tuple(
+            _seen(e, profile, marks.get(i, ()), of.get(e.group), now.reasons.get(i))
+            for i, e in enumerate(now.expected)
+        )
+    )
+
+
+def _seen(
+    expected: Expected,
+    profile: Profile,
+    marks: Sequence[tuple[int, int]],
+    topology: Topology | None,
+    known_reason: str | None,
+) -> Seen:
+    def inside(moment: int | None) -> bool:
+        return moment is not None and any(begin <= moment <= end for begin, end in marks)
+
+    kernels = [e.name for e in profile.events if inside(e.launched)]
+    of_kind = {name: kind_of(name) for name in kernels}
+    moving = ("symmetric kernels", "NCCL kernels", "copy engines")
+    shown = [_short(name) for name in kernels if of_kind[name] in moving]
+    kinds = set(of_kind.values())
+    ops = [name for name, begin, _ in profile.host if inside(begin)]
+    if not BACKENDS[expected.memory].devices:
+        shown = [name for name in ops if name.startswith((_OWN, *_TORCHS))]
+    way = _way(expected, kinds, ops)
+    reason = ""
+    if way != expected.way:
+        reason = known_reason or _why(expected, way, topology or Topology(ranks=1))
+    return Seen(expected, way, dict(Counter(shown)), reason)
+
+
+def _way(expected: Expected, kinds: set[str], ops: Iterable[str]) -> WayName | None:
+    """See [Note: how a way shows]."""
+    if BACKENDS[expected.memory].devices:
+        if expected.way == "push" and "copy engines" in kinds:
+            return "push"  # the ranks meet in a kernel of NCCL
+        if "NCCL kernels" in kinds:
+            return "ordinary"
+        if "symmetric kernels" in kinds:
+            return "symmetric"
+        return "copy engine" if "copy engines" in kinds else None
+    own = {name for name in ops if name.startswith(_OWN)}
+    if own:  # shared memory has one way for what a device has several
+        pushed = f"{_OWN}push" in own
+        return expected.way if pushed is (expected.way == "push") else "symmetric"
+    # Its own collectives always show; past the dispatcher those of a process group may not.
+    seen = expected.way != "ordinary" or any(name.startswith(_TORCHS) for name in ops)
+    return "ordinary" if seen else None
+
+
+def _why(expected: Expected, way: WayName | None, topology: Topology) -> str:
+    """Why a collective ran otherwise than planned, as far as is known."""
+    if way is None:
+        return "nothing was seen of it: a CUDA graph or another thread may have launched it"
+    memory = expected.memory
+    apart = topology.why_not(memory)
+    if apart:
+        return f"topology: {apart}"
+    if memory != "nccl":
+        return f"operation: the process group does not know that memory={memory!r} is symmetric"
+    abilities = NCCL.get(collective_of(expected.op))
+    if expected.way == "copy engine":
+        if not topology.copy_engines:
+            return "topology: NCCL cannot be asked for copy engines"
+        return f"size: NCCL did not give {expected.nbytes} bytes to copy engines"
+    why = (
+        ""
+        if abilities is None
+        else abilities.why_not(topology.nccl, expected.dtype, expected.reduction)
+    )
+    return why or f"size or alignment: NCCL chose another kernel for {expected.nbytes} bytes"
+
+
+def _short(name: str) -> str:
+    return re.split(r"[(<]", name)[0].strip()

@@ -1,0 +1,230 @@
+"""What was planned is what ran, by the profiler; and groups that NCCL takes for two hosts.
+
+    python -m pytest tests/gpu/test_engaged_gpu.py -m gpu
+
+Two devices of one host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+]
+
+DIM = 2048
+LAYERS = 3
+F = torch.ops._c10d_functional
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, init="nccl", timeout=300) as started:
+        yield started
+        started.outcomes(finish)
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """Ranks of one machine that NCCL takes for two hosts."""
+    with RankPool(2, init=None, timeout=300) as started:
+        started.run(start_apart, os.getpid())
+        yield started
+        started.outcomes(finish)
+
+
+# Rank side.
+
+
+def start_apart(rank, world, number):
+    import torch.distributed as dist
+
+    os.environ["NCCL_HOSTID"] = f"host {rank}"
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file:///tmp/symmplan-{number}", rank=rank, world_size=world
+    )
+    dist.barrier()
+
+
+def finish(rank, world):
+    import torch.distributed as dist
+
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def model_of(dtype):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(DIM, DIM, bias=False, dtype=dtype) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers).cuda()
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def trained(rank, dtype, choose, steps=4):
+    """What a step's collectives were planned to run as, and did; and losses."""
+    import symmplan
+
+    model = model_of(dtype)
+    handle = None
+    if choose is not None:
+        handle = symmplan.fsdp.apply(model, choose=choose, timeout=60)
+    losses = []
+
+    def step():
+        x = torch.full((64, DIM), 1.0 + rank + len(losses), device="cuda", dtype=dtype)
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        model.zero_grad()
+
+    for _ in range(steps - 1):
+        step()
+    if handle is None:
+        step()
+        return {"losses": losses}
+    checked = handle.check(step)
+    found = {
+        "losses": losses,
+        "calls": [(s.planned.op, s.planned.way, s.way, s.reason) for s in checked.calls],
+        "disengaged": handle.stats.disengaged,
+        "unplanned": [(u.op, u.reason) for u in handle.plan.unplanned],
+        "rendezvous": handle.stats.rendezvous,
+        "text": str(checked),
+    }
+    handle.remove()
+    return found
+
+
+def trained_all(rank, world, dtype, choices):
+    return [trained(rank, getattr(torch, dtype), choose) for choose in choices]
+
+
+def graph_and_session(rank, world):
+    """A graph and a session over the world: results as without, stats, and the check."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+
+    def program(x, group):
+        whole = F.wait_tensor(F.all_gather_into_tensor(x + 1, 2, group))
+        return F.wait_tensor(F.all_reduce(whole * 2, "sum", group))
+
+    x = torch.full((1 << 20,), 1.0 + rank, device="cuda")
+    want = program(x, group)
+    backend = symmplan.backend(inner="eager", timeout=60, choose="placed")
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    same = [torch.equal(compiled(x, group), want)]
+    graph = None if backend.stats.placed == 0 else backend.check(lambda: compiled(x, group))
+    plans = list(backend.plans)
+    backend.release()
+    torch._dynamo.reset()
+    with symmplan.eager(timeout=60, choose="placed") as session:
+
+        def iteration():
+            same.append(torch.equal(program(x, group), want))
+            session.step()
+
+        iteration()
+        checked = session.check(iteration)
+        plans.append(session.plan)
+        placed = session.stats.placed
+    reasons = {u.reason for plan in plans for u in plan.unplanned}
+    calls = [
+        [(s.planned.op, s.planned.way, s.way, s.reason) for s in c.calls]
+        for c in (graph, checked)
+        if c is not None
+    ]
+    return same, placed, sorted(reasons), calls
+
+
+def told(rank, world):
+    import torch.distributed as dist
+
+    from symmplan.memory.topology import survey
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    return survey({"g": dist.group.WORLD}, device, 60.0)["g"]
+
+
+# Parent side.
+
+
+def test_the_topology_of_two_devices(pool):
+    first, second = pool.run(told)
+    print(first)
+    assert first == second
+    assert (first.ranks, first.hosts, first.device) == (2, 1, "cuda")
+    assert first.nccl >= (2, 27)
+    assert first.why_not("nccl") == "" or not first.peer_access
+
+
+@pytest.mark.parametrize("choose", ["symmetric", "copy engine", "push", "ordinary"])
+def test_each_way_engages(pool, choose):
+    for (found,) in pool.run(trained_all, "bfloat16", [choose]):
+        print(found["text"])
+        assert found["disengaged"] == ()
+        gathers = {ran for op, _, ran, _ in found["calls"] if "gather" in op}
+        sums = {ran for op, _, ran, _ in found["calls"] if "reduce" in op}
+        assert sums == {choose}
+        assert gathers == {"copy engine" if choose == "push" else choose}
+
+
+def test_a_type_that_symmetric_kernels_do_not_reduce_is_named(pool):
+    for (found,) in pool.run(trained_all, "float64", ["symmetric"]):
+        print(found["text"])
+        sums = [call for call in found["calls"] if "reduce" in call[0]]
+        assert sums
+        for _, planned, ran, reason in sums:
+            assert (planned, ran) == ("symmetric", "ordinary")
+            assert reason == "dtype: NCCL's symmetric kernels do not reduce float64"
+        assert len(found["disengaged"]) == len(sums)
+        assert all(ran == "symmetric" for op, _, ran, _ in found["calls"] if "gather" in op)
+
+
+def test_graphs_and_sessions_are_checked(pool):
+    for same, placed, _, calls in pool.run(graph_and_session):
+        print(calls)
+        assert all(same)
+        assert placed > 0
+        for checked in calls:
+            assert [ran for *_, ran, _ in checked] == ["symmetric", "symmetric"]
+
+
+@pytest.mark.parametrize("choose", ["measure", "symmetric", "copy engine", "push"])
+def test_two_hosts_train_in_torchs_own_way(apart, choose):
+    for plain, found in apart.run(trained_all, "bfloat16", [None, choose]):
+        print(found["text"])
+        assert found["losses"] == plain["losses"]
+        assert found["rendezvous"] == 0
+        assert {ran for *_, ran, _ in found["calls"]} == {"ordinary"}
+        assert found["unplanned"]
+        assert all("2 hosts without NVLink" in reason for _, reason in found["unplanned"])
+
+
+def test_graphs_and_sessions_of_two_hosts_are_ordinary(apart):
+    for same, placed, reasons, _ in apart.run(graph_and_session):
+        assert all(same)
+        assert placed == 0
+        assert reasons
+        assert all("2 hosts" in reason for reason in reasons)
