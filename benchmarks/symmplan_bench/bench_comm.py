@@ -144,7 +144,7 @@ def _choices(rank: int, options: dict[str, Any]) -> tuple[str, list[dict[str, An
     for kind in ("all_gather", "reduce_scatter"):
         for size in options["sizes"]:
             nbytes = size * group.size()
-            key = Key("bench", kind, nbytes // dtype.itemsize, str(dtype), backward=False)  # type: ignore[arg-type]
+            key = Key("bench", kind, nbytes // dtype.itemsize, str(dtype), backward=False)
             recording.run(recording.begin(key, nbytes), group_name(group))
     name, choices = Planning(Options(choose="measure"), memory).measured(recording)
     rows = [
