@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from symmplan.registry import register_symm_mem_args as register_symm_mem_args
     from symmplan.registry import requirements as requirements
     from symmplan.registry import symm_args as symm_args
+    from symmplan.simulation import simulate as simulate
 
 # Public name -> module that defines it. Loaded on first use, so that `import symmplan` is cheap
 # and does not import torch.
@@ -41,6 +42,7 @@ _HOME = {
     "register_symm_mem_args": "symmplan.registry",
     "requirements": "symmplan.registry",
     "segments": "symmplan.memory.held",
+    "simulate": "symmplan.simulation",
     "symm_args": "symmplan.registry",
 }
 

@@ -191,7 +191,7 @@ def watch_copy_in() -> None:
 
     @functools.wraps(original)
     def copy_in(gradients: list[Any], target: Any, *args: Any, **kwargs: Any) -> None:
-        taken = COPY_INS.pop(target.data_ptr(), None)
+        taken = COPY_INS.pop(target.data_ptr(), None) if COPY_INS else None
         if taken is None:
             original(gradients, target, *args, **kwargs)
         else:

@@ -29,6 +29,7 @@ __all__ = [
     "RaceError",
     "ReleasedError",
     "RunError",
+    "SimulationError",
     "SymmplanError",
     "VerificationError",
 ]
@@ -204,6 +205,12 @@ class RaceAccess(NamedTuple):
         what += f"{self.high}) of rank {self.owner}'s segment {self.segment!r}"
         what += f" (buffer {self.buffer})" if self.buffer else ""
         return f"{what} in {self.op}" + (f" at {self.line}" if self.line else "")
+
+
+class SimulationError(SymmplanError):
+    """A program cannot be simulated: it reads values, or asks for what is not there."""
+
+    rule = "simulation not possible"
 
 
 class RaceError(RunError):

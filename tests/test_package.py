@@ -29,6 +29,7 @@ ALLOWED = {
     "model": {"errors"},
     "_compat": {"errors", "_compat_c10d"},
     "_compat_c10d": set(),
+    "_compat_simulate": set(),
     "_compat_autograd": set(),
     "_compat_fsdp": set(),
     "_compat_probes": set(),
@@ -39,6 +40,9 @@ ALLOWED = {
     "memory": BASE | {"planner", "registry"},
     "place": BASE | {"registry", "planner", "capture", "memory"},
     "integrate": BASE | {"registry", "planner", "capture", "memory", "place"},
+    "simulation": BASE
+    | {"_compat_simulate", "report", "registry", "planner", "capture", "memory", "place"}
+    | {"integrate"},
     "testing": BASE
     | {"_compat_c10d", "registry", "planner", "capture", "memory", "place", "integrate"},
     "fsdp": BASE | {"place", "integrate"},
@@ -46,7 +50,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": BASE
     | {"registry", "planner", "capture", "memory", "place", "integrate"}
-    | {"report", "testing", "api", ""},
+    | {"report", "simulation", "testing", "api", ""},
 }
 #: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
 #: functions, and nothing else may look ahead.

@@ -4,6 +4,10 @@ Both run in the same processes on the same tensors, alternating, so that other l
 alike; a repetition's time is the slowest rank's, and medians are compared. Every result is checked
 against gloo's. Bytes are those of one rank's part: the input of an all-gather, the output of a
 reduce-scatter, the whole tensor of an all-reduce.
+
+With -o, FSDP2's collectives are timed instead in every way that the device's memory has, as a job
+does that measures, and the choices written to a table: for choose= of later jobs, and for
+symmplan simulate.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import RunError
+from symmplan.place.table import Row, Table
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import run_ranks
 
@@ -44,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetitions", type=int, default=15, help="timed runs of each (default 15)"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with -o")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write a table of choices")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds for everything (default 300)"
@@ -58,6 +66,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.ranks < 2:
         raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+    if args.output is not None:
+        return _write_choices(args)
+    if args.device != "cpu":
+        raise RunError("gloo has no collectives of devices", fix="add -o choices.json")
     options = {
         "ranks": args.ranks,
         "sizes": args.sizes,
@@ -99,6 +111,55 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _write_choices(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure as a job does, on all ranks alike; write the table."""
+    options = {"sizes": args.sizes, "dtype": args.dtype, "device": args.device}
+    ranks = args.ranks
+    measured = run_ranks(_choices, options, ranks=ranks, device=args.device, timeout=args.timeout)
+    memory, rows = measured[0]
+    table = Table(memory, tuple(Row(**row) for row in rows))
+    args.output.write_text(table.to_json(), encoding="utf-8")
+    return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
+
+
+def _choices(rank: int, options: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """What FSDP2's collectives of some sizes run as, over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from symmplan._compat import group_name
+    from symmplan.capture.fsdp import Key, Recording
+    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.planning import Planning
+    from symmplan.place.options import Options
+
+    cuda = options["device"] == "cuda"
+    group = dist.group.WORLD
+    assert group is not None
+    memory = Memory(Options(choose="measure"))
+    memory.groups[group_name(group)] = group
+    memory.expect(torch.device("cuda", rank) if cuda else torch.device("cpu"))
+    dtype = getattr(torch, options["dtype"])
+    recording = Recording()
+    for kind in ("all_gather", "reduce_scatter"):
+        for size in options["sizes"]:
+            nbytes = size * group.size()
+            key = Key("bench", kind, nbytes // dtype.itemsize, str(dtype), backward=False)
+            recording.run(recording.begin(key, nbytes), group_name(group))
+    name, choices = Planning(Options(choose="measure"), memory).measured(recording)
+    rows = [
+        {
+            "op": choice.op,
+            "ranks": choice.ranks,
+            "nbytes": choice.nbytes,
+            "way": choice.way,
+            "seconds": dict(choice.seconds),
+        }
+        for choice in choices
+    ]
+    return name, rows
+
+
 def _command(args: argparse.Namespace) -> str:
     return (
         f"symmplan bench comm --ranks {args.ranks} --repetitions {args.repetitions} "
@@ -108,6 +169,9 @@ def _command(args: argparse.Namespace) -> str:
 
 def render(result: dict[str, Any]) -> str:
     """A table for people."""
+    if "written" in result:
+        rows = [f"{r['op']:15} {r['nbytes']:>12}  {r['way']}" for r in result["rows"]]
+        return "\n".join([*rows, f"wrote {result['written']}"])
     machine = result["machine"]
     lines = [
         (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 from attrs import frozen
 
 from symmplan.errors import BackendError
+from symmplan.memory.simulated import SimulatedBackend, current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,6 +130,9 @@ def resolve_backend(
             fix='pass memory="auto"',
             memory=memory,
         )
+    world = current()
+    if world is not None:
+        return SimulatedBackend(world)
     alone = all(group.size == 1 for group in groups.values())
     if memory == "auto":
         memory = _automatic(device, groups, alone=alone)

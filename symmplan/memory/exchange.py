@@ -32,6 +32,7 @@ from symmplan.memory.sessions import (
     posted_error,
     wrong_session,
 )
+from symmplan.memory.simulated import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ class Exchange:
         self._sides: dict[str, _Side] = {}
         for name, group in self.groups.items():
             group.require_own()
-            if group.size > 1:
+            if group.size > 1 and current() is None:
                 with _store_errors(group):
                     self._sides[name] = _Side(group, keys)
 
@@ -118,7 +119,8 @@ class Exchange:
         """
         names = list(groups) or list(self.groups)
         mine = payload if not isinstance(payload, bytes) else dict.fromkeys(names, payload)
-        answers = {name: [mine[name]] for name in names}  # those of groups of one rank
+        # Those of groups of one rank, or of ranks that are not there.
+        answers = {name: [mine[name]] * self.groups[name].size for name in names}
         waiting = [name for name in names if name in self._sides]
         for name in waiting:
             with _store_errors(self.groups[name]):

@@ -142,12 +142,13 @@ class Segment:
         timeout: float,
         health: Health | None = None,
         on_release: Callable[[], None] | None = None,
+        address: int | None = None,
     ) -> None:
         self.spec = spec
         self.backend = backend
         self.timeout = timeout
         self.health = health if health is not None else Health()
-        self.address: int = tensor.data_ptr()
+        self.address: int = tensor.data_ptr() if address is None else address
         self.nbytes: int = spec.nbytes
         self.rendezvous: dict[str, Rendezvous] = {}
         self._tensor: torch.Tensor | None = tensor

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CHOOSE", "Choice", "Choose", "fastest"]
 
-#: How ways are chosen. The name of a way is meant for all collectives that have it.
-Choose: TypeAlias = Literal["auto", "measure", "placed", WayName]
-CHOOSE: tuple[str, ...] = get_args(Choose)
+_Word: TypeAlias = Literal["auto", "measure", "placed", WayName]
+CHOOSE: tuple[str, ...] = get_args(_Word)
+#: How ways are chosen. The name of a way is meant for all collectives that have it; what ends with
+#: ``.json`` is the path of a table, see `symmplan.place.table`.
+Choose: TypeAlias = _Word | str
 
 #: Ways whose times are in this ratio are about as fast.
 ALIKE = 0.97

@@ -20,10 +20,12 @@ from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
+from symmplan.memory.simulated import current
 from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.choice import Choice
 from symmplan.place.engines import Engines, asked, known_of, require
+from symmplan.place.table import ruled
 from symmplan.place.trials import Trial, choices_of, measure
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
@@ -130,8 +132,8 @@ def choose_ways(
     groups = {n: g.process_group for n, g in resolve_groups(names).items()}
     if any(group is None for group in groups.values()):
         return Chosen(apart)  # without torch.distributed there is no other way
-    if choose == "copy engine":
-        new: list[_Case] = []
+    new: list[_Case] = []
+    if choose in ("copy engine", "table"):
         ask = {n: g for n, g in groups.items() if not asked(g)} and groups
     else:
         most: dict[_Case, _Case] = {}
@@ -144,7 +146,7 @@ def choose_ways(
         ask = {c.group: groups[c.group] for c in (*new, *gone)}
     # Where nothing is new nobody is waited for: ranks that compile other collectives than their
     # peers have something new, or another plan.
-    if ask:
+    if ask and current() is None:
         # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
@@ -154,6 +156,8 @@ def choose_ways(
     if choose == "copy engine":
         require(groups, engines, lowerings.memory)
         return Chosen(apart, engines=_over(cases, rows, engines))
+    if choose == "table":
+        return _by_table(apart, cases, rows, groups, engines, options)
     choices = {node: choices_of(groups[case.group])[case] for node, case in cases.items()}
     by_engines = {n: cases[n] for n, c in choices.items() if c.way == "copy engine"}
     return Chosen(
@@ -178,6 +182,27 @@ def _apart(
     groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
     why = unreached(groups, memory, device, timeout)
     return {node: why[group] for node, group in calls.items() if group in why}
+
+
+def _by_table(
+    apart: Mapping[fx.Node, str],
+    cases: Mapping[fx.Node, _Case],
+    rows: Mapping[fx.Node, Lowering],
+    groups: Mapping[str, Any],
+    engines: Mapping[str, Engines],
+    options: Options,
+) -> Chosen:
+    """As it was measured elsewhere, else by rule."""
+    found = {}
+    for node, case in cases.items():
+        ranks = groups[case.group].size()
+        nbytes = sum(case.numels) * int(getattr(torch, case.dtype).itemsize)
+        found[node] = ruled(options.table, case.op, ranks, nbytes, case.memory)
+    by_engines = {n: cases[n] for n, (way, _) in found.items() if way == "copy engine"}
+    return Chosen(
+        {**apart, **{n: reason for n, (way, reason) in found.items() if way == "ordinary"}},
+        _over(by_engines, rows, engines),
+    )
 
 
 def _over(

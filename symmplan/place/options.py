@@ -9,7 +9,9 @@ from attrs import frozen
 from symmplan import _compat as compat
 from symmplan.errors import BackendError, CaptureError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+from symmplan.memory.simulated import current, on_device
 from symmplan.place.choice import CHOOSE
+from symmplan.place.table import is_table, read_table
 from symmplan.planner.plan import check_effort
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.place.choice import Choose
+    from symmplan.place.table import Table
     from symmplan.place.ways import Collectives
 
 __all__ = ["Options", "here", "known"]
@@ -37,7 +40,9 @@ class Options:
             has copy engines, the others in symmetric memory. ``"push"``: FSDP2's reduce-scatters
             are pushes of gradients into peers' memory, its gathers run by copy engines where there
             are any; all else is in symmetric memory. ``"auto"``: measured on devices,
-            placed elsewhere, as shared memory between processes is always faster.
+            placed elsewhere, as shared memory between processes is always faster. The path of a
+            file that ends with ``.json``: as it was measured elsewhere, see
+            `symmplan.place.table`; equal on all ranks.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
@@ -58,16 +63,28 @@ class Options:
 
     def __attrs_post_init__(self) -> None:
         known("memory backend", self.memory, tuple(BACKENDS))
-        known("way to choose", self.choose, CHOOSE)
+        if is_table(self.choose):
+            read_table(str(self.choose))
+        else:
+            known("way to choose", self.choose, CHOOSE)
         known("way to debug", self.debug, (True, False, "poison"))
         known("collectives", self.collectives, ("auto", "process group"))
         check_effort(self.effort)
 
+    @property
+    def table(self) -> Table | None:
+        """The table of choices that was given, or that a simulated world has."""
+        world = current()
+        path = self.choose if is_table(self.choose) else None if world is None else world.choices
+        return None if path is None else read_table(str(path))
+
     def chosen(self, device: torch.device) -> Choose:
-        """``"measure"``, or the way that is meant for all collectives that have it."""
+        """``"measure"``, the way that is meant for all collectives that have it, or ``"table"``."""
         choose: Choose = self.choose
         if choose == "auto":
-            choose = "symmetric" if device.type == "cpu" else "measure"
+            choose = "measure" if on_device(device) else "symmetric"
+        if is_table(choose) or (choose == "measure" and current() is not None):
+            return "table"
         return "symmetric" if choose == "placed" else choose
 
 

@@ -20,6 +20,7 @@ from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.memory.groups import group_key
+from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options, known
 from symmplan.place.stats import Stats
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.parts import PartName, Record
-    from symmplan.model import Plan
+    from symmplan.model import Plan, WayName
     from symmplan.place.choice import Choice, Choose
     from symmplan.place.ways import Collectives
 
@@ -170,6 +171,18 @@ class CompileBackend:
         """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
         return reasons(self._pool.copies)
 
+    def simulated_plans(self) -> tuple[Plan, ...]:
+        """See `symmplan.memory.simulated`."""
+        return self.plans
+
+    def simulated_way(self, call: Any) -> WayName:  # noqa: ARG002
+        """It tells of no calls: what a graph runs is seen."""
+        return "symmetric"
+
+    def simulated_end(self) -> None:
+        """See `symmplan.memory.simulated`."""
+        self.release()
+
     def release(self) -> None:
         """Give all segments back. The compiled graphs cannot run any more.
 
@@ -201,11 +214,14 @@ class CompileBackend:
                 got=", ".join(sorted(options)),
                 fix="pass backend=symmplan.backend(inner=..., memory=..., timeout=...)",
             )
+        world = current()
+        if world is not None:
+            world.join(self)
         self._graphs += 1
         self._device = _device_of(module)
         unit = Unit(self.settings, self._device, self._pool)
         self._records.append(unit.record)
-        if self.settings.inner == "eager":
+        if self.settings.inner == "eager" or world is not None:
             _refuse_mode(mode, ("default",))
             return _compile_eager(module, example_inputs, unit)
         from symmplan.integrate.compile.inductor import compile_inductor, modes

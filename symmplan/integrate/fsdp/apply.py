@@ -11,7 +11,9 @@ from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
+from symmplan.integrate.fsdp.simulated import SimulatedRuntime
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options
 from symmplan.place.stats import Stats
@@ -204,7 +206,12 @@ def apply(
             got="none",
             fix="call fully_shard(model, ...) first",
         )
-    runtime = Runtime(options, len(found), live_gathers)
+    world = current()
+    runtime = (
+        Runtime(options, len(found), live_gathers)
+        if world is None
+        else SimulatedRuntime(options, len(found), live_gathers, world)
+    )
     for site, module, group, gather, scatter in found:
         if fsdp2.can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))

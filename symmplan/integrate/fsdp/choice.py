@@ -13,8 +13,10 @@ from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
+from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.place.choice import Choice
+from symmplan.place.table import ruled
 from symmplan.place.trials import Trial, choices_of, measure
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Choices:
         self._memory = memory
         self._timeout = options.timeout
         self._choose = options.chosen(device)
+        self._table = options.table
         self.all: tuple[Choice, ...] = ()
 
     @property
@@ -67,6 +70,8 @@ class Choices:
         """How ``call`` runs."""
         if call.group in self._where.unreached:
             return Way("ordinary", self._where.unreached[call.group])
+        if self._choose == "table":
+            return self._by_table(call)
         measured = self._choose == "measure"
         choice = choices_of(self._groups[call.group]).get(self._key(call)) if measured else None
         if choice is not None:
@@ -84,6 +89,18 @@ class Choices:
             return Way("ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory")
         return Way("symmetric")
 
+    def _by_table(self, call: Call) -> Way:
+        way = ruled(
+            self._table,
+            call.key.kind,
+            self._groups[call.group].size(),
+            call.nbytes,
+            self._memory,
+            pushes=self._pushes(call),
+        )
+        splits = way[0] == "symmetric" and self._splits_words(call)
+        return Way("ordinary", SPLIT_WORDS) if splits else Way(*way)
+
     def _pushes(self, call: Call) -> bool:
         """Whether a reduction can be made of pushes: FSDP2 divides others before it reduces."""
         return (
@@ -96,9 +113,7 @@ class Choices:
     def _splits_words(self, call: Call) -> bool:
         part = call.nbytes // self._groups[call.group].size()
         return (
-            self._device.type == "cuda"
-            and call.key.kind == "all_gather"
-            and not is_whole_words(part)
+            on_device(self._device) and call.key.kind == "all_gather" and not is_whole_words(part)
         )
 
     def unmeasured(self, calls: Iterable[Call]) -> list[Call]:

@@ -180,6 +180,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
 
 def _part(part: torch.Tensor, whole: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """``part`` of ``whole``, as a part of ``base``, which has the same bytes; else itself."""
+    if base is whole:
+        return part
     begin = part.data_ptr() - whole.data_ptr()
     if not 0 <= begin < whole.numel() * whole.element_size():
         return part

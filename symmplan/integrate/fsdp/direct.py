@@ -81,6 +81,11 @@ class Direct:
         group._to_sharded = self.to_sharded
 
     @property
+    def parameters(self) -> list[Any]:
+        """FSDP2's."""
+        return list(self._group.fsdp_params)
+
+    @property
     def layout(self) -> Layout | None:
         """How the parameters would lie in a placement; None if they cannot."""
         return self._layout

@@ -9,6 +9,7 @@ from attrs import frozen
 
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Key
+from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def layout_of(group: Any) -> Layout | str:
             return reason
     counts = tuple(p._sharded_param_data.numel() for p in parameters)
     dtype = dtypes.pop()
-    if group.device.type == "cuda" and not all(is_whole_words(n * dtype.itemsize) for n in counts):
+    if on_device(group.device) and not all(is_whole_words(n * dtype.itemsize) for n in counts):
         return SPLIT_WORDS
     offsets = []
     end = 0

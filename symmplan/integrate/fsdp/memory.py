@@ -23,6 +23,7 @@ from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.simulated import current
 from symmplan.memory.spares import fits, give_back, obtain
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
@@ -289,8 +290,9 @@ class Memory:
         self._arenas.insert(0, arena)
         met = 0 if made else arena.rendezvous
         choose = self._options.chosen(self.device)
-        self.engines = {} if choose in ("symmetric", "ordinary") else self.meet_engines(arena)
-        if choose == "copy engine":
+        alone = choose in ("symmetric", "ordinary") or current() is not None
+        self.engines = {} if alone else self.meet_engines(arena)
+        if choose == "copy engine" and not alone:
             require(self.reached, self.engines, arena.memory)
         self.rendezvous += arena.rendezvous - met
         warm_up(self.device)

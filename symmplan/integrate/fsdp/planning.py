@@ -19,6 +19,7 @@ from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
 from symmplan.planner.advice import Advice
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.model import Plan
+    from symmplan.place.choice import Choice
     from symmplan.place.guests import Guest
     from symmplan.place.options import Options
 
@@ -175,7 +177,7 @@ class Planning:
         """Let parameters live where the plan puts them."""
         memory = self._memory
         homes: dict[str, Home] = {}
-        for p in gathers:
+        for p in gathers if current() is None else ():
             site = p.call.key.site
             if site not in homes:
                 assert p.buffer is not None
@@ -192,6 +194,18 @@ class Planning:
         for direct in self.directs:
             if not direct.settled:
                 direct.settle(homes.get(direct.site))
+
+    def measured(self, recording: Recording) -> tuple[str, tuple[Choice, ...]]:
+        """The memory backend, and the choice for each collective that was recorded.
+
+        Collective: yes, over all groups.
+        """
+        name = self._backend()
+        choices = Choices(self._memory, name, self._options)
+        self._measure([recording], choices)
+        for call in recording.collectives:
+            choices.way(call)
+        return name, choices.all
 
     def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
         """Measure what was not measured yet, one after the other."""

@@ -1,0 +1,115 @@
+"""Plan what a program needs as one rank of a world that is not there.
+
+PROGRAM is module:function or path/to/file.py:function, a training script without arguments: see
+symmplan.simulate. It runs on fake tensors, on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from symmplan.cli.files import write_text
+from symmplan.errors import SimulationError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+__all__ = ["add_arguments", "render", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``symmplan simulate``."""
+    parser.add_argument("program", metavar="PROGRAM")
+    parser.add_argument("--ranks", type=int, required=True, help="how many ranks the world has")
+    parser.add_argument("--rank", type=int, default=0, help="which one is planned (default: 0)")
+    parser.add_argument(
+        "--memory",
+        choices=("nccl", "cuda", "nvshmem", "shm"),
+        default="nccl",
+        help="memory backend for which is planned (default: %(default)s)",
+    )
+    parser.add_argument("--choices", metavar="FILE", help="ways that were measured elsewhere")
+    parser.add_argument("--html", metavar="OUT", type=Path, help="write the report as a page")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write it as JSON")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Simulate, write."""
+    from symmplan.simulation import simulate
+
+    begin = time.process_time()
+
+    def progress(text: str) -> None:
+        seconds = time.process_time() - begin
+        print(f"{seconds:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    report = simulate(
+        _program(args.program),
+        ranks=args.ranks,
+        rank=args.rank,
+        memory=args.memory,
+        choices=args.choices,
+        progress=progress,
+    )
+    written: dict[str, str] = {}
+    if args.html is not None:
+        write_text(args.html, report.to_html())
+        written["html"] = str(args.html)
+    if args.output is not None:
+        write_text(args.output, report.to_json())
+        written["report"] = str(args.output)
+    return {
+        "ok": True,
+        **report.facts(),
+        "cpu_s": round(time.process_time() - begin, 3),
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "written": written,
+        "summary": report.summary(),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The summary, and what it took."""
+    took = f"{result['cpu_s']:.1f} s of CPU, {result['resident_bytes'] / (1 << 30):.2f} GiB"
+    written = (f"wrote {path}" for path in result["written"].values())
+    return "\n".join([result["summary"], f"simulated in {took}", *written])
+
+
+def _program(text: str) -> Callable[[], Any]:
+    """The function that ``module:function`` names."""
+    name, _, function = text.rpartition(":")
+    try:
+        if name.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module.__name__] = module
+            spec.loader.exec_module(module)
+        else:
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            module = importlib.import_module(name)
+    except (ImportError, FileNotFoundError, ValueError) as error:
+        raise SimulationError(
+            f"there is no program {text!r}: {error}",
+            expected="module:function, or path/to/file.py:function",
+            got=repr(text),
+            fix="run it where `python -c 'import module'` works",
+        ) from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise SimulationError(
+            f"module {name!r} has no function {function!r}",
+            expected="a function without arguments",
+            got=repr(found),
+            fix="name one: module:function",
+        )
+    return found  # type: ignore[no-any-return]

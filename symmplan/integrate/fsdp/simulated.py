@@ -1,0 +1,114 @@
+"""FSDP2 in a simulated world: it is recorded and planned, and runs on nothing.
+
+See [Note: the simulated world] in `symmplan.memory.simulated`. Buffers are fake tensors, each with
+a storage of its own whose end is seen as a loan's is, also once there is a plan: what matters is
+which collectives a program asks for, and when it drops their buffers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan import _compat
+from symmplan.integrate.fsdp.runtime import Runtime
+from symmplan.integrate.fsdp.slots import Slot
+from symmplan.memory.simulated import Call, World, at_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    from symmplan.capture.fsdp import Key
+    from symmplan.integrate.fsdp.slots import Where
+    from symmplan.model import Plan, WayName
+    from symmplan.place.options import Options
+
+__all__ = ["SimulatedRuntime"]
+
+
+class SimulatedRuntime(Runtime):
+    """All FSDP modules of one model, as `Runtime`.
+
+    Args:
+        options: As for `Runtime`.
+        modules: As for `Runtime`.
+        live: As for `Runtime`.
+        world: In which they are.
+    """
+
+    def __init__(self, options: Options, modules: int, live: int | None, world: World) -> None:
+        super().__init__(options, modules, live)
+        self._world = world
+        world.join(self)
+
+    def open(
+        self, key: Key, dtype: torch.dtype, device: torch.device, plain: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Slot]:
+        """The buffer for the program's next collective, of ordinary memory."""
+        if self._arrived != key:
+            self.arrive(key, device)
+        self._arrived = None
+        buffer = plain()
+        # What is kept of it must not keep it.
+        slot = Slot(key, torch.empty(0, dtype=dtype, device=device), spot=self._follow(key))
+        if self._log is not None:
+            slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
+        at_end(buffer, slot.drop)
+        self._world.buffer(self, key, buffer)
+        return buffer.view(-1), slot
+
+    def run(
+        self,
+        slot: Slot | None,
+        buffer: torch.Tensor,
+        group: dist.ProcessGroup,
+        in_place: Callable[[Where], Callable[[], Any] | None],  # noqa: ARG002
+        plain: Callable[[torch.Tensor], Any],
+        *,
+        result: bool,  # noqa: ARG002
+    ) -> Any:
+        """Run a collective as torch does."""
+        if slot is None:
+            return plain(buffer)
+        name = _compat.group_name(group)
+        self.memory.groups.setdefault(name, group)
+        slot.run(name)
+        gathers = slot.key.kind == "all_gather"
+        if slot.log is not None and gathers:
+            self._last[slot.key.site] = (slot.log, slot.index)
+        self._was_backward = slot.key.backward or not gathers
+        self._reduced = self._reduced or not gathers
+        known = slot.spot is not None and slot.spot.call.group == name
+        self._strange = self._strange or (self.schedule is not None and not known)
+        nbytes = buffer.numel() * buffer.element_size()
+        self._world.calls.append((self, slot.key, Call(slot.key.kind, nbytes, name)))
+        self._world.quiet = True
+        try:
+            return plain(buffer)
+        finally:
+            self._world.quiet = False
+
+    def simulated_plans(self) -> tuple[Plan, ...]:
+        """The plan, if a collective ran."""
+        if self.schedule is None and self._log is not None and self._log.ran:
+            self.freeze()
+        for direct in self.planning.directs:
+            if direct.layout is not None:
+                key = direct.layout.key(direct.site, backward=False)
+                for parameter in direct.parameters:
+                    for output in parameter.all_gather_outputs:
+                        self._world.buffer(self, key, output)
+        return () if self.planning.plan is None else (self.planning.plan,)
+
+    def simulated_way(self, call: Any) -> WayName:
+        """How a collective with this key runs."""
+        spots = () if self.schedule is None else self.schedule.spots
+        spot = next((s for s in spots if s.call.key == call), None)
+        return "ordinary" if spot is None or spot.place is None else spot.way.name
+
+    def simulated_end(self) -> None:
+        """Give the segments back."""
+        self.release()

@@ -1,0 +1,168 @@
+"""A world that is not there: one process stands for all ranks, and memory is sizes alone.
+
+[Note: the simulated world]
+    `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. What
+    the integrations do there is what they do anywhere, but for four things that ask `current`:
+    an exchange between ranks hears from each what this one says (`symmplan.memory.exchange`),
+    segments have no bytes (`SimulatedBackend`), ways are ruled or looked up instead of measured,
+    and FSDP2's collectives run as torch runs them, on fake tensors, also once they are planned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import define, field
+
+from symmplan.memory.segment import Health, Rendezvous, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from symmplan.memory.exchange import Exchange
+    from symmplan.memory.groups import Group
+    from symmplan.model import Plan, SegmentSpec, WayName
+
+__all__ = ["Call", "Planner", "SimulatedBackend", "World", "current"]
+
+
+@define(frozen=True)
+class Call:
+    """A collective that the program made, and whose plan decides how it runs."""
+
+    op: str  # its name
+    nbytes: int  # of its largest tensor on one rank, in bytes
+    group: str  # name of the process group
+
+
+class Planner(Protocol):
+    """What plans in a simulated world: a model of FSDP2's, a compile backend."""
+
+    def simulated_plans(self) -> Sequence[Plan]:
+        """Its plans. What was recorded and not yet planned is planned now."""
+
+    def simulated_way(self, call: Any) -> WayName:
+        """How a call that it was told of runs."""
+
+    def simulated_end(self) -> None:
+        """Give all segments back: the world ends."""
+
+
+@define(eq=False)
+class World:
+    """The simulated world.
+
+    Attributes:
+        ranks: How many ranks it has.
+        rank: The one that is simulated.
+        memory: Name of the memory backend for which is planned.
+        devices: Whether that is a device's memory.
+        choices: Path of a table of choices, None for rules alone.
+        planners: Who plans, in the order of their making.
+        calls: ``(who plans it, what that knows it by, the collective)`` of each that ran.
+        buffers: ``(who plans it, what that knows it by, what `seen` gave)`` of what lies in a
+            placement if the plan says so.
+        quiet: Whether what runs now is in `calls`.
+        segments: All that were made.
+        seen: What is known of the storage of a tensor.
+        on_join: Called when somebody plans who did not before.
+    """
+
+    ranks: int
+    rank: int
+    memory: str
+    devices: bool
+    choices: str | None = None
+    planners: list[Planner] = field(factory=list)
+    calls: list[tuple[Planner, Any, Call]] = field(factory=list)
+    quiet: bool = False
+    buffers: list[tuple[Planner | None, Any, Any]] = field(factory=list)
+    segments: list[Segment] = field(factory=list)
+    seen: Callable[[torch.Tensor], Any] = id
+    on_join: Callable[[], Any] = int
+
+    def join(self, planner: Planner) -> None:
+        """``planner`` begins to plan."""
+        if planner not in self.planners:
+            self.planners.append(planner)
+            if not self.calls:
+                self.on_join()
+
+    def buffer(self, planner: Planner | None, known_by: Any, tensor: torch.Tensor) -> None:
+        """``tensor`` lies in a placement if the plan says so; it is a segment if nobody asks."""
+        self.buffers.append((planner, known_by, self.seen(tensor)))
+
+
+_CURRENT: list[World] = []
+
+
+def current() -> World | None:
+    """The simulated world, None outside `symmplan.simulate`."""
+    return _CURRENT[-1] if _CURRENT else None
+
+
+def on_device(device: torch.device) -> bool:
+    """Whether what is planned for ``device`` runs on one."""
+    return _CURRENT[-1].devices if _CURRENT else device.type == "cuda"
+
+
+def enter(world: World) -> None:
+    """Begin to simulate."""
+    _CURRENT.append(world)
+
+
+def leave() -> None:
+    """End it."""
+    _CURRENT.pop()
+
+
+def at_end(tensor: torch.Tensor, act: Callable[[], None]) -> None:
+    """Call ``act`` when nothing refers to the storage of ``tensor`` any more."""
+    weakref.finalize(tensor.untyped_storage(), act).atexit = False
+
+
+class SimulatedBackend:
+    """Segments without bytes, for any device.
+
+    Args:
+        world: The world.
+    """
+
+    frees = True
+
+    def __init__(self, world: World) -> None:
+        self.name = world.memory
+        self._world = world
+
+    def allocate(
+        self,
+        spec: SegmentSpec,
+        device: torch.device,
+        *,
+        groups: Sequence[Group],
+        timeout: float,
+        health: Health,
+    ) -> Segment:
+        """A fake tensor."""
+        import torch
+
+        del groups
+        with torch.inference_mode(mode=False):
+            tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+        made = Segment(spec, self.name, tensor, timeout=timeout, health=health, address=0)
+        self._world.segments.append(made)
+        self._world.buffer(None, None, tensor)
+        return made
+
+    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:  # noqa: ARG002
+        """All ranks are this one.
+
+        Collective: no.
+        """
+        segment.add_rendezvous(Rendezvous(group, (segment.tensor,) * group.size))
+
+    def settle(self) -> None:
+        """Nothing was needed."""

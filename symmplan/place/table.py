@@ -1,0 +1,157 @@
+"""Ways that were measured elsewhere, in a file; and the rules for what was measured nowhere.
+
+[Note: rules]
+    What is planned without a measurement and without a row that fits follows these. In shared
+    memory everything is symmetric. In a device's memory, what is smaller than 1 MiB is ordinary;
+    gathers run on copy engines where the memory backend has them, else they are ordinary;
+    FSDP2's reduce-scatters are pushes; all else is ordinary.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from attrs import asdict, field, frozen
+
+from symmplan.errors import BackendError
+from symmplan.memory import BACKENDS
+from symmplan.model import WayName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Row", "Table", "is_table", "read_table", "ruled"]
+
+_FORMAT = "symmplan-choices"
+_VERSION = 1
+#: Smaller collectives than this, in bytes, gain nothing on devices.
+_SMALL = 1 << 20
+#: A row says nothing of sizes further away than this factor.
+_FAR = 4
+
+
+@frozen
+class Row:
+    """How one kind and size of collective is to run.
+
+    Attributes:
+        op: ``"all_gather"``, ``"reduce_scatter"``, or an op's qualified name.
+        ranks: How many ranks the group had.
+        nbytes: Bytes, as in `symmplan.place.choice.Choice`.
+        way: The way that was chosen.
+        seconds: ``{way: time}`` that it was chosen by.
+    """
+
+    op: str
+    ranks: int
+    nbytes: int
+    way: WayName
+    seconds: Mapping[str, float] = field(factory=dict, hash=False)
+
+
+@frozen
+class Table:
+    """What was measured on some machine.
+
+    Attributes:
+        memory: The memory backend with which.
+        rows: What was found.
+    """
+
+    memory: str
+    rows: tuple[Row, ...]
+
+    def way(self, op: str, ranks: int, nbytes: int) -> WayName | None:
+        """The way of the row that is nearest, first in ranks, then in bytes; None if none is near.
+
+        >>> table = Table("nccl", (Row("all_gather", 8, 1 << 24, "copy engine"),))
+        >>> table.way("all_gather", 512, 1 << 25), table.way("all_gather", 512, 1 << 12)
+        ('copy engine', None)
+        """
+        near = [r for r in self.rows if r.op == op and _apart(r.nbytes, nbytes) <= math.log2(_FAR)]
+        found = min(
+            near,
+            key=lambda r: (_apart(r.ranks, ranks), _apart(r.nbytes, nbytes), r.nbytes),
+            default=None,
+        )
+        return None if found is None else found.way
+
+    def to_json(self) -> str:
+        """As `read_table` reads it."""
+        rows = [asdict(row) for row in self.rows]
+        head = {"format": _FORMAT, "version": _VERSION, "memory": self.memory}
+        return json.dumps({**head, "rows": rows}, indent=1)
+
+
+def is_table(choose: object) -> bool:
+    """Whether ``choose=`` is the path of a table: it ends with ``.json``."""
+    return isinstance(choose, (str, Path)) and str(choose).endswith(".json")
+
+
+@functools.cache
+def read_table(path: str) -> Table:
+    """A table from its file; read once in a process.
+
+    Raises:
+        BackendError: There is no such file, or it is no table.
+    """
+    try:
+        return _table(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackendError(
+            f"choose={path!r} is no table of choices: {error}",
+            expected=f"a file of format {_FORMAT} {_VERSION}",
+            fix=f"write it with: symmplan bench comm --device cuda -o {path}",
+        ) from error
+
+
+def _table(data: Any) -> Table:
+    if data["format"] != _FORMAT or data["version"] != _VERSION:
+        raise ValueError(f"{data['format']} {data['version']}")
+    return Table(str(data["memory"]), tuple(map(_row, data["rows"])))
+
+
+def _row(data: Any) -> Row:
+    row = Row(
+        str(data["op"]), int(data["ranks"]), int(data["nbytes"]), data["way"], data["seconds"]
+    )
+    if row.way not in get_args(WayName) or row.ranks < 1 or row.nbytes < 1:
+        raise ValueError(row)
+    return row
+
+
+def ruled(
+    table: Table | None, op: str, ranks: int, nbytes: int, memory: str, *, pushes: bool = False
+) -> tuple[WayName, str]:
+    """The way of a collective, and why it stays in ordinary memory; see [Note: rules].
+
+    Args:
+        table: What was measured elsewhere, None for nothing.
+        op: As in `Row`.
+        ranks: As in `Row`.
+        nbytes: As in `Row`.
+        memory: Name of the memory backend.
+        pushes: Whether it can be made of pushes.
+    """
+    found = None if table is None else table.way(op, ranks, nbytes)
+    if found == "push" and not pushes:
+        found = "symmetric"
+    if found is not None:
+        return found, "" if found != "ordinary" else "the table of choices says so"
+    if not BACKENDS[memory].devices:
+        return "symmetric", ""
+    if nbytes < _SMALL:
+        return "ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory"
+    if "all_gather" in op and BACKENDS[memory].engines:
+        return "copy engine", ""
+    if pushes:
+        return "push", ""
+    return "ordinary", "by rule it gains nothing in symmetric memory"
+
+
+def _apart(a: int, b: int) -> float:
+    return abs(math.log2(a) - math.log2(max(b, 1)))

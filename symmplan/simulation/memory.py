@@ -1,0 +1,151 @@
+"""What a program holds in ordinary memory, counted by storages of fake tensors.
+
+[Note: kinds are found later]
+    When a storage is made nobody knows what it will be: a gradient is a result like any other until
+    a parameter has it, and whether a buffer lies in a placement is decided by a plan that comes
+    later. So each storage is written down with its size as it was made, resized and dropped, and
+    sorted when the program has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from attrs import define, field
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Kind", "Storages"]
+
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed"]
+
+
+@define(eq=False)
+class _Storage:
+    """A storage: what it is for, and its size in bytes now."""
+
+    kind: Kind = "activations"
+    nbytes: int = 0
+
+
+@define(eq=False)
+class Storages:
+    """The storages of a program."""
+
+    _changes: list[tuple[_Storage, int]] = field(factory=list)
+    _live: dict[int, tuple[_Storage, Any]] = field(factory=dict)
+    _begin: int = 0
+    _modules: weakref.WeakSet[torch.nn.Module] = field(factory=weakref.WeakSet)
+
+    def seen(self, tensor: torch.Tensor) -> _Storage:
+        """The storage of a tensor; of a DTensor, of its part."""
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        key = storage._cdata
+        found = self._live.get(key)
+        if found is not None:
+            return found[0]
+        made = _Storage()
+
+        def gone(_: Any) -> None:
+            self._live.pop(key, None)
+            self._resize(made, 0)
+
+        self._live[key] = made, weakref.ref(storage, gone)
+        self._resize(made, storage.nbytes())
+        return made
+
+    def results(self, results: Any) -> None:
+        """An op made these."""
+        if type(results) is torch.Tensor or isinstance(results, torch.Tensor):
+            self.seen(results)
+        else:
+            for leaf in tree_leaves(results):
+                if isinstance(leaf, torch.Tensor):
+                    self.seen(leaf)
+
+    def begin(self) -> None:
+        """The program has built what it trains. It may have built more than one thing."""
+        self._begin = len(self._changes)
+
+    def _resize(self, storage: _Storage, nbytes: int) -> None:
+        if nbytes != storage.nbytes:
+            self._changes.append((storage, nbytes - storage.nbytes))
+            storage.nbytes = nbytes
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While inside, storages are sorted, and those that are resized noticed."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            found = self._live.get(storage._cdata)
+            if found is not None:
+                self._resize(found[0], size)
+            return result
+
+        init = torch.nn.Module.__init__
+
+        @functools.wraps(init)
+        def init_(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._modules.add(module)
+            init(module, *args, **kwargs)
+
+        hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._before(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._after(optimizer)),
+        ]
+        storages: Any = torch.UntypedStorage
+        modules: Any = torch.nn.Module
+        storages.resize_, modules.__init__ = resize_, init_
+        try:
+            yield
+            self._sort(p for m in tuple(self._modules) for p in m.parameters(recurse=False))
+        finally:
+            storages.resize_, modules.__init__ = resize, init
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        self._sort(p for group in optimizer.param_groups for p in group["params"])
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.seen(value).kind = "optimizer"
+
+    def _sort(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            self.seen(parameter).kind = "parameters"
+            if parameter.grad is not None:
+                self.seen(parameter.grad).kind = "gradients"
+
+    def peak(self) -> dict[Kind, int]:
+        """Bytes of each kind at the moment at which all but what is placed are most.
+
+        What came before `begin` does not count.
+        """
+        now: dict[Kind, int] = dict.fromkeys(
+            ("parameters", "gradients", "optimizer", "activations"), 0
+        )
+        most, at = -1, dict(now)
+        total = 0
+        for index, (storage, change) in enumerate(self._changes):
+            if storage.kind == "placed":
+                continue
+            now[storage.kind] += change
+            total += change
+            if total > most and index >= self._begin:
+                most, at = total, dict(now)
+        return at

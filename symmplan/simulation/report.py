@@ -1,0 +1,204 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import TYPE_CHECKING
+
+from attrs import asdict, frozen
+
+from symmplan.planner.advice import advise
+from symmplan.report import plan_facts
+from symmplan.report.format import count, size, table, visible
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from symmplan.model import Plan, WayName
+
+__all__ = ["Advice", "Collective", "Ordinary", "SimulationReport"]
+
+
+@frozen
+class Collective:
+    """Collectives of one kind that the program made.
+
+    Attributes:
+        op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's.
+        count: How often it ran.
+        nbytes: Bytes of the largest tensor of one, on this rank.
+        group: Name of the process group.
+        ranks: How many ranks that has.
+        way: How it runs once it is planned.
+    """
+
+    op: str
+    count: int
+    nbytes: int
+    group: str
+    ranks: int
+    way: WayName
+
+
+@frozen
+class Ordinary:
+    """Bytes of ordinary memory on this rank, at the moment at which they are most.
+
+    Attributes:
+        parameters: Parameters that the optimizer has, sharded.
+        gradients: Their gradients.
+        optimizer: State of optimizers.
+        activations: All else, buffers of collectives that are not planned included.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them, in bytes."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@frozen
+class Advice:
+    """One answer about a simulated program.
+
+    Attributes:
+        kind: ``"fits"``, ``"peak"`` or ``"saves"``.
+        text: One sentence for people.
+        nbytes: The bytes that it is about.
+    """
+
+    kind: str
+    text: str
+    nbytes: int
+
+
+@frozen
+class SimulationReport:
+    """What one rank of a world would need; made by `symmplan.simulate`.
+
+    Attributes:
+        ranks: How many ranks the world has.
+        rank: Which one it is.
+        memory: The memory backend for which was planned.
+        plans: The plans that the program's integrations made, as the rank would hold them.
+        peak_bytes: Bytes of symmetric memory that the rank holds.
+        lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
+        ordinary_bytes: Bytes of ordinary memory. What lies in placements is not among them.
+        collectives: What ran, by op, size, group and way.
+    """
+
+    ranks: int
+    rank: int
+    memory: str
+    plans: tuple[Plan, ...]
+    peak_bytes: int
+    lower_bound_bytes: int
+    ordinary_bytes: Ordinary
+    collectives: tuple[Collective, ...]
+
+    def to_json(self) -> str:
+        """All of it as JSON; the plans by their facts and fingerprints."""
+        return json.dumps(self.facts(), indent=2)
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "ranks": self.ranks,
+            "rank": self.rank,
+            "memory": self.memory,
+            "peak_bytes": self.peak_bytes,
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "ordinary_bytes": {**asdict(self.ordinary_bytes), "total": self.ordinary_bytes.total},
+            "collectives": [asdict(c) for c in self.collectives],
+            "plans": [plan_facts(plan) for plan in self.plans],
+        }
+
+    def advice(self, capacity: int | None = None) -> tuple[Advice, ...]:
+        """What fits, what sets the peak, and what would save bytes.
+
+        Args:
+            capacity: Bytes of memory that a device has; None if only the others are asked.
+
+        Returns:
+            ``"peak"``: for each plan the group whose buffers are most at its peak, and the largest
+            of them. ``"saves"``: see `symmplan.planner.advice`. ``"fits"``: by how much
+            activations, which grow with the sequence or the batch, and layers, with which
+            parameters, their state and symmetric memory grow, may grow until all takes
+            ``capacity``; a bound from this one run, which a second run with that size confirms.
+        """
+        found: list[Advice] = []
+        for plan in self.plans:
+            groups: dict[str, int] = {}
+            ends: dict[str, int] = {}
+            for b in plan.problem.buffers:
+                groups[b.group] = max(groups.get(b.group, 0), b.nbytes)
+                ends[b.group] = max(ends.get(b.group, 0), plan.placements[b.name].end)
+            if ends:
+                group = max(ends, key=lambda g: (ends[g], g))
+                text = (
+                    f"group {visible(group)} sets the peak of {size(plan.peak_bytes)}; its largest "
+                    f"buffer has {size(groups[group])}"
+                )
+                found.append(Advice("peak", text, plan.peak_bytes))
+            found += [Advice("saves", a.text, a.saves) for a in advise(plan) if a.saves > 0]
+        if capacity is not None:
+            found += self._fits(capacity)
+        return tuple(found)
+
+    def _fits(self, capacity: int) -> list[Advice]:
+        ordinary = self.ordinary_bytes
+        all_ = self.peak_bytes + ordinary.total
+        text = f"{size(all_)} are needed, {size(capacity)} are there: "
+        if all_ > capacity:
+            return [Advice("fits", f"{text}{size(all_ - capacity)} too much", capacity - all_)]
+        found = [Advice("fits", f"{text}{size(capacity - all_)} are left", capacity - all_)]
+        grows = {"sequences": ordinary.activations, "layers": all_ - ordinary.activations}
+        for what, nbytes in grows.items():
+            if nbytes:
+                factor = 1 + (capacity - all_) / nbytes
+                text = f"{what} may be {factor:.2f} times as large until {size(capacity)} are full"
+                found.append(Advice("fits", text, int(nbytes * (factor - 1))))
+        return found
+
+    def to_html(self) -> str:
+        """One page that loads nothing; each plan draws itself with `Plan.to_html`."""
+        rows = "".join(
+            f"<tr><td>{c.count:,}<td>{escape(visible(c.op))}<td>{size(c.nbytes)}"
+            f"<td>{escape(visible(c.group))}<td>{c.ranks:,}<td>{escape(c.way)}</tr>"
+            for c in self.collectives
+        )
+        advice = "".join(f"<li>{escape(a.text)}</li>" for a in self.advice())
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
+            f"<title>symmplan: rank {self.rank} of {self.ranks}</title></head><body>"
+            f"<h1>Rank {self.rank:,} of {self.ranks:,}</h1><pre>{escape(self.summary())}</pre>"
+            f"<h2>Collectives</h2><table><tr><th>count<th>op<th>bytes<th>group<th>ranks<th>way</tr>"
+            f"{rows}</table><h2>Advice</h2><ul>{advice}</ul></body></html>\n"
+        )
+
+    def summary(self) -> str:
+        """A text for a terminal."""
+        ordinary = self.ordinary_bytes
+        lines = [
+            f"rank {self.rank:,} of {self.ranks:,}, planned for memory={self.memory!r}",
+            f"symmetric memory  {size(self.peak_bytes)} in {count(len(self.plans), 'plan')}",
+            f"                  {size(self.lower_bound_bytes)} at least",
+            f"ordinary memory   {size(ordinary.total)} at its peak",
+            *table([(n, size(b)) for n, b in asdict(ordinary).items()]),
+            "collectives",
+            *table(
+                [
+                    (f"{c.count:,} x", visible(c.op), size(c.nbytes), f"{c.ranks:,} ranks", c.way)
+                    for c in self.collectives
+                ]
+            ),
+            *(f"plan {plan.fingerprint}" for plan in self.plans),
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,261 @@
+"""`symmplan.simulate`: a program of many ranks, planned in one process without any of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from symmplan import _compat_simulate as compat
+from symmplan._compat import group_by_name, group_name, unboxed_group
+from symmplan.errors import BackendError, SimulationError
+from symmplan.memory import BACKENDS
+from symmplan.memory.own import OWN
+from symmplan.memory.simulated import Call, World, current, enter, leave
+from symmplan.place.table import read_table, ruled
+from symmplan.simulation.memory import Storages
+from symmplan.simulation.report import Collective, Ordinary, SimulationReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from symmplan.model import Plan, WayName
+
+__all__ = ["simulate"]
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "symmplan")
+_MEMORIES = ("nccl", "cuda", "nvshmem", "shm")
+_ITEM = "read values where the program is not simulated: return tensors, and log them outside"
+
+
+def simulate(
+    program: Callable[[], Any],
+    *,
+    ranks: int,
+    rank: int = 0,
+    memory: str = "nccl",
+    choices: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> SimulationReport:
+    """Plan what a program would need as one rank of a world that is not there.
+
+    ``program`` is a training script as it is: it makes meshes of all ranks, builds and shards its
+    model, calls `symmplan.fsdp.apply` or ``torch.compile(backend="symmplan")``, and runs a step or
+    several. It is called in a world of process groups without peers, whose default group exists
+    already, on fake tensors: nothing is computed, and no device is needed. Its plans have the
+    offsets and fingerprints that they would have on that rank. Where this torch has no CUDA, the
+    program names ``"cpu"`` for its meshes and tensors; that changes nothing in the plan.
+
+    Args:
+        program: Called once, without arguments.
+        ranks: How many ranks the world has.
+        rank: Which of them the program is.
+        memory: The memory backend for which is planned, whatever the program asks for: its
+            alignments, ways and rules. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
+        choices: A table of ways that were measured elsewhere, as ``symmplan bench comm -o`` writes
+            it; what it has no row for follows the rules of `symmplan.place.table`.
+        progress: Called with a line of text now and then.
+
+    Returns:
+        What was found.
+
+    Raises:
+        SimulationError: The program reads values of tensors, or uses a device that is not there;
+            ``rank`` is out of range; a mesh has not all ranks; or the process has process groups.
+        BackendError: There is no such memory backend, or no such table.
+
+    Collective: no.
+
+    >>> import torch, symmplan
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> def program():
+    ...     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
+    ...     mesh = init_device_mesh("cpu", (4096,))
+    ...     for layer in model:
+    ...         fully_shard(layer, mesh=mesh)
+    ...     fully_shard(model, mesh=mesh)
+    ...     symmplan.fsdp.apply(model)
+    ...     model(torch.randn(8, 1024)).sum().backward()
+    >>> report = symmplan.simulate(program, ranks=4096, memory="shm")
+    >>> report.plans[0].peak_bytes == report.peak_bytes > 0
+    True
+    """
+    _check(ranks, rank, memory)
+    path = None if choices is None else os.fspath(choices)
+    if path is not None:
+        read_table(path)
+    world = World(ranks, rank, memory, devices=BACKENDS[memory].devices, choices=path)
+    storages = Storages()
+    world.seen, world.on_join = storages.seen, storages.begin
+    others: Counter[tuple[Call, bool]] = Counter()
+    ops = 0
+
+    def seen(op: Any, args: Sequence[Any], results: Any) -> None:
+        nonlocal ops
+        ops += 1
+        if ops % 20_000 == 0:
+            progress(f"{ops:,} ops, {len(world.calls):,} planned collectives")
+        storages.results(results)
+        if op.namespace in _COLLECTIVES and not world.quiet:
+            call = _call(op, args, results)
+            if call is not None:
+                placed = op.namespace == "symmplan" or op.name().partition(".")[0].endswith("_out")
+                others[call, bool(OWN.depth) and placed] += 1
+
+    def check_mesh(size: int) -> None:
+        if size != ranks:
+            raise SimulationError(
+                f"the program makes a mesh of {size:,} ranks in a world of {ranks:,}",
+                expected=f"dimensions that multiply to {ranks:,}",
+                got=f"{size:,}",
+                fix=f"pass ranks={size} (--ranks {size}), or change the mesh",
+                ranks=ranks,
+            )
+
+    enter(world)
+    try:
+        with compat.fake_world(ranks, rank, check_mesh), storages.watched(), compat.Watch(seen):
+            progress(f"rank {rank:,} of {ranks:,}: running the program")
+            kept = program()  # until all is counted
+            progress(f"{ops:,} ops: planning")
+            plans = [plan for planner in world.planners for plan in planner.simulated_plans()]
+            report = _report(world, plans, others, storages)
+            del kept
+            return report
+    except Exception as error:
+        found = _explained(error)
+        if found is None:
+            raise
+        raise found from error
+    finally:
+        for planner in world.planners:
+            planner.simulated_end()
+        world.planners.clear()
+        world.calls.clear()
+        world.buffers.clear()
+        leave()
+        gc.collect()
+
+
+def _report(
+    world: World, plans: Sequence[Plan], others: Counter[tuple[Call, bool]], storages: Storages
+) -> SimulationReport:
+    table = None if world.choices is None else read_table(world.choices)
+    for planner, known_by, storage in world.buffers:
+        if planner is None or planner.simulated_way(known_by) != "ordinary":
+            storage.kind = "placed"
+    rows: Counter[tuple[Call, WayName]] = Counter()
+    for (call, placed), many in others.items():
+        way: WayName = "ordinary"
+        if placed:
+            way = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
+            way = "symmetric" if way == "ordinary" else way
+        rows[call, way] += many
+    for planner, known_by, call in world.calls:
+        rows[call, planner.simulated_way(known_by)] += 1
+    return SimulationReport(
+        ranks=world.ranks,
+        rank=world.rank,
+        memory=world.memory,
+        plans=tuple(plans),
+        peak_bytes=sum(s.nbytes for s in world.segments if not s.released),
+        lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
+        ordinary_bytes=Ordinary(**storages.peak()),
+        collectives=tuple(
+            Collective(c.op, n, c.nbytes, c.group, _size(c.group), way)
+            for (c, way), n in rows.items()
+        ),
+    )
+
+
+def _size(group: str) -> int:
+    return int(group_by_name(group).size())
+
+
+def _call(op: Any, args: Sequence[Any], results: Any) -> Call | None:
+    """A collective that nobody plans, None for what is none."""
+    group = ""
+    for given in args[0]:
+        if isinstance(given, dist.ProcessGroup):
+            group = group_name(given)
+        elif isinstance(given, torch.ScriptObject):
+            found = unboxed_group(given)
+            group = group if found is None else group_name(found)
+        elif isinstance(given, str) and op.namespace != "c10d":
+            group = given  # the last of them
+    if not group:
+        return None
+    tensors = [t for t in tree_leaves([args, results]) if isinstance(t, torch.Tensor)]
+    nbytes = max((t.numel() * t.element_size() for t in tensors), default=0)
+    return Call(op.name().partition(".")[0], nbytes, group)
+
+
+def _check(ranks: int, rank: int, memory: str) -> None:
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise SimulationError(
+            f"rank {rank} is not in a world of {ranks} ranks",
+            expected=f"0 to {ranks - 1}" if ranks > 0 else "at least one rank",
+            got=rank if ranks > 0 else ranks,
+            fix="pass rank= (--rank) below ranks= (--ranks)",
+            ranks=ranks,
+        )
+    if memory not in _MEMORIES:
+        raise BackendError(
+            f"memory {memory!r} cannot be simulated",
+            expected=", ".join(map(repr, _MEMORIES)),
+            got=repr(memory),
+            fix='pass memory="nccl"',
+            memory=memory,
+        )
+    if current() is not None or dist.is_initialized():
+        raise SimulationError(
+            "this process has process groups already",
+            expected="a process that is no rank",
+            got="a default process group",
+            fix="call symmplan.simulate in a process of its own, or after destroy_process_group()",
+        )
+
+
+def _explained(error: BaseException) -> SimulationError | None:
+    """What a program did that cannot be simulated; None for what is its own error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if compat.reads_values(seen) and compat.in_pipeline(seen):
+            return SimulationError(
+                "a pipeline stage asks its neighbours for the shapes that they send",
+                expected="stages that know the shapes of their inputs and outputs",
+                got="a stage without",
+                fix="pass input_args= and output_args= to each PipelineStage",
+            )
+        if compat.reads_values(seen):
+            return SimulationError(
+                f"the program reads the value of a tensor ({seen})",
+                expected="a program that runs the same whatever its numbers are",
+                got=".item(), .tolist(), or a condition on a tensor",
+                fix=_ITEM,
+            )
+        if not torch.cuda.is_available() and _names_device(str(seen)):
+            return SimulationError(
+                f"the program uses a device that is not there: {str(seen).splitlines()[0]}",
+                expected='"cpu" for meshes and tensors where torch has no CUDA device',
+                got="a CUDA device",
+                fix='name "cpu" in the program; memory= says for which machine is planned',
+            )
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _names_device(text: str) -> bool:
+    words = (
+        "not compiled with CUDA",
+        "NVIDIA driver",
+        "CUDA GPUs are available",
+        "no CUDA-capable",
+    )
+    return any(word in text for word in words)

@@ -1,0 +1,253 @@
+"""Programs in a world that is not there plan what they plan on real ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import RankPool
+from simulate_programs import Config, program, real, simulated
+from torch.distributed.device_mesh import init_device_mesh
+
+import symmplan
+from symmplan.errors import BackendError, SimulationError
+from symmplan.place.table import Row, Table
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("fsdp", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
+
+
+@st.composite
+def configs(draw, kind):
+    """Small configurations of one kind, of two to four ranks."""
+    few = {"fsdp": (2, 3, 4), "tp": (2, 4), "compiled": (2, 4)}
+    return Config(
+        kind=kind,
+        ranks=draw(st.sampled_from(few.get(kind, (4,)))),
+        dim=4 * draw(st.integers(2, 6)),
+        widths=tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))),
+        steps=draw(st.integers(1, 3)),
+        micro=draw(st.integers(1, 2)),
+        low=draw(st.booleans()),
+        reshard=draw(st.booleans()),
+        prefetch=draw(st.integers(0, 2)),
+    )
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made: dict[int, RankPool] = {}
+    yield lambda ranks: made.setdefault(ranks, RankPool(ranks))
+    for pool in made.values():
+        pool.close()
+
+
+def check(pools, config):
+    there = [simulated(rank, config) for rank in range(config.ranks)]
+    assert there == pools(config.ranks).run(real, config)
+    assert all(fingerprints and peak for fingerprints, peak in there)
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("kind", ["fsdp", "interleaved"])
+def test_each_rank_plans_what_it_plans_in_a_real_world(kind, pools):
+    check(pools, Config(kind, ranks=4, steps=2, widths=(1, 3)))
+
+
+@pytest.mark.ranks
+@pytest.mark.further
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_plan_what_they_plan_in_a_real_world(kind, pools):
+    @settings(max_examples=4, suppress_health_check=list(HealthCheck))
+    @given(configs(kind))
+    def run(config):
+        check(pools, config)
+
+    run()
+
+
+def plans_of(kind="fsdp", **options):
+    config = Config(kind, ranks=options.pop("ranks", 2))
+    return symmplan.simulate(functools.partial(program, config), ranks=config.ranks, **options)
+
+
+def wide():
+    """A model whose modules are large enough for devices' ways."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    symmplan.fsdp.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(4, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number():
+    eight, many = (symmplan.simulate(wide, ranks=ranks, rank=ranks - 1) for ranks in (8, 4096))
+    assert eight.plans[0].peak_bytes
+    ways = {(c.op, c.way) for c in many.collectives}
+    assert ways == {("all_gather", "copy engine"), ("reduce_scatter", "push")}
+    assert {c.ranks for c in many.collectives} == {4096}
+    assert many.ordinary_bytes.parameters < eight.ordinary_bytes.parameters
+    assert eight.ordinary_bytes.optimizer >= 2 * eight.ordinary_bytes.parameters > 0
+
+
+def test_text_of_a_plan_does_not_grow_with_the_ranks():
+    texts = [symmplan.simulate(wide, ranks=ranks).plans[0].to_json() for ranks in (8, 1024)]
+    assert abs(len(texts[0]) - len(texts[1])) < 200
+
+
+def test_a_table_says_how_collectives_run(tmp_path):
+    path = tmp_path / "choices.json"
+    rows = (Row("all_gather", 8, 4 << 20, "symmetric"), Row("reduce_scatter", 8, 4 << 20, "push"))
+    path.write_text(Table("nccl", rows).to_json())
+    report = symmplan.simulate(wide, ranks=16, choices=path)
+    assert {(c.op, c.way) for c in report.collectives} == {
+        ("all_gather", "symmetric"),
+        ("reduce_scatter", "push"),
+    }
+    path.with_name("none.json").write_text("{}")
+    with pytest.raises(BackendError, match="no table of choices"):
+        symmplan.simulate(wide, ranks=16, choices=path.with_name("none.json"))
+
+
+def test_a_table_serves_real_options(tmp_path):
+    path = tmp_path / "choices.json"
+    path.write_text(Table("shm", (Row("all_gather", 2, 64, "ordinary"),)).to_json())
+    assert symmplan.backend(choose=str(path)).settings.table.rows
+    with pytest.raises(BackendError, match="no table of choices"):
+        symmplan.backend(choose=str(tmp_path / "missing.json"))
+
+
+def test_a_report_answers_questions():
+    report = symmplan.simulate(wide, ranks=8)
+    facts = json.loads(report.to_json())
+    assert facts["peak_bytes"] == report.peak_bytes
+    assert report.plans[0].fingerprint in report.summary()
+    assert "<table>" in report.to_html()
+    needed = report.peak_bytes + report.ordinary_bytes.total
+    kinds = {a.kind for a in report.advice(2 * needed)}
+    assert kinds >= {"peak", "fits"}
+    (short,) = (a for a in report.advice(needed - 1) if a.kind == "fits")
+    assert short.nbytes == -1
+
+
+def test_a_world_leaves_nothing_behind():
+    plans_of()
+    assert not dist.is_initialized()
+    assert not symmplan.segments()
+    assert "RANK" not in os.environ
+    assert not isinstance(torch.empty(1), torch._subclasses.FakeTensor)
+
+
+def reads():
+    return torch.ones(1).sum().add(1).item()
+
+
+def cuda():
+    torch.cuda.current_stream()
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says", "fix"),
+    [
+        (reads, {"ranks": 2}, "reads the value of a tensor", "read values where"),
+        (cuda, {"ranks": 2}, "a device that is not there", 'name "cpu"'),
+        (wide, {"ranks": 2, "rank": 2}, "rank 2 is not in a world of 2", "pass rank="),
+        (wide, {"ranks": 0}, "not in a world of 0", "pass rank="),
+        (
+            functools.partial(init_device_mesh, "cpu", (2, 3)),
+            {"ranks": 4},
+            "a mesh of 6 ranks in a world of 4",
+            "pass ranks=6",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_says_what_to_change(run, options, says, fix):
+    if run is cuda and torch.cuda.is_available():
+        pytest.skip("the device is there")
+    with pytest.raises(SimulationError, match=says) as error:
+        symmplan.simulate(run, **options)
+    assert fix in error.value.fix
+    assert not dist.is_initialized()
+
+
+def test_a_memory_that_cannot_be_simulated():
+    with pytest.raises(BackendError, match="cannot be simulated"):
+        symmplan.simulate(wide, ranks=2, memory="local")
+
+
+def test_a_process_that_is_a_rank_simulates_nothing():
+    def inside():
+        symmplan.simulate(wide, ranks=2)
+
+    with pytest.raises(SimulationError, match="process groups already"):
+        symmplan.simulate(inside, ranks=2)
+
+
+def test_the_programs_own_error_stays_its_own():
+    def fails():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        symmplan.simulate(fails, ranks=2)
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "symmplan", "simulate", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    )
+
+
+def test_the_command(tmp_path):
+    page = tmp_path / "report.html"
+    done = command("test_simulate:wide", "--ranks", "64", "--rank", "17", "--html", page, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rank"] == 17
+    assert "planning" in done.stderr
+    assert page.exists()
+
+
+def test_the_command_names_what_is_missing():
+    done = command("test_simulate:nothing", "--ranks", "64")
+    assert done.returncode == 1
+    assert "has no function" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["8,64,8", "1,512,8"])
+def test_a_llama_of_405b_is_planned_in_a_minute(mesh):
+    words = ["examples/simulate_llama.py:train", "--ranks", "4096", "--rank", "17", "--json"]
+    os.environ.update(LLAMA="405B", MESH=mesh)
+    try:
+        done = command(*words)
+    finally:
+        del os.environ["LLAMA"], os.environ["MESH"]
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["resident_bytes"] < 4 << 30
+    assert result["peak_bytes"] == result["lower_bound_bytes"] > 1 << 30
