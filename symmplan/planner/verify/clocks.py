@@ -162,8 +162,11 @@ class Touches:
     ) -> None:
         self.clocks = clocks
         number, count = clocks.number, len(clocks.operations)
-        pairs = np.asarray([owner[a.buffer] * count + number[a.operation] for a in accesses])
-        user, self._op = np.divmod(np.unique(pairs.astype(np.int64)), count)
+        pairs = np.asarray(
+            [owner[a.buffer] * count + number[a.operation] for a in accesses], dtype=np.int64
+        )
+        pairs.sort()
+        user, self._op = np.divmod(pairs[np.append(True, pairs[1:] != pairs[:-1])], count)
         self._bounds: Ints = np.searchsorted(user, np.arange(users + 1))
         self.first: Ints = self._op[self._bounds[:-1]]
         # The same by stream: where the stretch of each user and stream begins.
