@@ -166,7 +166,9 @@ class Touches:
             [owner[a.buffer] * count + number[a.operation] for a in accesses], dtype=np.int64
         )
         pairs.sort()
-        user, self._op = np.divmod(pairs[np.append(True, pairs[1:] != pairs[:-1])], count)
+        pairs = pairs[np.append(True, pairs[1:] != pairs[:-1])]
+        user = pairs // count
+        self._op: Ints = pairs % count
         self._bounds: Ints = np.searchsorted(user, np.arange(users + 1))
         self.first: Ints = self._op[self._bounds[:-1]]
         # The same by stream: where the stretch of each user and stream begins.
