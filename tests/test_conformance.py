@@ -42,7 +42,7 @@ PACKERS = {
         lambda task, conflicts: lowest_first(Space(task, conflicts), np.arange(len(task)))
     ),
     **{
-        f"first fit {k}": by_task(lambda t, c, k=k: first_fit(t, c, greedy_orders(t, c)[k]))
+        f"first fit {k}": by_task(lambda t, c, k=k: first_fit(t, c, [*greedy_orders(t, c)][k]))
         for k in range(6)
     },
 }

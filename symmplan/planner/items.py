@@ -7,6 +7,9 @@
     in the canonical linear extension: whatever starts at ``stop`` or later comes after all of it,
     so items whose hulls are disjoint never conflict. On one chain the hull is the live range
     itself and nothing else needs to be compared.
+
+    Conflicts are kept in numpy's arrays: 100,000 items easily have ten million, which take 80 MB
+    there and gigabytes as a `networkx.Graph`.
 """
 
 from __future__ import annotations
@@ -264,7 +267,8 @@ def conflicts_of(ranges: Ranges) -> Conflicts:
         to = int(np.searchsorted(totals, totals[at] + CHUNK, side="right")) - 1
         to = min(max(to, at + 1), count)
         a = np.repeat(np.arange(at, to, dtype=np.int32), later[at:to])
-        b = a + 1 + (np.arange(len(a)) - (totals[a] - totals[at])).astype(np.int32)
+        begin = np.repeat((totals[at:to] - totals[at]).astype(np.int32), later[at:to])
+        b = a + 1 + (np.arange(len(a), dtype=np.int32) - begin)
         if chains > 1:
             clash = np.zeros(len(a), dtype=bool)
             for c in range(chains):

@@ -27,29 +27,18 @@ def linear_extensions(problem: Problem) -> Iterator[tuple[str, ...]]:
     """All orders in which the operations may run; feasible for about eight operations.
 
     Args:
-        problem: Its operations and edges are used.
+        problem: Its `Problem.graph` is used.
     """
-    return map(tuple, nx.all_topological_sorts(_graph(problem)))
+    return map(tuple, nx.all_topological_sorts(problem.graph()))
 
 
 def happens_before(problem: Problem) -> set[tuple[str, str]]:
     """Pairs (earlier, later) of operations that are in this order in every linear extension.
 
     Args:
-        problem: Its operations and edges are used.
+        problem: Its `Problem.graph` is used.
     """
-    return set(nx.transitive_closure_dag(_graph(problem)).edges)
-
-
-def _graph(problem: Problem) -> Any:
-    graph = nx.DiGraph(problem.edges)
-    latest: dict[str, str] = {}
-    for o in problem.operations:
-        graph.add_node(o.name)
-        if o.stream in latest:
-            graph.add_edge(latest[o.stream], o.name)
-        latest[o.stream] = o.name
-    return graph
+    return set(nx.transitive_closure_dag(problem.graph()).edges)
 
 
 def conflicts(problem: Problem) -> set[frozenset[str]]:
@@ -82,19 +71,16 @@ def _pools(problem: Problem) -> list[frozenset[str]]:
 
 
 def heaviest_set(sizes: Mapping[str, int], clashes: set[frozenset[str]]) -> int:
-    """Largest sum of sizes of buffers that conflict pairwise, by trying all sets.
+    """Largest sum of sizes of buffers that conflict pairwise.
 
     Args:
-        sizes: Bytes by name; about ten buffers.
+        sizes: Bytes by name; about a hundred buffers.
         clashes: Conflicting pairs.
     """
-    best = 0
-    names = sorted(sizes)
-    for count in range(1, len(names) + 1):
-        for chosen in combinations(names, count):
-            if all(frozenset(p) in clashes for p in combinations(chosen, 2)):
-                best = max(best, sum(sizes[n] for n in chosen))
-    return best
+    graph = nx.Graph(tuple(p) for p in clashes)
+    for name, nbytes in sizes.items():
+        graph.add_node(name, nbytes=nbytes)
+    return int(nx.max_weight_clique(graph, "nbytes")[1])
 
 
 def lowest_peak(

@@ -5,20 +5,29 @@
     antichains. By Dilworth's theorem in its weighted form the heaviest antichain weighs as much as
     the fewest bytes that can be handed on along the order: every unit of an item either comes
     fresh or from one item before it. So the bound is the sum of all sizes minus a maximum flow of
-    units from items to later items, and the minimum cut of that flow is the antichain.
+    units from the items that ask for them to earlier ones that give them, and a minimum cut of
+    that flow is the antichain.
+
+    The order of the items follows from `Problem.graph`: an item begins and ends at a clock of it.
+    The flow runs on a `networkx.DiGraph` of those clocks, equal ones merged, joined to the nearest
+    only: some thousand edges, where pairs of items would be a million. Which are the nearest,
+    numpy finds by comparing all clocks: a tenth of a second for 1,200 items, where
+    `networkx.transitive_reduction` takes four for 800.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING
 
+import networkx as nx
 import numpy as np
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from symmplan.planner.items import conflicts_of, count_candidates
 
 if TYPE_CHECKING:
-    from symmplan.planner.items import Conflicts
+    from symmplan.planner.items import Bools, Clocks, Conflicts
     from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Task
 
@@ -26,8 +35,6 @@ __all__ = ["heaviest", "heaviest_clique", "heaviest_moment"]
 
 #: Largest component for which the flow is computed, in items.
 MAX_FLOW_ITEMS = 1_200
-#: Edges that the flow may look at before it is given up.
-MAX_FLOW_WORK = 12_000_000
 #: Pairs of overlapping hulls above which conflicts are not listed for a bound alone.
 MAX_PAIRS = 20_000_000
 #: Items from which a clique is grown greedily.
@@ -65,11 +72,7 @@ def heaviest_clique(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
 
     See [Note: heaviest antichain].
     """
-    if len(task) <= MAX_FLOW_ITEMS:
-        exact = _by_flow(task, conflicts)
-        if exact is not None:
-            return exact
-    return _by_growing(task, conflicts)
+    return _by_flow(task) if len(task) <= MAX_FLOW_ITEMS else _by_growing(task, conflicts)
 
 
 def _by_growing(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
@@ -89,88 +92,61 @@ def _by_growing(task: Task, conflicts: Conflicts) -> tuple[int, Ints]:
     return best, chosen
 
 
-def _by_flow(task: Task, conflicts: Conflicts) -> tuple[int, Ints] | None:
-    """Maximum flow from items to later items; None if it is too much work."""
-    count = len(task)
-    # Items are sorted by start, so of two that do not conflict the first comes before the second.
-    before = np.triu(~conflicts.matrix(), k=1)
-    later = [np.flatnonzero(row) for row in before]
-    earlier = [np.flatnonzero(column) for column in before.T]
-    size = task.size.tolist()
-    supply, demand = list(size), list(size)  # left of each item as giver, as taker
-    given: list[dict[int, int]] = [{} for _ in range(count)]  # taker -> giver -> units
-    work = 0
-    # Nearly all bytes can be handed on greedily: to each taker from the latest givers.
-    for taker in range(count):
-        for giver in earlier[taker][::-1].tolist():
-            work += 1
-            units = min(supply[giver], demand[taker])
-            if units:
-                supply[giver] -= units
-                demand[taker] -= units
-                given[taker][giver] = units
-                if not demand[taker]:
-                    break
-    while True:
-        # Breadth first from givers with supply, along "may give", then back along "was given".
-        came: dict[int, int] = {}  # taker -> giver that reached it
-        seen = np.asarray(supply) > 0
-        by: dict[int, int] = {}  # giver -> taker that led to it
-        queue = np.flatnonzero(seen).tolist()
-        reached = np.zeros(count, dtype=bool)
-        end = -1
-        for giver in queue:
-            work += len(later[giver]) // 16 + 8
-            fresh = later[giver][~reached[later[giver]]]
-            reached[fresh] = True
-            for taker in fresh.tolist():
-                came[taker] = giver
-                if demand[taker]:
-                    end = taker
-                    break
-                for other in given[taker]:
-                    work += 1
-                    if not seen[other]:
-                        seen[other] = True
-                        by[other] = taker
-                        queue.append(other)
-            if end >= 0:
-                break
-        if end < 0:
-            break
-        if work > MAX_FLOW_WORK:
-            return None
-        _push(end, came, by, supply, demand, given)
-    # Reached givers can end no path: an item is in the antichain if bytes reach it as a giver
-    # but not as a taker.
-    chosen = np.flatnonzero(seen & ~reached)
+def _by_flow(task: Task) -> tuple[int, Ints]:
+    """The heaviest set of pairwise conflicting items. See [Note: heaviest antichain]."""
+    graph, begin, end = _network(task)
+    given = len(graph) - 1
+    _, (_, free) = nx.minimum_cut(graph, given - 1, given, flow_func=boykov_kolmogorov)
+    gives = np.zeros(len(graph), dtype=bool)
+    gives[list(free)] = True
+    chosen = np.flatnonzero(gives[end] & ~gives[begin])
     return int(task.size[chosen].sum()), chosen
 
 
-def _push(
-    end: int,
-    came: dict[int, int],
-    by: dict[int, int],
-    supply: list[int],
-    demand: list[int],
-    given: list[dict[int, int]],
-) -> None:
-    path = []
-    taker = end
-    while True:
-        giver = came[taker]
-        path.append((giver, taker))
-        if giver not in by:
-            break
-        taker = by[giver]
-    units = min(demand[end], supply[path[-1][0]])
-    for (giver, _), (_, back) in pairwise(path):
-        units = min(units, given[back][giver])
-    demand[end] -= units
-    supply[path[-1][0]] -= units
-    for giver, taker in path:
-        given[taker][giver] = given[taker].get(giver, 0) + units
-    for (giver, _), (_, back) in pairwise(path):
-        given[back][giver] -= units
-        if not given[back][giver]:
-            del given[back][giver]
+def _network(task: Task) -> tuple[nx.DiGraph[int], Ints, Ints]:
+    """What is left to hand on, and per item the nodes at which it begins and ends.
+
+    The last two nodes are where units are asked for and where they are given.
+    """
+    begins, begin = np.unique(task.entry, axis=0, return_inverse=True)
+    ends, end = np.unique(task.last, axis=0, return_inverse=True)
+    begin, end = begin.ravel(), end.ravel()
+    asked = np.bincount(begin, weights=task.size).astype(np.int64).tolist()
+    given = np.bincount(end, weights=task.size).astype(np.int64).tolist()
+    over, order = _at_most(ends, begins), _at_most(begins, begins)
+    np.fill_diagonal(order, val=False)
+    first, source = len(begins), len(begins) + len(ends)
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(source + 2))
+    # Nearly all units can be handed on at once, from the latest givers; flow may undo that.
+    for taker in range(first):
+        for giver in np.flatnonzero(over[:, taker])[::-1].tolist():
+            units = min(asked[taker], given[giver])
+            if units:
+                asked[taker] -= units
+                given[giver] -= units
+                graph.add_edge(first + giver, taker, capacity=units)
+            if not asked[taker]:
+                break
+    graph.add_weighted_edges_from(((source, k, n) for k, n in enumerate(asked)), "capacity")
+    graph.add_weighted_edges_from(
+        ((first + k, source + 1, n) for k, n in enumerate(given)), "capacity"
+    )
+    forever = [(b, first + a) for a, b in np.argwhere(_nearest(over, order)).tolist()]
+    forever += [(b, a) for a, b in np.argwhere(_nearest(order, order)).tolist()]
+    graph.add_edges_from(forever, capacity=inf)
+    return graph, begin, end + first
+
+
+def _at_most(a: Clocks, b: Clocks) -> Bools:
+    """Which clocks of the one are nowhere ahead of which of the other."""
+    result = np.ones((len(a), len(b)), dtype=bool)
+    for mine, other in zip(a.T, b.T, strict=True):
+        result &= mine[:, None] <= other[None, :]
+    return result
+
+
+def _nearest(before: Bools, order: Bools) -> Bools:
+    """What comes next after each, without that which something else lies before."""
+    nearest: Bools = before & ~(before.astype(np.float32) @ order.astype(np.float32) > 0)
+    return nearest

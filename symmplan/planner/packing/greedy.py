@@ -15,6 +15,8 @@ import numpy as np
 from symmplan.planner.packing.task import FREE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from symmplan.planner.items import Conflicts
     from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Space, Task
@@ -40,15 +42,12 @@ def first_fit(task: Task, conflicts: Conflicts, order: Ints) -> Ints:
     neighbours = conflicts.neighbours
     sizes, aligns = task.size.tolist(), task.align.tolist()
     for i in order[~pinned[order]].tolist():
-        near = neighbours[bounds[i] : bounds[i + 1]]
+        near = neighbours[bounds[i] : bounds[i + 1]].astype(np.intp)  # or each lookup casts
         below = offset[near]
         size, align = sizes[i], aligns[i]
-        if not len(below):
-            offset[i], end[i] = 0, size
-            continue
         sort = below.argsort()
         below = below[sort]
-        if below[0] >= size:
+        if not len(below) or below[0] >= size:
             offset[i], end[i] = 0, size
             continue
         ends = np.maximum.accumulate(end[near[sort]])
@@ -62,18 +61,15 @@ def first_fit(task: Task, conflicts: Conflicts, order: Ints) -> Ints:
     return offset
 
 
-def greedy_orders(task: Task, conflicts: Conflicts) -> list[Ints]:
+def greedy_orders(task: Task, conflicts: Conflicts) -> Iterator[Ints]:
     """Orders of placement worth trying, best bets first; ties keep the task's canonical order."""
     size, length = task.size, task.stop - task.start
-    keys = (
-        (-size, -length),
-        (-length, -size),
-        (-size * length,),
-        (-(conflicts.weigh(size) + size), -size),
-        (task.start, -size),
-        (-task.stop, -size),
-    )
-    return [np.lexsort(tuple(reversed(k))) for k in keys]
+    yield np.lexsort((-length, -size))
+    yield np.lexsort((-size, -length))
+    yield np.lexsort((-size * length,))
+    yield np.lexsort((-size, -(conflicts.weigh(size) + size)))
+    yield np.lexsort((-size, task.start))
+    yield np.lexsort((-size, -task.stop))
 
 
 def rank_by(*keys: Ints) -> Ints:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from symmplan.planner.verify.barriers import check_barriers
 from symmplan.planner.verify.bounds import check_bounds
-from symmplan.planner.verify.clocks import Clocks
+from symmplan.planner.verify.clocks import Clocks, Touches
 from symmplan.planner.verify.sharing import check_pads, check_sharing
 from symmplan.planner.verify.structure import check_structure, users_of
 
@@ -35,9 +35,10 @@ def verify(plan: Plan) -> None:
             ``overlap``, ``barrier``, ``unknown_barrier``, ``lower_bound`` or ``optimal``.
     """
     check_structure(plan)
-    users = users_of(plan)
+    users, owner = users_of(plan)
     clocks = Clocks(plan.problem.operations, plan.problem.edges)
-    check_pads(plan, users, clocks)
-    reuse = check_sharing(plan, users, clocks)
-    check_barriers(plan, users, reuse, clocks)
-    check_bounds(plan, users, clocks)
+    touches = Touches(plan.problem.accesses, owner, len(users), clocks)
+    check_pads(plan, owner, clocks)
+    reuse = check_sharing(plan, users, touches)
+    check_barriers(plan, users, owner, reuse, clocks)
+    check_bounds(plan, users, owner, touches)

@@ -9,6 +9,7 @@ each operation, up to where each stream was over when what this rank has heard o
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,11 +20,11 @@ from symmplan.planner.verify.clocks import Clocks
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from symmplan.model import Access, Plan
+    from symmplan.model import Plan
     from symmplan.planner.verify.sharing import Reuse
     from symmplan.planner.verify.structure import User
 
@@ -50,7 +51,9 @@ class _Need(NamedTuple):
     heard: tuple[str, ...]  # groups, in this order
 
 
-def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) -> None:
+def check_barriers(
+    plan: Plan, users: list[User], owner: Mapping[str, int], reuse: Reuse, clocks: Clocks
+) -> None:
     """Check that the listed barriers are known and suffice.
 
     Raises:
@@ -58,13 +61,20 @@ def check_barriers(plan: Plan, users: list[User], reuse: Reuse, clocks: Clocks) 
             (``unknown_barrier``).
     """
     _check_known(plan, clocks)
-    spans = _spans(plan, users)
-    needs = [n for a, b in reuse.pairs for n in _needs(spans, users, a, b, 0)]
-    needs += (n for a, b in reuse.wraps for n in _needs(spans, users, a, b, 1))
+    exposed = _exposed(plan, users, owner)
+    if not exposed:
+        return
+    passed = [
+        [p for p in pairs if not exposed.isdisjoint(p)] for pairs in (reuse.pairs, reuse.wraps)
+    ]
+    wanted = exposed.union(*chain(*passed))
+    spans = _spans(plan, users, owner, wanted)
+    needs = [
+        n for runs in (0, 1) for a, b in passed[runs] for n in _needs(spans, users, a, b, runs)
+    ]
     needs += (
         n
-        for u, mine in enumerate(spans)
-        if any(s.touches_unasked or s.lingers for s in mine)
+        for u in sorted(exposed)
         for n in _needs(spans, users, u, u, 0)
         if clocks.number[n.earlier.end] < clocks.number[n.later.begin]
     )
@@ -94,38 +104,54 @@ def _check_known(plan: Plan, clocks: Clocks) -> None:
             )
 
 
-def _spans(plan: Plan, users: list[User]) -> list[list[_Span]]:
+def _exposed(plan: Plan, users: list[User], owner: Mapping[str, int]) -> set[int]:
+    """Users whose bytes peers may touch while this rank is not in the call, and some more."""
+    calls = {o.name: o for o in plan.problem.operations}
+    found: set[int] = set()
+    for a in plan.problem.accesses:
+        if a.remote and not (a.enters and a.releases):
+            call, user = calls[a.operation], owner[a.buffer]
+            if not (call.handshake and call.release and call.group == users[user].group):
+                found.add(user)
+    return found
+
+
+def _spans(
+    plan: Plan, users: list[User], owner: Mapping[str, int], wanted: set[int]
+) -> dict[int, list[_Span]]:
     calls = {o.name: o for o in plan.problem.operations}
     ended_at = {begun: o.name for o in plan.problem.operations for begun in o.ends}
-    found: list[list[_Span]] = []
-    for user in users:
-        touching = {(a.operation, a.buffer) for a in user.accesses}
-        begun: dict[str, list[Access]] = {}
-        for a in user.accesses:
-            if not any((start, a.buffer) in touching for start in calls[a.operation].ends):
-                begun.setdefault(a.operation, []).append(a)  # the others are the end of a call
-        found.append([])
-        for name, own in begun.items():
-            call, end = calls[name], ended_at.get(name, name)
-            ours = call.group == user.group
-            gated, drained = ours and call.handshake, ours and call.release
-            buffers = {a.buffer for a in own}
-            both = [a for a in user.accesses if a.operation in (name, end) and a.buffer in buffers]
-            span = _Span(
-                begin=name,
-                end=end,
-                changes=any(a.write for a in both),
-                touches_unasked=not gated and any(a.remote and not a.enters for a in own),
-                lingers=not drained and any(a.remote and not a.releases for a in own),
-                gated=gated,
-                drained=drained,
-            )
-            found[-1].append(span)
+    accesses = [a for a in plan.problem.accesses if owner[a.buffer] in wanted]
+    touching = {(a.operation, a.buffer) for a in accesses if a.operation in ended_at}
+    facts: dict[tuple[int, str], list[bool]] = {}
+    for a in accesses:
+        begun = [s for s in calls[a.operation].ends if (s, a.buffer) in touching]
+        for name in begun or (a.operation,):
+            seen = facts.setdefault((owner[a.buffer], name), [False] * 3)
+            seen[0] |= a.write
+            if not begun:  # else this is the end of calls that state the facts where they begin
+                seen[1] |= a.remote and not a.enters
+                seen[2] |= a.remote and not a.releases
+    found: dict[int, list[_Span]] = {}
+    for (user, name), (changes, unasked, lingers) in facts.items():
+        call = calls[name]
+        ours = call.group == users[user].group
+        gated, drained = ours and call.handshake, ours and call.release
+        span = _Span(
+            begin=name,
+            end=ended_at.get(name, name),
+            changes=changes,
+            touches_unasked=unasked and not gated,
+            lingers=lingers and not drained,
+            gated=gated,
+            drained=drained,
+        )
+        found.setdefault(user, []).append(span)
     return found
 
 
 def _needs(
-    spans: list[list[_Span]], users: list[User], first: int, second: int, runs: int
+    spans: dict[int, list[_Span]], users: list[User], first: int, second: int, runs: int
 ) -> Iterator[_Need]:
     before, after = users[first].group, users[second].group
     for a in spans[first]:

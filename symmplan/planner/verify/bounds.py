@@ -14,10 +14,10 @@ import numpy as np
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from symmplan.model import Plan
-    from symmplan.planner.verify.clocks import Clocks
+    from symmplan.planner.verify.clocks import Touches
     from symmplan.planner.verify.structure import User
 
 __all__ = ["check_bounds"]
@@ -28,19 +28,19 @@ ROWS = 2048
 MAX_USERS = 8
 
 
-def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
+def check_bounds(plan: Plan, users: list[User], owner: Mapping[str, int], touches: Touches) -> None:
     """Check that segments are as large as needed and that the bounds are proven.
 
     Raises:
         VerificationError: A size (``segment_size``, ``segment_empty``), a bound (``lower_bound``)
             or the claim to be optimal (``optimal``) is wrong.
     """
-    owner = {name: u for u in users for name in u.names}
-    by_segment: dict[str, list[User]] = {}
-    for user in users:
-        by_segment.setdefault(user.segment, []).append(user)
+    by_segment: dict[str, list[int]] = {}
+    for u, user in enumerate(users):
+        by_segment.setdefault(user.segment, []).append(u)
     for segment in plan.segments:
-        inside = by_segment.get(segment.name, [])
+        numbers = by_segment.get(segment.name, [])
+        inside = [users[u] for u in numbers]
         if not inside:
             fail(
                 "segment_empty",
@@ -60,12 +60,12 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
                 segment=segment.name,
             )
         where = f"segment {segment.name!r}"
-        witnesses = _witnesses(where, segment.witness, owner, [segment.name])
-        proven = _proven(where, witnesses, unit, segment.proof, clocks)
+        witnesses = _witnesses(where, segment.witness, users, owner, [segment.name])
+        proven = _proven(where, users, witnesses, unit, segment.proof, touches)
         searched = segment.proof == "search"
         _check_claim(where, segment.lower_bound_bytes, proven, segment.nbytes, exact=not searched)
         if searched and len(inside) <= MAX_USERS:
-            lower = _lower_peak(inside, segment.lower_bound_bytes - unit + 1, clocks)
+            lower = _lower_peak(users, numbers, segment.lower_bound_bytes - unit + 1, touches)
             if lower is not None:
                 fail(
                     "lower_bound",
@@ -73,7 +73,7 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
                     expected=f"at most {_round(lower, unit)}, for so few are enough",
                     got=segment.lower_bound_bytes,
                 )
-    _check_joint(plan, users, owner, clocks)
+    _check_joint(plan, users, owner, touches)
     if plan.optimal != (plan.peak_bytes == plan.lower_bound_bytes):
         fail(
             "optimal",
@@ -84,7 +84,7 @@ def check_bounds(plan: Plan, users: list[User], clocks: Clocks) -> None:
         )
 
 
-def _check_joint(plan: Plan, users: list[User], owner: dict[str, User], clocks: Clocks) -> None:
+def _check_joint(plan: Plan, users: list[User], owner: Mapping[str, int], touches: Touches) -> None:
     """Segments that could share buffers split them by choice, so they are bounded together."""
     joint: dict[str, frozenset[str]] = {u.group: frozenset({u.group}) for u in users}
     for shared in plan.problem.shared_groups:
@@ -105,8 +105,8 @@ def _check_joint(plan: Plan, users: list[User], owner: dict[str, User], clocks: 
         names = segments[bound.groups]
         where = f"segments {', '.join(names)}"
         unit = min(u.align for u in users if u.segment in names)
-        witnesses = _witnesses(where, bound.witness, owner, names)
-        proven = _proven(where, witnesses, unit, "clique", clocks)
+        witnesses = _witnesses(where, bound.witness, users, owner, names)
+        proven = _proven(where, users, witnesses, unit, "clique", touches)
         size = sum(s.nbytes for s in plan.segments if s.name in names)
         _check_claim(where, bound.nbytes, proven, size, exact=True)
 
@@ -128,23 +128,30 @@ def _round(nbytes: int, unit: int) -> int:
 
 
 def _witnesses(
-    where: str, names: Sequence[str], owner: dict[str, User], segments: list[str]
-) -> list[User]:
-    found: dict[tuple[str, ...], User] = {}
+    where: str,
+    names: Sequence[str],
+    users: list[User],
+    owner: Mapping[str, int],
+    segments: list[str],
+) -> list[int]:
+    found: dict[int, None] = {}
     for name in names:
-        user = owner.get(name)
-        if user is None or user.segment not in segments or user.names in found:
+        number = owner.get(name, -1)
+        if number < 0 or users[number].segment not in segments or number in found:
             fail(
                 "lower_bound",
                 f"{where} names {name!r} as a witness of its lower bound",
                 expected="different buffers that lie there",
                 got=repr(name),
             )
-        found[user.names] = user
-    return list(found.values())
+        found[number] = None
+    return list(found)
 
 
-def _proven(where: str, witnesses: list[User], unit: int, proof: str, clocks: Clocks) -> int:
+def _proven(
+    where: str, users: list[User], witnesses: list[int], unit: int, proof: str, touches: Touches
+) -> int:
+    chosen = [users[u] for u in witnesses]
     if proof not in ("clique", "pin", "search"):
         fail(
             "lower_bound",
@@ -153,18 +160,17 @@ def _proven(where: str, witnesses: list[User], unit: int, proof: str, clocks: Cl
             got=repr(proof),
         )
     if proof == "pin":
-        if len(witnesses) != 1 or not witnesses[0].pinned:
+        if len(chosen) != 1 or not chosen[0].pinned:
             fail(
                 "lower_bound",
                 f"{where} has no pinned buffer as the witness of its bound",
                 expected="one pinned buffer",
-                got=[u.names[0] for u in witnesses],
+                got=[u.names[0] for u in chosen],
             )
-        return _round(witnesses[0].end, unit)
-    others = [u for u in witnesses if not u.persistent]
-    pair = _compatible(others, clocks)
+        return _round(chosen[0].end, unit)
+    pair = _compatible([u for u in witnesses if not users[u].persistent], touches)
     if pair is not None:
-        a, b = pair
+        a, b = users[pair[0]], users[pair[1]]
         fail(
             "lower_bound",
             f"{where} counts {a.names[0]!r} and {b.names[0]!r} as live together, but they are "
@@ -172,12 +178,12 @@ def _proven(where: str, witnesses: list[User], unit: int, proof: str, clocks: Cl
             expected="witnesses that conflict pairwise",
             got=(a.names[0], b.names[0]),
         )
-    return sum(_round(u.end - u.offset, unit) for u in witnesses)
+    return sum(_round(u.end - u.offset, unit) for u in chosen)
 
 
-def _compatible(users: list[User], clocks: Clocks) -> tuple[User, User] | None:
+def _compatible(users: list[int], touches: Touches) -> tuple[int, int] | None:
     """Two of the users of which one comes entirely before the other, if there are such."""
-    ops = [np.asarray(sorted({clocks.number[a.operation] for a in u.accesses})) for u in users]
+    clocks, ops = touches.clocks, [touches.of(u) for u in users]
     if len(users) < 2 or max(int(o[0]) for o in ops) <= min(int(o[-1]) for o in ops):
         return None  # all are live at one instant of a linear extension
     flat = np.concatenate(ops)
@@ -196,16 +202,19 @@ def _compatible(users: list[User], clocks: Clocks) -> tuple[User, User] | None:
     return None
 
 
-def _lower_peak(users: list[User], claimed: int, clocks: Clocks) -> int | None:
+def _lower_peak(
+    users: list[User], numbers: list[int], claimed: int, touches: Touches
+) -> int | None:
     """A peak in bytes below the claimed minimum, if there is one.
 
     In some lowest packing nothing can be moved down, so it arises by placing the users by
     ascending offset, each as low as those before it and the pins allow.
     """
     clash = {
-        (i, j): a.persistent or b.persistent or _compatible([a, b], clocks) is None
-        for (i, a), (j, b) in permutations(enumerate(users), 2)
+        (i, j): users[a].persistent or users[b].persistent or _compatible([a, b], touches) is None
+        for (i, a), (j, b) in permutations(enumerate(numbers), 2)
     }
+    users = [users[u] for u in numbers]
     pinned = [i for i, u in enumerate(users) if u.pinned]
     if any(users[i].end >= claimed for i in pinned):
         return None

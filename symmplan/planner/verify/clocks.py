@@ -6,23 +6,22 @@ treated some columns at a time, so memory stays bounded.
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import pairwise
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from symmplan.model import Operation
+    from symmplan.model import Access, Operation
 
     Ints = NDArray[np.int64]
     Table = NDArray[np.int32]
 
-__all__ = ["Clocks"]
+__all__ = ["Clocks", "Touches"]
 
 #: Columns treated at a time.
 BLOCK = 128
@@ -33,48 +32,44 @@ class Clocks:
 
     Attributes:
         operations: In a linear extension.
-        names: Their names.
         number: Place of each in the extension, by name.
-        after: Places of those that directly follow each.
         stream: Stream number of each operation, by place in the extension.
         place: Place in its stream, from 1.
         streams: Number of streams.
     """
 
     def __init__(self, listed: Sequence[Operation], edges: Sequence[tuple[str, str]]) -> None:
-        streams: dict[str, list[int]] = {}
-        for i, op in enumerate(listed):
-            streams.setdefault(op.stream, []).append(i)
-        stream = {i: s for s, line in enumerate(streams.values()) for i in line}
-        place = {i: k for line in streams.values() for k, i in enumerate(line, start=1)}
-        index = {op.name: i for i, op in enumerate(listed)}
-        links = [pair for line in streams.values() for pair in pairwise(line)]
-        links += ((index[a], index[b]) for a, b in edges)
-        after: list[list[int]] = [[] for _ in listed]
-        waits = [0] * len(listed)
-        for a, b in links:
-            after[a].append(b)
-            waits[b] += 1
-        ready = deque(i for i, w in enumerate(waits) if not w)
-        extension: list[int] = []
-        while ready:
-            i = ready.popleft()
-            extension.append(i)
-            for j in after[i]:
-                waits[j] -= 1
-                if not waits[j]:
-                    ready.append(j)
+        lines: dict[str, list[Operation]] = {}
+        for op in listed:
+            lines.setdefault(op.stream, []).append(op)
+        self.operations = _extension(listed, lines, edges)
         # A problem with a cycle cannot be constructed.
-        assert len(extension) == len(listed)
-        rank = {i: k for k, i in enumerate(extension)}
-        self.operations = [listed[i] for i in extension]
-        self.names = [op.name for op in self.operations]
-        self.number = {name: k for k, name in enumerate(self.names)}
-        self.stream: Ints = np.asarray([stream[i] for i in extension], dtype=np.int64)
-        self.place: Ints = np.asarray([place[i] for i in extension], dtype=np.int64)
-        self.streams = len(streams)
-        self.after = [sorted({rank[j] for j in after[i]}) for i in extension]
+        assert len(self.operations) == len(listed)
+        self.number = {op.name: k for k, op in enumerate(self.operations)}
+        numbers = {name: s for s, name in enumerate(lines)}
+        self.streams = len(lines)
+        self.stream: Ints = np.asarray([numbers[o.stream] for o in self.operations], dtype=np.int64)
+        #: Operations stream by stream, and where each stream begins among them.
+        self._lines: Ints = np.argsort(self.stream, kind="stable")
+        sizes = np.bincount(self.stream, minlength=self.streams)
+        self._begins: Ints = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.place: Ints = np.empty(len(listed), dtype=np.int64)
+        self.place[self._lines] = np.arange(1, len(listed) + 1) - self._begins
+        self._sources: dict[int, list[int]] = {}
+        for a, b in edges:
+            self._sources.setdefault(self.number[b], []).append(self.number[a])
         self._kept: Table | None = None
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """Places of the operations that directly follow each."""
+        result: list[list[int]] = [[] for _ in self.operations]
+        for k in np.flatnonzero(self._begins[1:] == self._begins[:-1]).tolist():
+            result[self._lines[k]].append(int(self._lines[k + 1]))
+        for b, sources in self._sources.items():
+            for a in sources:
+                result[a].append(b)
+        return result
 
     def blocks(self) -> Iterator[tuple[int, Table]]:
         """First column and table of every block: operations that happen before or are the row's."""
@@ -88,18 +83,29 @@ class Clocks:
             yield low, table
 
     def _table(self, low: int, high: int) -> Table:
-        if self.streams == 1:
-            return self.place.astype(np.int32)[:, None]
-        table = np.zeros((len(self.names), high - low), dtype=np.int32)
-        rows = list(table)
-        own = (self.stream - low).tolist()
-        place = self.place.tolist()
-        width = high - low
-        for i, row in enumerate(rows):
-            if 0 <= own[i] < width:
-                row[own[i]] = place[i]
-            for j in self.after[i]:
-                np.maximum(rows[j], row, out=rows[j])
+        """Rows change, but for their own column, only where an operation waits for others."""
+        waiting = sorted(self._sources)
+        turn = np.zeros(len(self.operations), dtype=np.int64)
+        turn[waiting] = np.arange(1, len(waiting) + 1)
+        # Per operation, the last in its stream, itself included, that waits; 0 for none.
+        seen = np.maximum.accumulate(np.where(turn[self._lines] > 0, np.arange(len(turn)), -1))
+        latest = np.zeros_like(turn)
+        latest[self._lines] = np.where(seen >= self._begins, turn[self._lines[seen]], 0)
+        rows = np.zeros((len(waiting) + 1, high - low), dtype=np.int32)
+        reached, of, place = latest.tolist(), self.stream.tolist(), self.place.tolist()
+        current = [0] * self.streams
+        for k, i in enumerate(waiting, start=1):
+            row = rows[k]
+            row[:] = rows[current[of[i]]]
+            for j in self._sources[i]:
+                np.maximum(row, rows[reached[j]], out=row)
+                c = of[j] - low
+                if 0 <= c < len(row):
+                    row[c] = max(row[c], place[j])
+            current[of[i]] = k
+        table: Table = rows[latest]
+        own = np.flatnonzero((self.stream >= low) & (self.stream < high))
+        table[own, self.stream[own] - low] = self.place[own]
         return table
 
     def ordered(self, first: Ints, second: Ints) -> NDArray[np.bool_]:
@@ -111,3 +117,82 @@ class Clocks:
             a, b = first[inside], second[inside]
             result[inside] = (table[b, stream[inside] - low] >= self.place[a]) & (a != b)
         return result
+
+
+def _extension(
+    listed: Sequence[Operation],
+    lines: Mapping[str, list[Operation]],
+    edges: Sequence[tuple[str, str]],
+) -> list[Operation]:
+    """Each stream is followed until it waits for another, and again when its wait is over."""
+    home = {op.name: op.stream for op in listed} if edges else {}
+    waits: dict[str, int] = {}
+    followers: dict[str, list[str]] = {}
+    for a, b in edges:
+        followers.setdefault(a, []).append(b)
+        waits[b] = waits.get(b, 0) + 1
+    found: list[Operation] = []
+    done = dict.fromkeys(lines, 0)
+    todo = list(lines)
+    while todo:
+        stream = todo.pop()
+        line, begin = lines[stream], done[stream]
+        end = begin
+        while end < len(line) and not waits.get(line[end].name):
+            for follower in followers.get(line[end].name, ()):
+                waits[follower] -= 1
+                if not waits[follower]:
+                    todo.append(home[follower])
+            end += 1
+        found += line[begin:end]
+        done[stream] = end
+    return found
+
+
+class Touches:
+    """Which operations touch each user, by their places in the extension.
+
+    Attributes:
+        clocks: Their order.
+        first: Per user, the first of them.
+    """
+
+    def __init__(
+        self, accesses: Sequence[Access], owner: Mapping[str, int], users: int, clocks: Clocks
+    ) -> None:
+        self.clocks = clocks
+        number, count = clocks.number, len(clocks.operations)
+        pairs = np.asarray(
+            [owner[a.buffer] * count + number[a.operation] for a in accesses], dtype=np.int64
+        )
+        pairs.sort()
+        pairs = pairs[np.append(True, pairs[1:] != pairs[:-1])]
+        user = pairs // count
+        self._op: Ints = pairs % count
+        self._bounds: Ints = np.searchsorted(user, np.arange(users + 1))
+        self.first: Ints = self._op[self._bounds[:-1]]
+        # The same by stream: where the stretch of each user and stream begins.
+        sort = np.lexsort((self._op, clocks.stream[self._op], user))
+        self._by_stream, stream = self._op[sort], clocks.stream[self._op[sort]]
+        fresh = (user[1:] != user[:-1]) | (stream[1:] != stream[:-1])
+        self._cuts: Ints = np.append(0, np.append(np.flatnonzero(fresh) + 1, len(user)))
+        self._stretches: Ints = np.searchsorted(self._cuts, self._bounds)
+
+    def of(self, user: int) -> Ints:
+        """The operations that touch a user, ascending."""
+        return self._op[self._bounds[user] : self._bounds[user + 1]]
+
+    def across(self, a: Ints, b: Ints) -> tuple[Ints, Ints, Ints]:
+        """For pairs of users the last operations on one and the first on the other, per streams.
+
+        Returns:
+            Which pair, the operation on its first user, the one on its second.
+        """
+        many = np.diff(self._stretches)
+        wide = many[b]
+        total = many[a] * wide
+        pair = np.repeat(np.arange(len(a)), total)
+        k = np.arange(len(pair)) - np.repeat(np.cumsum(total) - total, total)
+        ends = self._cuts[self._stretches[a[pair]] + k // wide[pair] + 1] - 1
+        begins = self._cuts[self._stretches[b[pair]] + k % wide[pair]]
+        return pair, self._by_stream[ends], self._by_stream[begins]

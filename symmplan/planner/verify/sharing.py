@@ -19,8 +19,10 @@ from attrs import frozen
 from symmplan.planner.verify.structure import fail
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from symmplan.model import Plan
-    from symmplan.planner.verify.clocks import Clocks
+    from symmplan.planner.verify.clocks import Clocks, Touches
     from symmplan.planner.verify.structure import User
 
 __all__ = ["Reuse", "check_pads", "check_sharing"]
@@ -81,48 +83,37 @@ class _Bytes:
         return found
 
 
-def check_sharing(plan: Plan, users: list[User], clocks: Clocks) -> Reuse:
+def check_sharing(plan: Plan, users: list[User], touches: Touches) -> Reuse:
     """Check that no two users that may be live together share a byte. See [Note: users of a byte].
 
     Raises:
         VerificationError: Two of them do (``overlap``).
     """
-    number = clocks.number
-    ops = [sorted({number[a.operation] for a in u.accesses}) for u in users]
     space = {s.name: _Bytes(s.nbytes) for s in plan.segments}
-    pairs: set[tuple[int, int]] = set()
-    for u in sorted(range(len(users)), key=lambda k: (ops[k][0], users[k].names)):
+    first = touches.first.tolist()
+    pairs: list[tuple[int, int]] = []
+    for u in sorted(range(len(users)), key=lambda k: (first[k], users[k].names)):
         user = users[u]
-        before = space[user.segment].take(user.offset, user.end, u)
-        pairs.update((b, u) for b in before)
-    ordered = sorted(pairs)
-    for a, b in ordered:
+        pairs += [(b, u) for b in space[user.segment].take(user.offset, user.end, u)]
+    pairs.sort()
+    for a, b in pairs:
         if users[a].persistent or users[b].persistent:
             _overlap(users[a], users[b], None, None)
-    _check_order(ordered, users, ops, clocks)
+    _check_order(pairs, users, touches)
     wraps = {w for s in space.values() for w in s.wraps()}
-    return Reuse(tuple(ordered), tuple(sorted(wraps)))
+    return Reuse(tuple(pairs), tuple(sorted(wraps)))
 
 
-def _check_order(
-    pairs: list[tuple[int, int]], users: list[User], ops: list[list[int]], clocks: Clocks
-) -> None:
-    stream = clocks.stream.tolist()
-    lasts = [list({stream[o]: o for o in numbers}.values()) for numbers in ops]
-    firsts = [list({stream[o]: o for o in reversed(numbers)}.values()) for numbers in ops]
-    first, second, which = [], [], []
-    for k, (a, b) in enumerate(pairs):
-        for x in lasts[a]:
-            for y in firsts[b]:
-                first.append(x)
-                second.append(y)
-                which.append(k)
-    if not first:
+def _check_order(pairs: list[tuple[int, int]], users: list[User], touches: Touches) -> None:
+    if not pairs:
         return
-    good = clocks.ordered(np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64))
-    for k in np.flatnonzero(~good)[:1].tolist():
+    clocks = touches.clocks
+    table = np.asarray(pairs, dtype=np.int64)
+    which, lasts, firsts = touches.across(table[:, 0], table[:, 1])
+    for k in np.flatnonzero(~clocks.ordered(lasts, firsts))[:1].tolist():
         a, b = pairs[which[k]]
-        _overlap(users[a], users[b], clocks.names[first[k]], clocks.names[second[k]])
+        last, first = clocks.operations[lasts[k]].name, clocks.operations[firsts[k]].name
+        _overlap(users[a], users[b], last, first)
 
 
 def _overlap(a: User, b: User, last: str | None, first: str | None) -> None:
@@ -142,7 +133,7 @@ def _overlap(a: User, b: User, last: str | None, first: str | None) -> None:
     )
 
 
-def check_pads(plan: Plan, users: list[User], clocks: Clocks) -> None:
+def check_pads(plan: Plan, owner: Mapping[str, int], clocks: Clocks) -> None:
     """Check that operations on one segment's signal pad never run at the same time.
 
     To a pad, buffers that share their offset are one: these may.
@@ -156,7 +147,6 @@ def check_pads(plan: Plan, users: list[User], clocks: Clocks) -> None:
         if access.buffer in pads:
             inside = using.setdefault(plan.placements[access.buffer].segment, {})
             inside.setdefault(clocks.number[access.operation], set()).add(access.buffer)
-    owner = {name: u for u, user in enumerate(users) for name in user.names}
     for segment, touched in sorted(using.items()):
         ops = np.asarray(sorted(touched), dtype=np.int64)
         # Totally ordered operations are ordered one after the other; otherwise look at all pairs.
@@ -170,7 +160,8 @@ def check_pads(plan: Plan, users: list[User], clocks: Clocks) -> None:
             for j in unordered.tolist():
                 for a, b in product(sorted(touched[int(ops[i])]), sorted(touched[j])):
                     if owner[a] != owner[b]:
-                        _pad_clash(segment, (a, b), (clocks.names[int(ops[i])], clocks.names[j]))
+                        both = clocks.operations[int(ops[i])], clocks.operations[j]
+                        _pad_clash(segment, (a, b), (both[0].name, both[1].name))
 
 
 def _pad_clash(segment: str, buffers: tuple[str, str], operations: tuple[str, str]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attrs import field, frozen
+from attrs import frozen
 
 from symmplan.errors import VerificationError
 
 if TYPE_CHECKING:
-    from symmplan.model import Access, Buffer, Placement, Plan, SegmentSpec
+    from symmplan.model import Buffer, Placement, Plan, SegmentSpec
 
 __all__ = ["User", "check_structure", "fail", "users_of"]
 
@@ -157,7 +157,6 @@ class User:
         align: Strictest alignment among them, in bytes.
         persistent: Whether one of them is bound for the whole program.
         pinned: Whether one of them has a fixed offset.
-        accesses: Who touches them, and how.
     """
 
     names: tuple[str, ...]
@@ -168,42 +167,37 @@ class User:
     align: int
     persistent: bool
     pinned: bool
-    accesses: tuple[Access, ...] = field(repr=False)
 
 
-def users_of(plan: Plan) -> list[User]:
-    """The users of a plan whose structure was checked, in the order of the problem's buffers."""
+def users_of(plan: Plan) -> tuple[list[User], dict[str, int]]:
+    """The users of a plan whose structure was checked, and the number of each buffer's."""
     links: dict[str, list[str]] = {}
     for a, b in plan.problem.together:
         links.setdefault(a, []).append(b)
         links.setdefault(b, []).append(a)
-    touched: dict[str, list[Access]] = {}
-    for access in plan.problem.accesses:
-        touched.setdefault(access.buffer, []).append(access)
     buffers = {b.name: b for b in plan.problem.buffers}
-    seen: set[str] = set()
+    owner: dict[str, int] = {}
     users: list[User] = []
-    for name in buffers:
-        if name in seen:
+    for name, first in buffers.items():
+        if name in owner:
             continue
-        names = sorted(_linked(name, links))
-        seen.update(names)
         place = plan.placements[name]
-        merged = [buffers[n] for n in names]
+        names: tuple[str, ...] = (name,)
+        end, align = place.end, first.align
+        persistent, pinned = first.persistent, first.offset is not None
+        if name in links:
+            names = tuple(sorted(_linked(name, links)))
+            merged = [buffers[n] for n in names]
+            end = place.offset + max(m.nbytes for m in merged)
+            align = max(m.align for m in merged)
+            persistent = any(m.persistent for m in merged)
+            pinned = any(m.offset is not None for m in merged)
+        for n in names:
+            owner[n] = len(users)
         users.append(
-            User(
-                names=tuple(names),
-                group=merged[0].group,
-                segment=place.segment,
-                offset=place.offset,
-                end=max(plan.placements[n].end for n in names),
-                align=max(b.align for b in merged),
-                persistent=any(b.persistent for b in merged),
-                pinned=any(b.offset is not None for b in merged),
-                accesses=tuple(a for n in names for a in touched[n]),
-            )
+            User(names, first.group, place.segment, place.offset, end, align, persistent, pinned)
         )
-    return users
+    return users, owner
 
 
 def _linked(name: str, links: dict[str, list[str]]) -> set[str]:
