@@ -47,8 +47,9 @@ def capture_recorded(
     skip: Callable[[OpSpec, Requirement], str | None],
     partly: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
     choose: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
+    refused: Mapping[fx.Node, str] | None = None,
 ) -> Captured:
-    """End a recording and capture it.
+    """End a recording, if that was not done, and capture it.
 
     Args:
         recorder: The recording.
@@ -57,11 +58,12 @@ def capture_recorded(
         skip: As for `capture_fx`.
         partly: Gives ops that cannot run with only some of their tensors placed, and why.
         choose: Gives ops that need not be placed, and why, once it is known what can be.
+        refused: Ops that are not placed, and why, whatever the others say.
 
     Collective: no, but for what ``choose`` does.
     """
     recorder.close()
-    refused: dict[fx.Node, str] = {}
+    refused = dict(refused or {})
     chosen = False
     while True:
         captured = capture_fx(

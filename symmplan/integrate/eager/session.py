@@ -94,6 +94,7 @@ class Session:
             lower_bound_bytes=plan.lower_bound_bytes,
             unshared_bytes=plan.unshared_bytes,
             copied=frozen.copies,
+            reasons=((frozen.refused, counts["plain"]),) if frozen.refused else (),
             **counts,
         )
 
