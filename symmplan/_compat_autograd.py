@@ -6,9 +6,11 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import _guards
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from contextlib import AbstractContextManager
 
 
 @contextlib.contextmanager
@@ -70,6 +72,12 @@ def keep_inputs(indices: Collection[int]) -> None:
     donated = getattr(_metadata(), "bw_donated_idxs", None)
     if donated:
         donated[:] = [i for i in donated if i not in indices]
+
+
+def tracing(fake_mode: Any) -> AbstractContextManager[Any]:
+    """What compiling needs to know of where it is, outside of Dynamo."""
+    context: AbstractContextManager[Any] = _guards.tracing(_guards.TracingContext(fake_mode))
+    return context
 
 
 def keeps_graph() -> bool:

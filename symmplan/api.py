@@ -17,7 +17,7 @@ def plan(
     example_inputs: Sequence[Any] | None = None,
     *,
     effort: Literal["fast", "optimal"] = "fast",
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     default_group: str | None = None,
 ) -> Plan:
     """Assign every declared tensor of a program a place in pooled symmetric segments.
@@ -27,7 +27,8 @@ def plan(
         example_inputs: Inputs to propagate (on fake tensors) where the graph's nodes carry no
             sizes. Only for graphs.
         effort: ``"fast"``, or ``"optimal"`` for a complete search with a proof.
-        capacity: Bytes that each segment may take at most; None for no limit.
+        capacity: Bytes that all segments may take together, as a number or as text such as
+            ``"40GiB"``; None for no limit.
         default_group: Name of the process group of declared ops that name none; the world if None.
 
     Returns:
@@ -36,6 +37,7 @@ def plan(
     Raises:
         CaptureError: The program is of another kind, or has no sizes.
         CapacityError: The buffers do not fit into ``capacity``.
+        PlanningError: ``capacity`` is no number of bytes, or there is no such effort.
 
     Collective: no.
 
@@ -45,12 +47,14 @@ def plan(
     64
     """
     from symmplan.planner import plan as plan_problem
+    from symmplan.planner.budget import bytes_of
 
+    nbytes = bytes_of(capacity)
     if not isinstance(program, Problem):
         from symmplan.capture import capture_fx
 
         captured = capture_fx(program, example_inputs, default_group=default_group)
         program = captured.problem
-    made = plan_problem(program, effort=effort, capacity=capacity)
+    made = plan_problem(program, effort=effort, capacity=nbytes)
     made.verify()
     return made

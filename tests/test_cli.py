@@ -60,7 +60,7 @@ def test_version(capsys):
         ["nonsense"],
         ["plan"],
         ["plan", "--effort", "x", "f"],
-        ["plan", "--capacity", "1KB", "f"],
+        ["plan", "--capacity", "1KX", "f"],
         ["bench"],
         ["bench", "nonsense"],
         ["demo", "--steps", "0"],

@@ -320,7 +320,9 @@ class Recorder(TorchDispatchMode):
         return result
 
     def close(self) -> None:
-        """End the recording: what is still alive leaves the graph."""
+        """End the recording: what is still alive leaves the graph. Idempotent."""
+        if self.graph.find_nodes(op="output"):
+            return
         # The last view, not the origin: that may return several storages.
         living = [list(x.nodes.values())[-1] for x in self._storages.values() if x.made]
         self._watches.clear()

@@ -48,8 +48,9 @@ def capture_recorded(
     partly: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
     choose: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
     default_group: str | None = None,
+    refused: Mapping[fx.Node, str] | None = None,
 ) -> Captured:
-    """End a recording and capture it.
+    """End a recording, if that was not done, and capture it.
 
     Args:
         recorder: The recording.
@@ -59,11 +60,12 @@ def capture_recorded(
         partly: Gives ops that cannot run with only some of their tensors placed, and why.
         choose: Gives ops that need not be placed, and why, once it is known what can be.
         default_group: As for `capture_fx`.
+        refused: Ops that are not placed, and why, whatever the others say.
 
     Collective: no, but for what ``choose`` does.
     """
     recorder.close()
-    refused: dict[fx.Node, str] = {}
+    refused = dict(refused or {})
     chosen = False
     while True:
         captured = capture_fx(

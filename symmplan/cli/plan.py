@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.cli.files import add_output_arguments, plan_result, read_text
 from symmplan.cli.files import render_plan as render
+from symmplan.errors import PlanningError
 from symmplan.model import Problem
+from symmplan.planner.budget import bytes_of
 
 if TYPE_CHECKING:
     import argparse
@@ -35,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity",
         metavar="BYTES",
         type=_bytes,
-        help="fail if a segment needs more; a suffix KiB, MiB or GiB may be given",
+        help="fail if the segments need more; text such as 40GiB, 512MiB or 10MB will do",
     )
     add_output_arguments(parser)
 
 
-def _bytes(text: str) -> int:
-    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
-        if text.endswith(unit):
-            return int(text.removesuffix(unit)) * factor
-    return int(text)
+def _bytes(text: str) -> int | None:
+    try:
+        return bytes_of(text)
+    except PlanningError as error:
+        raise ValueError(error.what) from error
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

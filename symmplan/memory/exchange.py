@@ -60,6 +60,8 @@ class Exchange:
         groups: Every group that takes part; groups of one rank cost nothing.
         timeout: Seconds that each round may take.
         watch: Called now and then while a round waits; what it raises ends the wait.
+        apart: Number this exchange apart from the others, under that name: ranks come to it also
+            after exchanges that some of them did not make. See `level`.
 
     Raises:
         RunError: This process was forked from a rank.
@@ -72,6 +74,7 @@ class Exchange:
         groups: Mapping[str, Group],
         timeout: float,
         watch: Callable[[], None] | None = None,
+        apart: str = "",
     ) -> None:
         self.groups = dict(groups)
         self._timeout = timeout
@@ -83,7 +86,7 @@ class Exchange:
             group.require_own()
             if group.size > 1 and current() is None:
                 with _store_errors(group):
-                    self._sides[name] = _Side(group, keys)
+                    self._sides[name] = _Side(group, keys, apart)
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +102,19 @@ class Exchange:
         if name in self._sides:
             side = self._sides[name]
             side.processes = _KNOWN[side.group.process_group] = tuple(processes)
+
+    def level(self) -> None:
+        """Count alike on all ranks from now on, whatever exchanges some of them did not make.
+
+        Collective: yes, over every group; the first round of an exchange `apart`.
+        """
+        counts = {name: str(side.calls(0)).encode() for name, side in self._sides.items()}
+        counts |= {name: b"0" for name in self.groups if name not in counts}
+        for name, said in self.round("level", counts).items():
+            if name in self._sides:
+                with _store_errors(self.groups[name]):
+                    most = max(int(text) for text in said if text.isdigit())
+                    self._sides[name].calls(most - int(counts[name]))
 
     def round(
         self, phase: str, payload: bytes | Mapping[str, bytes], *, groups: Sequence[str] = ()
@@ -173,14 +189,19 @@ class _Side:
     All methods may raise what the store does.
     """
 
-    def __init__(self, group: Group, keys: str) -> None:
+    def __init__(self, group: Group, keys: str, apart: str) -> None:
         self.group = group
         # Known from the first exchange on; rounds then notice when a process ends.
         self.processes: Sequence[ProcessIdentity] = _KNOWN.get(group.process_group, ())
         self._store = group.store
-        self._number = group.store.add(f"{keys}/calls/{group.rank}", 1)
-        self.prefix = f"{keys}/{self._number}"
+        self._keys = keys
+        self._number = group.store.add(f"{keys}/{apart or 'calls'}/{group.rank}", 1)
+        self.prefix = f"{keys}/{apart and apart + ' '}{self._number}"
         self._phases: list[str] = []
+
+    def calls(self, more: int) -> int:
+        """How many exchanges that are not apart this rank has made, counting ``more``."""
+        return int(self._store.add(f"{self._keys}/calls/{self.group.rank}", more))
 
     def post(self, phase: str, payload: bytes) -> None:
         self._phases.append(phase)

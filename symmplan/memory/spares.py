@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["borrowed", "fits", "give_back", "obtain"]
+__all__ = ["borrowed", "fits", "give_back", "obtain", "spare_bytes"]
 
 
 @frozen(eq=False)
@@ -62,6 +62,11 @@ def fits(plan: Plan, arena: Arena) -> bool:
         and spec.signal_pad == arena.segments[spec.name].spec.signal_pad
         for spec in plan.segments
     )
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Bytes of the largest arena that nobody uses. Collective: no."""
+    return max((s.arena.segment_bytes for s in _SPARE if s.device == device), default=0)
 
 
 def obtain(

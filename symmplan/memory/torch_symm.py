@@ -245,15 +245,14 @@ class TorchSymmBackend:
         device = _with_index(device)
         try:
             with torch.cuda.device(device):
-                tensor, free = self._allocated(spec.nbytes, device, groups)
+                tensor, free = self._at_last(spec.nbytes, device, groups)
         except RuntimeError as error:
             left, total = torch.cuda.mem_get_info(device)
             raise OutOfSharedMemoryError(
                 f"no symmetric memory for segment {spec.name!r} on {device}: {_first_line(error)}",
                 expected=f"{spec.nbytes} bytes",
                 got=f"{left} of {total} bytes free",
-                fix="make the plan smaller, or free device memory first "
-                "(torch's caching allocator gives back with torch.cuda.empty_cache())",
+                fix="make the plan smaller (capacity=), or free device memory first",
                 segment=spec.name,
                 nbytes=spec.nbytes,
                 free_bytes=left,
@@ -293,6 +292,18 @@ class TorchSymmBackend:
 
     def settle(self) -> None:
         """Nothing was needed."""
+
+    def _at_last(
+        self, nbytes: int, device: torch.device, groups: Sequence[Group]
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """As `_allocated`, if need be of what torch's caching allocator keeps for later."""
+        try:
+            return self._allocated(nbytes, device, groups)
+        except RuntimeError:
+            if self.name == "nvshmem":  # all ranks allocate equally often
+                raise
+            torch.cuda.empty_cache()
+        return self._allocated(nbytes, device, groups)
 
     def _allocated(
         self,

@@ -34,7 +34,7 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
 from __future__ import annotations
 
 from symmplan.model.declared import DEFAULT_ALIGN, OpSpec, Requirement, WayName
-from symmplan.model.plan import Barrier, Bound, Placement, Plan, SegmentSpec
+from symmplan.model.plan import Barrier, Bound, Budget, GaveWay, Placement, Plan, SegmentSpec
 from symmplan.model.problem import Access, Buffer, Operation, Problem, Unplanned
 
 __all__ = [
@@ -42,7 +42,9 @@ __all__ = [
     "Access",
     "Barrier",
     "Bound",
+    "Budget",
     "Buffer",
+    "GaveWay",
     "OpSpec",
     "Operation",
     "Placement",

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
+    from symmplan.model.declared import WayName
     from symmplan.model.problem import Problem, Unplanned
 
-__all__ = ["Barrier", "Bound", "Placement", "Plan", "SegmentSpec"]
+__all__ = ["Barrier", "Bound", "Budget", "GaveWay", "Placement", "Plan", "SegmentSpec"]
 
 
 @frozen
@@ -92,6 +93,42 @@ class Barrier:
 
 
 @frozen
+class GaveWay:
+    """Collectives of one kind and size that gave up symmetric bytes.
+
+    Attributes:
+        what: Which, for people.
+        calls: How many, in what was captured.
+        nbytes: Size of one of them in bytes.
+        before: How they would run without a budget.
+        after: How they run.
+        seconds: What that costs for all of them, as it was measured; None if it was not.
+    """
+
+    what: str
+    calls: int
+    nbytes: int
+    before: WayName
+    after: WayName
+    seconds: float | None = None
+
+
+@frozen
+class Budget:
+    """What it cost a plan to keep to a budget.
+
+    Attributes:
+        capacity: Bytes that all segments were allowed to take together.
+        wanted_bytes: What they would have taken.
+        gave_way: Who gave up bytes, first who did so first.
+    """
+
+    capacity: int
+    wanted_bytes: int
+    gave_way: tuple[GaveWay, ...] = ()
+
+
+@frozen
 class Plan:
     """Where every declared tensor of a program lives.
 
@@ -104,6 +141,8 @@ class Plan:
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
+        budget: What gave way to a budget; None if nothing had to. No part of the fingerprint, nor
+            of the plan's JSON.
         live_gathers: How many modules' unsharded parameters have bytes at once; None where there
             are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what follows.
         advisor: Knows advice about the program that the problem does not show.
@@ -116,6 +155,7 @@ class Plan:
     effort: str = "fast"
     optimal: bool = False
     bounds: tuple[Bound, ...] = ()
+    budget: Budget | None = field(default=None, eq=False)
     live_gathers: int | None = field(default=None, eq=False)
     advisor: Callable[[], tuple[Any, ...]] | None = field(default=None, eq=False, repr=False)
 

@@ -23,13 +23,16 @@ from symmplan.model import WayName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHOOSE", "Choice", "Choose", "fastest"]
+__all__ = ["CHOOSE", "GAVE_WAY", "Choice", "Choose", "fastest"]
 
 _Word: TypeAlias = Literal["auto", "measure", "placed", WayName]
 CHOOSE: tuple[str, ...] = get_args(_Word)
 #: How ways are chosen. The name of a way is meant for all collectives that have it; what ends with
 #: ``.json`` is the path of a table, see `symmplan.place.table`.
 Choose: TypeAlias = _Word | str
+
+#: Why a collective is ordinary that would be faster in symmetric memory.
+GAVE_WAY = "it gave way to the budget of symmetric bytes"
 
 #: Ways whose times are in this ratio are about as fast.
 ALIKE = 0.97
@@ -47,7 +50,8 @@ class Choice:
         dtype: Element type.
         group: Name of the process group.
         ranks: How many ranks it has.
-        seconds: ``{way: time of the slowest rank}``, copies included.
+        seconds: ``{way: time of the slowest rank}``, copies included. What is large was measured on
+            a part, and this is scaled.
         way: The way that was chosen: ``"ordinary"``, ``"symmetric"``, ``"copy engine"`` or
             ``"push"``.
         copied_in: Whether its inputs must be copied into placements.

@@ -23,10 +23,11 @@ from symmplan.memory.own import own_work
 from symmplan.memory.simulated import current
 from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.place.attempt import attempt
 from symmplan.place.choice import Choice
 from symmplan.place.engines import Engines, asked, known_of, require
 from symmplan.place.table import ruled
-from symmplan.place.trials import Trial, choices_of, measure
+from symmplan.place.trials import Trial, choices_of, measure, room_for
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
 from symmplan.registry import bind_arguments, resolve_group_name
@@ -37,13 +38,12 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
+    from symmplan.place.attempt import Refusal
     from symmplan.place.clock import Act
     from symmplan.place.options import Options
 
 __all__ = ["Chosen", "choose_ways"]
 
-#: Larger collectives are measured at this size, in bytes: there the ratio no longer depends on it.
-_LARGEST = 256 << 20
 #: What passes once, at the begin and the end of what is timed, must not decide.
 _ENOUGH = 512 << 20
 _ALIGN = 256
@@ -81,11 +81,15 @@ class Chosen:
         ordinary: ``{node: reason}`` of those that stay as they are.
         engines: ``{node: name of the communicator}`` of those that copy engines run.
         choices: What was measured, in the order of the program.
+        of: ``{node: what was measured of it}``.
+        refusal: Why nothing could be measured; None if it was, or did not have to be.
     """
 
     ordinary: Mapping[fx.Node, str] = field(factory=dict)
     engines: Mapping[fx.Node, str] = field(factory=dict)
     choices: Sequence[Choice] = ()
+    of: Mapping[fx.Node, Choice] = field(factory=dict)
+    refusal: Refusal | None = None
 
 
 #: Arguments of all-to-alls. What has placements has equal parts.
@@ -150,8 +154,15 @@ def choose_ways(
         # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
-            work = thread.submit(_measure, new, ask, lowerings, device, options, gather)
-            work.result()
+
+            def measured() -> bool:
+                thread.submit(_measure, new, ask, lowerings, device, options).result()
+                return True
+
+            thread.submit(gather, ask).result()
+            _, refusal = attempt(measured, ask, options.timeout, undo=lambda _: None)
+        if refusal is not None:
+            return Chosen(dict.fromkeys(rows, refusal.reason), refusal=refusal)
     engines = known_of(groups)
     if choose == "copy engine":
         require(groups, engines, lowerings.memory)
@@ -164,6 +175,7 @@ def choose_ways(
         {**apart, **{node: c.reason for node, c in choices.items() if not c.placed}},
         _over(by_engines, rows, engines),
         list(dict.fromkeys(choices.values())),
+        choices,
     )
 
 
@@ -259,15 +271,16 @@ def _measure(
     lowerings: Lowerings,
     device: torch.device,
     options: Options,
-    gather: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Time the cases in every way there is."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    gather(groups)
-    needed = [_scratch(c, groups[c.group].size()) for c in cases]
-    most = {w: max((n[i] for n in needed), default=0) for i, w in enumerate(("in", "out"))}
     used = list(dict.fromkeys(c.group for c in cases))
+    # Inputs and results: ordinary ones, symmetric ones of each group, and a copy out.
+    most_of_one = room_for(2 * (1 + len(used)) + 1, device)
+    scaled = [_scaled(c, groups[c.group].size(), most_of_one) for c in cases]
+    needed = [_scratch(c, groups[c.group].size(), n) for c, n in zip(cases, scaled, strict=True)]
+    most = {w: max((n[i] for n in needed), default=0) for i, w in enumerate(("in", "out"))}
     buffers = [Buffer(f"{w} {i}", n, g) for i, g in enumerate(used) for w, n in most.items()]
     problem = Problem(
         buffers=tuple(buffers),
@@ -276,8 +289,8 @@ def _measure(
     )
     plain = [torch.ones(n, dtype=torch.uint8, device=device) for n in most.values()]
     trials = [
-        _trial(case, groups[case.group].size(), used.index(case.group), plain, lowerings)
-        for case in cases
+        _trial(case, numels, groups[case.group].size(), used.index(case.group), plain, lowerings)
+        for case, numels in zip(cases, scaled, strict=True)
     ]
     measure(
         trials,
@@ -291,11 +304,16 @@ def _measure(
 
 
 def _trial(
-    case: _Case, size: int, number: int, plain: Sequence[torch.Tensor], lowerings: Lowerings
+    case: _Case,
+    numels: Sequence[int],
+    size: int,
+    number: int,
+    plain: Sequence[torch.Tensor],
+    lowerings: Lowerings,
 ) -> Trial:
     def acts(there: Mapping[str, torch.Tensor], engines: Engines | None) -> dict[str, Act]:
         places = there[f"in {number}"], there[f"out {number}"]
-        return _Acts(case, size, plain, places).acts(lowerings, engines)
+        return _Acts(case, numels, size, plain, places).acts(lowerings, engines)
 
     choice = Choice(
         op=case.op,
@@ -309,30 +327,25 @@ def _trial(
         copied_out=case.copied_out,
         beside=case.beside,
     )
-    beside = case.beside * _factor(case, size)
-    return Trial(case, case.key, choice, max(_scratch(case, size)), beside, acts)
+    scale = sum(case.numels) / max(sum(numels), 1)
+    nbytes = max(_scratch(case, size, numels))
+    return Trial(case, case.key, choice, nbytes, case.beside / max(scale, 1), max(scale, 1), acts)
 
 
-def _factor(case: _Case, size: int) -> float:
-    """How much smaller it is measured."""
+def _scaled(case: _Case, size: int, largest: int) -> list[int]:
+    """Elements of each input, made smaller where all together, or the results, are too large."""
     itemsize: int = getattr(torch, case.dtype).itemsize
     whole = sum(case.numels) * itemsize * (size if "all_gather" in case.op else 1)
-    return min(1.0, _LARGEST / max(whole, 1))
-
-
-def _scaled(case: _Case, size: int) -> list[int]:
-    """Elements of each input, made smaller where the whole is too large."""
-    factor = _factor(case, size)
+    factor = largest / max(whole, 1)
     unit = size * _ALIGN
-    if factor == 1:
+    if factor >= 1:
         return list(case.numels)
-    return [max(unit, int(n * factor) // unit * unit) for n in case.numels]
+    return [min(n, max(unit, int(n * factor) // unit * unit)) for n in case.numels]
 
 
-def _scratch(case: _Case, size: int) -> tuple[int, int]:
+def _scratch(case: _Case, size: int, given: Sequence[int]) -> tuple[int, int]:
     """Bytes of its inputs and of its results, aligned; in place, both are as large."""
     itemsize = getattr(torch, case.dtype).itemsize
-    given = _scaled(case, size)
     made = [_made(case, n, size) for n in given]
     return _aligned(given, itemsize), _aligned(made, itemsize)
 
@@ -354,6 +367,7 @@ class _Acts:
     def __init__(
         self,
         case: _Case,
+        numels: Sequence[int],
         size: int,
         plain: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
@@ -361,7 +375,6 @@ class _Acts:
         self._case = case
         self._size = size
         dtype = getattr(torch, case.dtype)
-        numels = _scaled(case, size)
         made = [_made(case, n, size) for n in numels]
         self._inputs, self._placed = (_cut(flat[0], numels, dtype) for flat in (plain, places))
         self._plain_outs, self._outs = (_cut(flat[1], made, dtype) for flat in (plain, places))

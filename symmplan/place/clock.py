@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     #: Runs a collective: starts it, calls what it is given, waits for it.
     Act = Callable[[Callable[[], None]], Any]
 
-__all__ = ["Clock", "clock_of", "seconds_of"]
+__all__ = ["Clock", "clock_bytes", "clock_of", "seconds_of"]
 
 _WARM_UP = 2
 _REPETITIONS = 7
@@ -48,16 +48,22 @@ class Clock:
 
     often = 1
     _rows = 256
+    _dtype = torch.float32
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, device: torch.device) -> None:
         # The program's own random numbers must not change, and zeros take less power.
         generator = torch.Generator(device).manual_seed(0)
         self._a, self._b, self._out = (
-            torch.empty((self._rows, self._rows), dtype=dtype, device=device).normal_(
+            torch.empty((self._rows, self._rows), dtype=self._dtype, device=device).normal_(
                 generator=generator
             )
             for _ in range(3)
         )
+
+    @classmethod
+    def nbytes(cls) -> int:
+        """Bytes that its matrices take."""
+        return 3 * cls._rows**2 * cls._dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -96,9 +102,10 @@ class _DeviceClock(Clock):
 
     often = 16
     _rows = 4096
+    _dtype = torch.bfloat16
 
     def __init__(self, device: torch.device, timeout: float) -> None:
-        super().__init__(device, torch.bfloat16)
+        super().__init__(device)
         self._timeout = timeout
         self._products = torch.cuda.current_stream(device)
         self._side = torch.cuda.Stream(device)
@@ -139,6 +146,11 @@ class _DeviceClock(Clock):
 def clock_of(device: torch.device, timeout: float) -> Clock:
     """What times collectives on ``device``; a span may take ``timeout`` seconds there."""
     return _DeviceClock(device, timeout) if device.type == "cuda" else Clock(device)
+
+
+def clock_bytes(device: torch.device) -> int:
+    """Bytes that a clock takes on ``device``."""
+    return (_DeviceClock if device.type == "cuda" else Clock).nbytes()
 
 
 @own_work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
 from symmplan import _compat as compat
 from symmplan.errors import BackendError, CaptureError
@@ -12,6 +12,7 @@ from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.memory.simulated import current, on_device
 from symmplan.place.choice import CHOOSE
 from symmplan.place.table import is_table, read_table
+from symmplan.planner.budget import bytes_of
 from symmplan.planner.plan import check_effort
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Options:
             placed elsewhere, as shared memory between processes is always faster. The path of a
             file that ends with ``.json``: as it was measured elsewhere, see
             `symmplan.place.table`; equal on all ranks.
+        capacity: Bytes that all segments of a plan may take together on any rank, as a number or
+            as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
+            what is free, less a tenth, and for no limit in compiled graphs. What does not fit
+            gives way; see [Note: who gives way] in `symmplan.planner.budget`.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
@@ -51,11 +56,12 @@ class Options:
 
     Raises:
         BackendError: A backend, a way to choose or to debug, or collectives that do not exist.
-        PlanningError: An effort that does not exist.
+        PlanningError: An effort that does not exist, or a capacity that is no number of bytes.
     """
 
     memory: str = "auto"
     choose: Choose = "auto"
+    capacity: int | None = field(default=None, converter=bytes_of)
     effort: Literal["fast", "optimal"] = "fast"
     timeout: float = DEFAULT_TIMEOUT
     debug: bool | Literal["poison"] = False

@@ -9,6 +9,11 @@
 
     A process group is known by itself and not by its name: another one may have had that before,
     and other ranks.
+
+[Note: how much memory measuring takes]
+    At most `BEYOND` bytes, those of the clock and of both copies of what is measured together. A
+    collective that is too large for that is measured on a part, of which the ratio of its ways
+    hardly depends on the size any more, and the seconds are scaled.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from symmplan.memory.own import own_work
 from symmplan.memory.spares import borrowed
 from symmplan.memory.tell import leaders, tell
 from symmplan.place.choice import Choice, fastest
-from symmplan.place.clock import clock_of, seconds_of
+from symmplan.place.clock import clock_bytes, clock_of, seconds_of
 from symmplan.place.engines import Engines, engines_of, register
 from symmplan.planner import plan as plan_problem
 
@@ -35,7 +40,10 @@ if TYPE_CHECKING:
     from symmplan.model import Problem
     from symmplan.place.clock import Act
 
-__all__ = ["Trial", "choices_of", "forget", "measure"]
+__all__ = ["BEYOND", "Trial", "choices_of", "forget", "measure", "room_for"]
+
+#: Bytes that measuring may take on a rank, beside what plans take.
+BEYOND = 256 << 20
 
 
 @frozen(eq=False)
@@ -49,6 +57,7 @@ class Trial:
         nbytes: Its size as it is measured, in bytes.
         beside: Floating-point operations of the matrix products that run at the same time; None if
             that is not known.
+        scale: How many times larger it is than what is measured.
         acts: What runs it in each way, torch's own first, given ``{buffer: symmetric bytes}`` and
             the group's copy engines. It starts nothing that waits for peers.
     """
@@ -58,6 +67,7 @@ class Trial:
     choice: Choice
     nbytes: int
     beside: float | None
+    scale: float
     acts: Callable[[Mapping[str, torch.Tensor], Engines | None], Mapping[str, Act]]
 
 
@@ -73,6 +83,11 @@ def forget() -> None:
 def choices_of(group: Any) -> dict[Hashable, Choice]:
     """What was measured over a process group."""
     return _FOUND.setdefault(group, {})
+
+
+def room_for(tensors: float, device: torch.device) -> int:
+    """How large a tensor may be where so many as large are needed to measure, in bytes."""
+    return int((BEYOND - clock_bytes(device)) / tensors)
 
 
 @own_work
@@ -118,12 +133,13 @@ def measure(
     with borrowed(plan, groups, memory=memory, device=device, timeout=timeout) as (arena, there):
         register(arena, engines)
         acts = [t.acts(there, engines.get(t.choice.group)) for t in trials]
-        tell("measuring", dict.fromkeys(keys, 0), groups, timeout)  # nobody has failed so far
         clock = clock_of(device, timeout)
+        tell("measuring", dict.fromkeys(keys, 0), groups, timeout)  # nobody has failed so far
         times = []
         for trial, ways in zip(trials, acts, strict=True):
             group, beside = groups[trial.choice.group], trial.beside
-            times.append(seconds_of(clock, ways, group, trial.nbytes, beside=beside, enough=enough))
+            found = seconds_of(clock, ways, group, trial.nbytes, beside=beside, enough=enough)
+            times.append({way: seconds * trial.scale for way, seconds in found.items()})
     mine = {name: [times[i] for i in of] for name, of in together.items()}
     kernels = device.type == "cuda"
     for name, said in tell("times", mine, groups, timeout).items():

@@ -37,7 +37,7 @@ def plan_summary(plan: Plan) -> str:
     ]
     if plan.live_gathers is not None:
         lines.append(f"live gathers: {plan.live_gathers:,} at once")
-    for part in (_segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
+    for part in (_budget_lines, _segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
         lines += part(plan)
     return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])
 
@@ -56,6 +56,25 @@ def _saving(plan: Plan) -> str:
     if not plan.peak_bytes:
         return ""
     return f"{plan.unshared_bytes / plan.peak_bytes:.2f} x the peak"
+
+
+def _budget_lines(plan: Plan) -> list[str]:
+    """Who gave up symmetric bytes, and what that costs."""
+    budget = plan.budget
+    if budget is None:
+        return []
+    known = [g.seconds for g in budget.gave_way if g.seconds is not None]
+    cost = f", {sum(known) * 1e3:.3g} ms" if known else ""
+    rows = [
+        (
+            f"{g.calls:,} x {visible(g.what)}",
+            f"{g.before} -> {g.after}",
+            "not measured" if g.seconds is None else f"{g.seconds * 1e3:+.3g} ms",
+        )
+        for g in budget.gave_way[:_SHOWN]
+    ]
+    wanted = f"{size(budget.wanted_bytes)} wanted, {size(budget.capacity)} there"
+    return [f"budget: {wanted}{cost}", *table(rows), *_more(len(budget.gave_way))]
 
 
 def _segment_lines(plan: Plan) -> list[str]:

@@ -8,6 +8,7 @@ All graphs of a backend take turns in the same segments.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
@@ -16,6 +17,7 @@ from attrs.converters import optional
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.crossing import reasons
+from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
 from symmplan.memory import DEFAULT_TIMEOUT
@@ -120,6 +122,8 @@ class CompileBackend:
             replans=sum(record.replanned for record in records),
             iterations=sum(record.runs for record in records),
             served=sum(record.served for record in records),
+            plain=sum(record.plain for record in records),
+            reasons=_reasons(records),
             copies=sum(record.copies for record in records),
             rendezvous=self._pool.rendezvous,
             placed=sum(h is not None for h in how),
@@ -237,6 +241,7 @@ def backend(
     timeout: float = DEFAULT_TIMEOUT,
     *,
     choose: Choose = "auto",
+    capacity: int | str | None = None,
     bind: bool = False,
     debug: bool | Literal["poison"] = False,
     collectives: Collectives = "auto",
@@ -266,6 +271,10 @@ def backend(
             (``memory="nccl"``); ``"ordinary"`` to plan no collective, only ops that need symmetric
             memory; ``"auto"`` to measure on devices only (shared memory between processes is
             always faster).
+        capacity: Most bytes that the segments may take on any rank, as a number or as text such as
+            ``"40GiB"``, equal on all ranks or the least counts. Collectives that save least for
+            their bytes give way, after inputs that ``bind`` would keep; ``Plan.summary`` of the
+            plans says which. None for no limit: graphs are planned before anything is allocated.
         bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
             into symmetric memory for good when a graph first passes them to a declared op, so that
             they need not be copied there on each run. The tensor objects stay the same (with
@@ -299,9 +308,14 @@ def backend(
         BackendError: A name is unknown.
 
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
-    compiling it where collectives are measured.
+    compiling it where collectives are measured, and with ``capacity`` compiling the first for each
+    set of groups.
 
     Notes:
+        Where memory cannot be had or shared on some rank when a graph first runs, all ranks compile
+        it again without a plan and run that; one warning says why, ``stats.reasons`` counts it, and
+        later graphs have no plan.
+
         What fails while a graph is compiled arrives inside ``torch._dynamo.exc``'s
         ``BackendCompilerFailed``, as with every backend: its text has symmplan's, its
         ``inner_exception`` is symmplan's error. What fails in a run arrives as it is.
@@ -313,12 +327,22 @@ def backend(
             effort=effort,
             timeout=timeout,
             choose=choose,
+            capacity=capacity,
             bind=bind,
             debug=debug,
             collectives=collectives,
             default_group=default_group,
         )
     )
+
+
+def _reasons(records: Sequence[Record]) -> tuple[tuple[str, int], ...]:
+    """Why calls ran in torch's own way, and how often."""
+    found: Counter[str] = Counter()
+    for record in records:
+        if record.refused:
+            found[record.refused] += record.plain
+    return tuple(found.most_common())
 
 
 def _compile_eager(
@@ -338,6 +362,7 @@ def _compile_eager(
     def compiler(name: PartName) -> Callable[..., Any]:
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             mode = fake_mode_of(inputs)
+            plain = copy_of(gm)
             if unit.declares(gm):
                 # Functionalized custom ops become copies and the ops themselves, to be captured.
                 with V.set_fake_mode(mode):
@@ -346,7 +371,7 @@ def _compile_eager(
             part = unit.rewrite(gm, name, mode)
             gm.recompile()
             run = run_by_nodes(gm) if unit.watches else make_boxed_func(gm)
-            return unit.runner(run, name, part)
+            return unit.runner(run, name, part, lambda: make_boxed_func(plain))
 
         return compile_part
 

@@ -53,6 +53,7 @@ from torch._inductor.virtualized import V
 
 from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
+from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
 from symmplan.place.watching import run_by_nodes
 
@@ -137,6 +138,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     if not unit.declares(gm):
         unit.rewrite(gm, name, mode)
         return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name)
+    plain = functools.partial(_compile_plain, copy_of(gm), mode, inputs, dict(kwargs))
     _view_to_reshape(gm)
     with torch.no_grad():
         inductor.fake_tensor_prop(gm, inputs)
@@ -149,7 +151,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         refresh_changed(gm, inputs, mode, before)
     part = unit.rewrite(gm, name, mode, fixed=bool(kwargs.get("cudagraphs")))
     if part is not None and unit.watches:
-        return unit.runner(run_by_nodes(gm), name, part)
+        return unit.runner(run_by_nodes(gm), name, part, plain)
     if part is not None:
         # Segments never move: CUDA graphs must use them where they are, not copy them.
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
@@ -158,7 +160,15 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         inputs = [*inputs, *(n.meta["val"] for n in added)]
     off = inductor_config.patch(_off(ordered=ordered))
     with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
-        return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name, part)
+        return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name, part, plain)
+
+
+def _compile_plain(
+    gm: fx.GraphModule, mode: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Compile a part as it was before it was rewritten, when it runs."""
+    with compat.tracing(mode), V.set_fake_mode(mode):
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
 
 
 def _unwrap(gm: fx.GraphModule) -> bool:

@@ -8,28 +8,41 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
-from symmplan.capture.graphs import is_pure_view
+from symmplan.capture.graphs import called, is_pure_view
 from symmplan.integrate.compile.crossing import Given, overlap
+from symmplan.integrate.compile.pool import group_names, is_unmet
 from symmplan.model import Access, Buffer, Problem
+from symmplan.planner import plan as plan_problem
+from symmplan.planner.barriers import in_turn
+from symmplan.planner.order import order_of
+from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import SegmentInput
     from symmplan.integrate.compile.pool import Shared
-    from symmplan.model import Placement, Plan
+    from symmplan.model import Barrier, OpSpec, Placement, Plan
     from symmplan.place.choice import Choice
     from symmplan.place.observe import Expected
     from symmplan.place.program import PlacedProgram
+
+    _Compiled: TypeAlias = Callable[[list[Any]], Any]
 
 __all__ = [
     "Part",
     "PartName",
     "Record",
     "alike",
+    "checked_plan",
+    "copy_of",
+    "declared",
+    "inserted",
     "keep_away",
+    "keeps",
     "pinned",
+    "points_of",
     "protect",
 ]
 
@@ -56,6 +69,7 @@ class Part:
         agreed: The first plan that showed peers what its own does.
         groups: The process groups of whatever it has in symmetric memory, once it has run.
         taken: The arena that it last ran in, and its inputs there.
+        plain: Compiles it as it was before it was rewritten.
     """
 
     name: PartName
@@ -73,6 +87,8 @@ class Part:
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
     taken: tuple[Any, Sequence[torch.Tensor]] = field(init=False, default=(None, ()))
+    plain: Callable[[], _Compiled] | None = field(init=False, default=None)
+    _plain: _Compiled | None = field(init=False, default=None)
 
     @classmethod
     def of(
@@ -122,6 +138,14 @@ class Part:
             copies=sum(i.kind.startswith("copy") for i in program.instructions),
         )
 
+    def run_plainly(self, args: list[Any]) -> Any:
+        """Run it in torch's own way."""
+        if self._plain is None:
+            assert self.plain is not None
+            self._plain = self.plain()
+        self.record.plain += self.calls
+        return self._plain(args)
+
     @property
     def copies_back(self) -> bool:
         """Whether its entry may copy into placements what it needs there."""
@@ -143,6 +167,8 @@ class Record:
         runs: How often its parts ran.
         served: How many declared calls ran in placements.
         copies: How many copies they made into and out of placements.
+        plain: How many declared calls ran in torch's own way.
+        refused: Why they did; empty if they did not have to.
     """
 
     plans: dict[str, Plan] = field(init=False, factory=dict)
@@ -155,6 +181,14 @@ class Record:
     runs: int = field(init=False, default=0)
     served: int = field(init=False, default=0)
     copies: int = field(init=False, default=0)
+    plain: int = field(init=False, default=0)
+    refused: str = field(init=False, default="")
+
+    def refuse(self, why: str) -> None:
+        """Nothing of it is in symmetric memory."""
+        self.refused = why
+        self.plans.clear()
+        self.sites = [(name, op, where, None, why) for name, op, where, _, _ in self.sites]
 
     def ran(self, part: Part) -> None:
         """Count a run."""
@@ -199,6 +233,39 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
     )
 
 
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a graph of its own, and the same values."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, values)
+    graph.output(output)
+    last: Any = graph.output_node()
+    last.meta = dict(module.graph.output_node().meta)
+    for node, copy in values.items():
+        copy.meta = dict(node.meta)
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made
+
+
+def inserted(plan: Plan, parts: Iterable[Part]) -> list[tuple[int, str]]:
+    """``(place in the plan's order, group)`` of the barriers that its parts run.
+
+    Also of those that a part may run on its entry, or make all later ones run. See
+    [Note: turns] in `symmplan.integrate.compile.pool`.
+    """
+    index = order_of(plan.problem).index
+    groups = group_names(plan) if is_unmet(plan) else []
+    found: list[tuple[int, str]] = []
+    for part in parts:
+        mine = [index[name] for name in part.order]
+        end = max(mine) + 1  # where its output is
+        found += [(min(mine), g) for g in groups if part.copies_back]
+        found += [(index.get(before, end), group) for before, group in part.barriers]
+        found += [(end, g) for g in groups if part.saved]
+    return found
+
+
 def protect(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
     """Let a backward return no part of these inputs, which lie in placements, and name them.
 
@@ -231,3 +298,34 @@ def alike(one: Any, other: Any) -> bool:
             for a, b in zip(one.shape, other.shape, strict=True)
         )
     )
+
+
+def declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:
+    """``(node, overload, what is declared of it)`` of the graph's own calls."""
+    for node in graph.nodes:
+        overload = called(node)
+        spec = None if overload is None else spec_for(overload)
+        if spec is not None:
+            yield node, overload, spec
+
+
+def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
+    """A plan that is verified before anything runs in it."""
+    plan = plan_problem(problem, effort=effort)
+    plan.verify()
+    return plan
+
+
+def keeps(parts: Iterable[Part], before: Plan, plan: Plan) -> bool:
+    """Whether the parts that are already compiled are right under the new plan, too."""
+    if any(plan.placements[name] != place for name, place in before.placements.items()):
+        return False
+    compiled = {o.name for o in before.problem.operations}
+    points = [point for part in parts for point in part.barriers]
+    asked = (p for p in points_of(plan.barriers) if p[0] in compiled)
+    return len(in_turn(points, asked)) == len(points)
+
+
+def points_of(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
+    """Before what, and over which group, each of them is."""
+    return ((b.before, b.group) for b in barriers)

@@ -28,6 +28,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,10 @@ from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.spares import obtain
+from symmplan.memory.room import agreed_room
+from symmplan.memory.spares import give_back, obtain
 from symmplan.memory.streams import capture_of, synchronize
+from symmplan.place.attempt import attempt, warn
 from symmplan.place.engines import known_of, register, register_known
 from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.fingerprint import visible
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.parts import Part
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
+    from symmplan.place.attempt import Refusal
 
 __all__ = ["Pool", "Shared", "group_names", "is_unmet", "released", "structure_of"]
 
@@ -212,6 +216,9 @@ class Pool:
         rendezvous: How many (segment, group) pairs were rendezvoused.
         released: Whether `release` ran.
         copies: How many crossing tensors were copied, by reason.
+        planned: Bytes of the plans of each structure, as they take turns.
+        kept: Bytes of the plans of kept inputs.
+        refusal: Why new graphs run in torch's own way; None if they need not.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
@@ -222,7 +229,11 @@ class Pool:
     places: Places = field(init=False, factory=Places)
     copies: Counter[str] = field(init=False, factory=Counter)
     bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
+    planned: dict[Any, int] = field(init=False, factory=dict)
+    kept: int = field(init=False, default=0)
+    refusal: Refusal | None = field(init=False, default=None)
     progress: Progress = field(init=False)
+    _rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
     _reservations: list[Reservation] = field(init=False, factory=list)
 
@@ -234,6 +245,26 @@ class Pool:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
 
+    def room(self, given: int, names: Iterable[str], memory: str, device: torch.device) -> int:
+        """Bytes that plans may take: the least that a rank was given.
+
+        Collective: yes, over the groups of these names, the first time for them.
+        """
+        found = {n: g.process_group for n, g in resolve_groups(names).items()}
+        groups = {n: g for n, g in found.items() if g is not None}
+        key = tuple(groups.values())
+        if key not in self._rooms:
+            self._rooms[key] = agreed_room(
+                given, 0, groups, memory=memory, device=device, timeout=self.timeout
+            )
+        return self._rooms[key]
+
+    def taken(self, plan: Plan) -> int:
+        """Bytes of all plans with this one."""
+        mine = structure_of(plan)
+        others = sum(nbytes for structure, nbytes in self.planned.items() if structure != mine)
+        return others + self.kept + max(plan.peak_bytes, self.planned.get(mine, 0))
+
     def take(
         self,
         plan: Plan,
@@ -243,7 +274,7 @@ class Pool:
         *,
         engines: Collection[str],
         crosses: bool,
-    ) -> tuple[Shared, Plan]:
+    ) -> tuple[Shared, Plan] | None:
         """Agree on a plan, and find or make segments for it.
 
         Args:
@@ -256,7 +287,8 @@ class Pool:
             crosses: Whether something that its graphs leave in placements outlives their runs.
 
         Returns:
-            The segments, and the first plan that showed peers the same.
+            The segments, and the first plan that showed peers the same; None if a rank cannot have
+            them, see `refusal`.
 
         Raises:
             AgreementError: The ranks' plans differ, or a peer runs an old graph meanwhile.
@@ -284,12 +316,23 @@ class Pool:
         if shared is not None and like in shared.agreed:
             return shared, shared.agreed[like]
         agree(shown, timeout=self.timeout, watch=self.progress.plan(named))
+        found, refusal = attempt(
+            functools.partial(self._room_for, shared, shown, memory, device, named, alone=crosses),
+            named,
+            self.timeout,
+            undo=lambda arena: give_back([arena] if arena is not None else []),
+        )
+        if refusal is not None:
+            self.refuse(refusal)
+            return None
+        if found is not None:
+            self.progress.add(found)
         if shared is None:
-            arena = self._obtain(shown, memory, device, named)
-            loans = Loans(arena.segments, self.copies)
-            shared = self._shared[key] = Shared(arena, device, groups, loans, self.progress)
-        else:
-            self._grow(shared, shown, memory, named, alone=crosses)
+            assert found is not None
+            loans = Loans(found.segments, self.copies)
+            shared = self._shared[key] = Shared(found, device, groups, loans, self.progress)
+        elif found is not None:
+            shared.move(found)
         shared.align = max((shared.align, *(b.align for b in plan.problem.buffers)))
         shared.crosses = shared.crosses or crosses
         shared.engines.update(engines)
@@ -298,22 +341,28 @@ class Pool:
         shared.agreed[like] = plan
         return shared, plan
 
-    def _grow(
-        self, shared: Shared, plan: Plan, memory: str, groups: dict[str, Any], *, alone: bool
-    ) -> None:
-        """Make room for a plan that all ranks have agreed on; ``alone``: not in a carve-out."""
-        have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
-        larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
-        moves = alone and isinstance(shared.arena, CarveOut)
-        if not moves and all(s.nbytes == have[s.name] for s in larger):
-            return
-        synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones
-        larger_plan = evolve(plan, segments=tuple(larger))
-        shared.move(self._obtain(larger_plan, memory, shared.device, groups))
+    def _room_for(
+        self,
+        shared: Shared | None,
+        plan: Plan,
+        memory: str,
+        device: torch.device,
+        groups: dict[str, Any],
+        *,
+        alone: bool,
+    ) -> Arena | None:
+        """Other segments for a plan that all ranks have agreed on; None if it fits.
 
-    def _obtain(
-        self, plan: Plan, memory: str, device: torch.device, groups: dict[str, Any]
-    ) -> Arena:
+        ``alone``: not in a carve-out.
+        """
+        if shared is not None:
+            have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
+            larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
+            moves = alone and isinstance(shared.arena, CarveOut)
+            if not moves and all(s.nbytes == have[s.name] for s in larger):
+                return None
+            synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones
+            plan = evolve(plan, segments=tuple(larger))
         arena, made = obtain(
             plan,
             groups,
@@ -324,8 +373,13 @@ class Pool:
             debug=self.debug,
         )
         self.rendezvous += arena.rendezvous if made else 0
-        self.progress.add(arena)
         return arena
+
+    def refuse(self, refusal: Refusal) -> None:
+        """New graphs run in torch's own way from now on; says so once."""
+        if self.refusal is None:
+            warn(refusal, "symmplan.backend")
+        self.refusal = refusal
 
     def reserve(self, reservation: Reservation) -> None:
         """Remember where the forward of a graph leaves what its backward reads."""

@@ -20,6 +20,7 @@ from symmplan.integrate.compile.pool import released
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell
+from symmplan.place.attempt import attempt
 from symmplan.planner import plan as plan_problem
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Kept
     from symmplan.integrate.compile.places import Copy, Place
     from symmplan.integrate.compile.pool import Pool
+    from symmplan.memory import Arena
     from symmplan.model import Barrier, Plan, Problem
 
 __all__ = ["Residents"]
@@ -107,6 +109,7 @@ class Residents:
             new = [i for i in mine if i.key not in before]
             if new:
                 fewer = plans[group] if new == mine else _planned(captured.residence, new)
+                self.pool.kept += fewer.peak_bytes
                 self.plans[f"{part} {group}"] = fewer
         self._parts[part] = _Part(inputs, plans, memory)
 
@@ -119,21 +122,25 @@ class Residents:
         """Names of the process groups of a part's kept inputs."""
         return list(self._parts[part].plans) if part in self._parts else []
 
-    def settle(self, part: str, args: Sequence[Any]) -> None:
+    def settle(self, part: str, args: Sequence[Any]) -> bool:
         """Before a part first runs: find or make the placements of its kept inputs.
+
+        Returns:
+            Whether they have some; if not, the pool says why.
 
         Collective: yes, over the groups of the kept inputs, unless all of them lie where the inputs
         of another graph did on all ranks.
         """
         known = self._parts.get(part)
         if known is None or known.places is not None:
-            return
+            return True
         for group in known.plans:
             unplaced = [i for i in known.inputs if i.kept.group == group]
             unplaced = [i for i in unplaced if i.key not in self._places]
-            if unplaced:
-                self._find(part, group, unplaced, args)
+            if unplaced and not self._find(part, group, unplaced, args):
+                return False
         known.places = [(i, self._places[i.key]) for i in known.inputs]
+        return True
 
     def forget(self, part: str) -> None:
         """Let `settle` find the placements of a part anew, those of groups that are gone."""
@@ -186,8 +193,8 @@ class Residents:
                 results = copy.of_original(results)
         return results
 
-    def _find(self, part: str, group: str, inputs: list[_Input], args: Sequence[Any]) -> None:
-        """Find or make placements for inputs that have none yet."""
+    def _find(self, part: str, group: str, inputs: list[_Input], args: Sequence[Any]) -> bool:
+        """Find or make placements for inputs that have none yet; False if they cannot be had."""
         process_group = resolve_groups([group])[group].process_group
         plan, places, key = self._parts[part].plans[group], self.pool.places, f"{part} {group}"
         here = {p.address: p for p in places.of(process_group)}
@@ -213,21 +220,33 @@ class Residents:
         new = [i for i in inputs if i.key not in self._places]
         if not new:
             self.plans.pop(key, None)
-            return
+            return True
         self.plans[key] = final = _planned(plan.problem, new)
         self.pool.progress.gather({group: process_group})
-        arena = realize(
-            final,
-            memory=self._parts[part].memory,
-            device=self.device,
-            timeout=self.timeout,
-            debug=self.pool.debug,
-            user="kept inputs",
+
+        def make() -> Arena:
+            return realize(
+                final,
+                memory=self._parts[part].memory,
+                device=self.device,
+                timeout=self.timeout,
+                debug=self.pool.debug,
+                user="kept inputs",
+            )
+
+        arena, refusal = attempt(
+            make, {group: process_group}, self.timeout, undo=lambda made: made.release()
         )
+        if arena is None:
+            assert refusal is not None
+            self.plans.pop(key, None)
+            self.pool.refuse(refusal)
+            return False
         self.pool.progress.add(arena)
         self.pool.rendezvous += arena.rendezvous
         made = places.add(process_group, [arena.tensor(i.buffer) for i in new], arena)
         self._places.update(zip((i.key for i in new), made, strict=True))
+        return True
 
 
 def _same(other: Any, mine: list[int | None], index: int) -> bool:

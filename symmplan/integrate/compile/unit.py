@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field
 
@@ -15,13 +15,25 @@ from symmplan import _compat as compat
 from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.bounds import limit
-from symmplan.capture.graphs import called, hidden_calls
+from symmplan.capture.graphs import hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.compile.crossing import Reservation
-from symmplan.integrate.compile.parts import Part, Record, alike, keep_away, pinned, protect
-from symmplan.integrate.compile.pool import group_names, is_unmet, structure_of
+from symmplan.integrate.compile.parts import (
+    Part,
+    Record,
+    alike,
+    checked_plan,
+    declared,
+    inserted,
+    keep_away,
+    keeps,
+    pinned,
+    points_of,
+    protect,
+)
+from symmplan.integrate.compile.pool import group_names, structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS, resolve_backend
@@ -29,19 +41,19 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 from symmplan.memory.topology import survey
 from symmplan.model import Barrier
-from symmplan.place.chooser import choose_ways
+from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.observe import launching_from
 from symmplan.place.program import place
+from symmplan.place.stakes import Stakes
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
-from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import barriers_of, in_turn
+from symmplan.planner.budget import within
 from symmplan.planner.items import items_of
-from symmplan.planner.order import order_of
 from symmplan.registry import resolve_group_name, spec_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch import fx
@@ -49,7 +61,11 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.backend import CompileOptions
     from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool, Shared
-    from symmplan.model import Buffer, OpSpec, Plan, Problem
+    from symmplan.model import Buffer, Plan, WayName
+    from symmplan.planner.budget import Stake
+
+    #: Captures a part without some calls, ``{node: reason}``.
+    _Capture: TypeAlias = Callable[..., Captured]
 
 __all__ = ["Unit"]
 
@@ -88,7 +104,7 @@ class Unit:
     def declares(self, module: fx.GraphModule) -> bool:
         """Whether any op of the graph, or of what its nodes run, has something declared."""
         hidden = (spec_for(overload) for _, overload, _ in hidden_calls(module.graph, module))
-        return any(hidden) or any(_declared(module.graph))
+        return any(hidden) or any(declared(module.graph))
 
     def _prepare(self, module: fx.GraphModule) -> Lowerings:
         """How declared ops run; decided by the groups of the first part that has any."""
@@ -105,7 +121,7 @@ class Unit:
         """The groups of declared ops, and why torch has none of an op's name here."""
         names: dict[str, None] = {}
         nowhere: dict[fx.Node, str] = {}
-        for node, overload, spec in _declared(module.graph):
+        for node, overload, spec in declared(module.graph):
             default = self.settings.default_group
             with contextlib.suppress(CaptureError):  # capture tells of it
                 name = resolve_group_name(spec, overload, node.args, node.kwargs, default)
@@ -139,11 +155,13 @@ class Unit:
             saved, given = self._cross(module, name)
             if not self.declares(module):
                 return None
-            captured, engines, lowerings = self._capture(module, name, saved, given)
+            capture, chosen, lowerings = self._capture(module, name, saved, given)
+            captured, engines = capture({}), chosen.engines
             if not captured.sites and not captured.problem.unplanned:
                 return None
+            plan, captured = self._fit(capture, captured, chosen, lowerings)
             self.record.add(captured)
-            plan = self.record.plans[name] = self._plan(captured)
+            self.record.plans[name] = plan
             self.residents.plan(captured, name, lowerings.memory)
             if all(s.buffer is None for s in captured.sites):
                 return None
@@ -151,7 +169,7 @@ class Unit:
             # each also gets the barriers that it needs when it follows itself.
             alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
             kept = self.residents.barriers(name)
-            points = in_turn(*map(_points, (plan.barriers, alone, kept)))
+            points = in_turn(*map(points_of, (plan.barriers, alone, kept)))
             self.engines.update(engines.values())
             self._reserve(module, captured, plan)
             barriers = [Barrier(before, group) for before, group in points]
@@ -168,8 +186,8 @@ class Unit:
         name: PartName,
         saved: Sequence[int],
         given: dict[str, Buffer],
-    ) -> tuple[Captured, Mapping[fx.Node, str], Lowerings]:
-        """The part as it will be placed, the communicators of its copy engines, how ops run."""
+    ) -> tuple[_Capture, Chosen, Lowerings]:
+        """What gives the part as it will be placed without some calls, and how its ops run."""
         lowerings = self._prepare(module)
         self._limit(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
@@ -191,15 +209,58 @@ class Unit:
         while partly := lowerings.partly(captured):
             reasons = {**reasons, **partly}
             captured = capture(refused=reasons)
-        chosen = choose_ways(
-            captured, lowerings, self.device, self.settings, self.pool.progress.gather
-        )
+        pool, chosen = self.pool, Chosen()
+        if pool.refusal is None:
+            gather = pool.progress.gather
+            chosen = choose_ways(captured, lowerings, self.device, self.settings, gather)
+            if chosen.refusal is not None:
+                pool.refuse(chosen.refusal)
+        if pool.refusal is not None:
+            self.record.refused = pool.refusal.reason
+            chosen = Chosen({s.node: self.record.refused for s in captured.sites})
         self.record.choices += chosen.choices
-        if chosen.ordinary:
-            captured = capture(refused={**reasons, **chosen.ordinary})
-        if self.settings.debug:
-            captured = plan_poison(captured)
-        return captured, chosen.engines, lowerings
+
+        def without(refused: Mapping[fx.Node, str], **others: Any) -> Captured:
+            made = captured
+            if chosen.ordinary or refused or others:
+                made = capture(refused={**reasons, **chosen.ordinary, **refused}, **others)
+            return plan_poison(made) if self.settings.debug else made
+
+        return without, chosen, lowerings
+
+    def _fit(
+        self, capture: _Capture, captured: Captured, chosen: Chosen, lowerings: Lowerings
+    ) -> tuple[Plan, Captured]:
+        """A plan that keeps to the budget, and the part as it is placed then.
+
+        Collective: with a capacity yes, the first time for the groups of the part.
+        """
+        pool, capacity, stakes = self.pool, self.settings.capacity, Stakes(lowerings)
+        keep: dict[str, Any] = {}
+        joined = False
+
+        def planned(gave: Mapping[Any, WayName]) -> tuple[Plan, list[Stake], Captured]:
+            nonlocal joined
+            made = capture(stakes.refused(gave), **keep) if gave or keep else captured
+            plan, joined = self._plan(made)
+            return plan, stakes.of(made, chosen), made
+
+        room = None
+        if capacity is not None:
+            names = dict.fromkeys(b.group for b in captured.problem.buffers)
+            room = pool.room(capacity, names, lowerings.memory, self.device)
+            if captured.residence is not None:
+                kept = sum(b.nbytes for b in captured.residence.buffers)
+                if pool.taken(self._plan(captured)[0]) + kept <= room:
+                    room -= kept
+                else:  # kept inputs give way first: they are bytes for good
+                    keep = {"keep": frozenset()}
+        plan, made = within(room, planned, pool.taken)
+        if joined:
+            self.record.plans.update(dict.fromkeys(self.record.plans, plan))
+        structure = structure_of(plan)
+        pool.planned[structure] = max(plan.peak_bytes, pool.planned.get(structure, 0))
+        return plan, made
 
     def _cross(
         self, module: fx.GraphModule, name: PartName
@@ -241,7 +302,7 @@ class Unit:
 
     def _limit(self, module: fx.GraphModule) -> None:
         """Bound the sizes of declared tensors, so that they can be planned."""
-        wanted = [t for n, *_ in _declared(module.graph) for t in (n, *n.all_input_nodes)]
+        wanted = [t for n, *_ in declared(module.graph) for t in (n, *n.all_input_nodes)]
         for name, (now, largest) in limit(module.graph, wanted).items():
             key = (compat.compiled_frame(), name)
             before = self.pool.bounds.get(key)
@@ -254,39 +315,40 @@ class Unit:
                     *(name, now, before, largest),
                 )
 
-    def _plan(self, captured: Captured) -> Plan:
-        """Plan one part, together with the parts before it if they have not run yet."""
+    def _plan(self, captured: Captured) -> tuple[Plan, bool]:
+        """Plan one part, together with the parts before it if they have not run yet.
+
+        Returns:
+            The plan, and whether it is that of these parts, too.
+        """
         effort, plans = self.settings.effort, self.record.plans
         before = next(iter(plans.values()), None)
         if before is not None and all(p.shared is None for p in self.parts.values()):
-            plan = _checked_plan(join([pinned(before), captured.problem]), effort)
-            if self._keeps(before, plan):
-                plans.update(dict.fromkeys(plans, plan))
-                return plan
-        plan = _checked_plan(captured.problem, effort)
+            plan = checked_plan(join([pinned(before), captured.problem]), effort)
+            if keeps(self.parts.values(), before, plan):
+                return plan, True
+        plan = checked_plan(captured.problem, effort)
         reserved = self.pool.reserved(structure_of(plan), but=self.reservation)
         if reserved:
-            apart = _checked_plan(keep_away(captured.problem, reserved), effort)
+            apart = checked_plan(keep_away(captured.problem, reserved), effort)
             if structure_of(apart) == structure_of(plan):
-                return apart
-        return plan
-
-    def _keeps(self, before: Plan, plan: Plan) -> bool:
-        """Whether the parts that are already compiled are right under the new plan, too."""
-        if any(plan.placements[name] != place for name, place in before.placements.items()):
-            return False
-        compiled = {o.name for o in before.problem.operations}
-        inserted = [point for part in self.parts.values() for point in part.barriers]
-        asked = (p for p in _points(plan.barriers) if p[0] in compiled)
-        return len(in_turn(inserted, asked)) == len(inserted)
+                return apart, False
+        return plan, False
 
     def runner(
-        self, compiled: Callable[[list[Any]], Any], name: PartName, part: Part | None = None
+        self,
+        compiled: Callable[[list[Any]], Any],
+        name: PartName,
+        part: Part | None = None,
+        plain: Callable[[], Callable[[list[Any]], Any]] | None = None,
     ) -> Callable[[list[Any]], Any]:
         """Compiled code of a part as it is to be called; ``part`` is what `rewrite` returned.
 
-        Also one that follows no plan may be the backward of a part that does.
+        ``plain`` compiles it without a plan. Also one that follows no plan may be the backward of a
+        part that does.
         """
+        if part is not None:
+            part.plain = plain
         if part is None and (name != "backward" or self.reservation is None):
             return compiled
 
@@ -311,6 +373,9 @@ class Unit:
         Collective: the first time, over the groups of the plan; it agrees and allocates.
         """
         shared = self._settled(part, args)
+        if shared is None:
+            self._passed(part.name)
+            return part.run_plainly(args)
         shared.enter(part, args)
         try:
             arena = shared.arena
@@ -337,73 +402,46 @@ class Unit:
         if self.reservation is not None:
             self.reservation.due = name == "forward" or keeps_graph()
 
-    def _settled(self, part: Part, args: list[Any]) -> Shared:
-        """The segments of a part, found or made before it first runs."""
+    def _settled(self, part: Part, args: list[Any]) -> Shared | None:
+        """The segments of a part, found or made before it first runs; None if there are none."""
+        if self.record.refused:
+            return None
         if not all(map(compat.is_registered, part.groups or ())):
             # A process group is gone. Another may have its name, and other ranks.
             part.shared = part.groups = None
             part.taken = (None, ())
             self.residents.forget(part.name)
         shared = part.shared or self._take(part)
-        if part.groups is None:
-            self.residents.settle(part.name, args)
+        new = part.groups is None
+        if shared is None or (new and not self.residents.settle(part.name, args)):
+            assert self.pool.refusal is not None
+            self.record.refuse(self.pool.refusal.reason)
+            return None
+        if new:
             names = [*group_names(part.agreed), *self.residents.groups(part.name)]
             members = resolve_groups(names).values()
             part.groups = [g.process_group for g in members if g.process_group is not None]
         return shared
 
-    def _take(self, part: Part) -> Shared:
+    def _take(self, part: Part) -> Shared | None:
         assert self.lowerings is not None
+        if self.pool.refusal is not None:
+            return None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
         groups = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
         survey(groups, self.device, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
-        shared, agreed = self.pool.take(
+        found = self.pool.take(
             plan,
             self.lowerings.memory,
             self.device,
-            self._inserted(plan, same),
+            inserted(plan, same),
             engines=self.engines,
             crosses=any(p.saved for p in same),
         )
+        if found is None:
+            return None
         for each in same:
-            each.shared, each.agreed = shared, agreed
-        return shared
-
-    def _inserted(self, plan: Plan, parts: Iterable[Part]) -> list[tuple[int, str]]:
-        """``(place in the plan's order, group)`` of the barriers that its parts run.
-
-        Also of those that a part may run on its entry, or make all later ones run. See
-        [Note: turns] in `symmplan.integrate.compile.pool`.
-        """
-        index = order_of(plan.problem).index
-        groups = group_names(plan) if is_unmet(plan) else []
-        found: list[tuple[int, str]] = []
-        for part in parts:
-            mine = [index[name] for name in part.order]
-            end = max(mine) + 1  # where its output is
-            found += [(min(mine), g) for g in groups if part.copies_back]
-            found += [(index.get(before, end), group) for before, group in part.barriers]
-            found += [(end, g) for g in groups if part.saved]
-        return found
-
-
-def _declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:
-    """``(node, overload, what is declared of it)`` of the graph's own calls."""
-    for node in graph.nodes:
-        overload = called(node)
-        spec = None if overload is None else spec_for(overload)
-        if spec is not None:
-            yield node, overload, spec
-
-
-def _checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
-    """A plan that is verified before anything runs in it."""
-    plan = plan_problem(problem, effort=effort)
-    plan.verify()
-    return plan
-
-
-def _points(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
-    return ((b.before, b.group) for b in barriers)
+            each.shared, each.agreed = found
+        return found[0]

@@ -23,6 +23,7 @@ def eager(
     memory: str = "auto",
     *,
     choose: Choose = "auto",
+    capacity: int | str | None = None,
     device: torch.device | str | None = None,
     effort: Literal["fast", "optimal"] = "fast",
     timeout: float = 300.0,
@@ -43,6 +44,10 @@ def eager(
             plan what is not clearly faster in symmetric memory; ``"copy engine"`` lets copy engines
             run all-gathers (``memory="nccl"``); ``"ordinary"`` plans no collective, only ops that
             need symmetric memory; ``"auto"`` measures on devices and places all elsewhere.
+        capacity: Most bytes that the segments may take on any rank, as a number or as text such as
+            ``"40GiB"``. None for what is free when the iteration is planned, less a tenth. Ranks
+            take the least that one of them has. Collectives that save least for their bytes give
+            way; ``session.plan.summary()`` says which.
         device: Where declared tensors lie; the current CUDA device if the group has NCCL, else the
             CPU.
         effort: How hard the planner tries.
@@ -62,10 +67,15 @@ def eager(
             collectives.
 
     Collective: no; entering, `Session.step` and leaving are.
+
+    Notes:
+        Where memory cannot be had or shared on some rank, all ranks make the session's calls in
+        torch's own way; one warning says why, and ``session.stats.reasons`` counts it.
     """
     options = Options(
         memory=memory,
         choose=choose,
+        capacity=capacity,
         effort=effort,
         timeout=timeout,
         debug=debug,

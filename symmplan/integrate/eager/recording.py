@@ -20,14 +20,18 @@ from symmplan.memory import realize
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN, own_work
-from symmplan.memory.spares import obtain
+from symmplan.memory.room import agreed_room
+from symmplan.memory.spares import give_back, obtain, spare_bytes
 from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.place.attempt import attempt, warn
 from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.engines import register_known
 from symmplan.place.program import place
+from symmplan.place.stakes import Stakes
 from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
+from symmplan.planner.budget import within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from symmplan.place.choice import Choice
     from symmplan.place.options import Options
     from symmplan.place.ways import Lowerings
+    from symmplan.planner.budget import Stake
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
 
@@ -92,6 +97,7 @@ class Frozen:
         tail: What to do at the end of each iteration.
         copies: See `Copy`.
         choices: What was measured.
+        refused: Why nothing is in symmetric memory; empty if that could be had.
     """
 
     plan: Plan
@@ -102,6 +108,18 @@ class Frozen:
     tail: list[Step]
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
+    refused: str = ""
+
+
+@frozen
+class _Prepared:
+    """All that a plan needs, on all ranks."""
+
+    captured: Captured
+    plan: Plan
+    chosen: Chosen
+    arena: Arena
+    rendezvous: int
 
 
 def meet(settings: Settings, op: str, detail: str = "") -> None:
@@ -274,49 +292,106 @@ class Recording:
 
         Collective: yes.
         """
-        settings, recorder = self._settings, self._recorder
+        settings, recorder, group = self._settings, self._recorder, self._settings.group
         self.stop()
         meet(settings, "session.step()")
+        prepared, refusal = attempt(
+            self._prepared,
+            {group.name: group.process_group},
+            settings.options.timeout,
+            undo=lambda made: give_back([made.arena]),
+        )
+        if prepared is None:
+            assert refusal is not None
+            prepared = self._prepared(refusal.reason)
+        refusal = refusal or prepared.chosen.refusal
+        if refusal is not None:
+            warn(refusal, "symmplan.eager")
+        captured, plan = prepared.captured, prepared.plan
+        chosen, arena = prepared.chosen, prepared.arena
+        with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
+            program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
+            events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
+        return Frozen(
+            plan,
+            captured,
+            arena,
+            prepared.rendezvous,
+            events,
+            tail,
+            _copies(captured, recorder),
+            tuple(chosen.choices),
+            "" if refusal is None else refusal.reason,
+        )
+
+    def _prepared(self, why: str | None = None) -> _Prepared:
+        """Choose ways, plan, and get memory; if there is a reason ``why``, place nothing.
+
+        Collective: yes.
+        """
+        settings, options, group = self._settings, self._settings.options, self._settings.group
+        groups = {group.name: group.process_group}
+        stakes = Stakes(settings.lowerings)
         chosen = Chosen()
 
         def choose(captured: Captured) -> Mapping[fx.Node, str]:
             nonlocal chosen
-            chosen = choose_ways(captured, settings.lowerings, settings.device, settings.options)
+            if why is not None:
+                return dict.fromkeys(_placed(captured), why)
+            chosen = choose_ways(captured, settings.lowerings, settings.device, options)
+            if chosen.refusal is not None:
+                return dict.fromkeys(_placed(captured), chosen.refusal.reason)
             return chosen.ordinary
 
-        captured = capture_recorded(
-            recorder,
-            lookup=settings.lowerings.lookup,
-            producer=settings.lowerings.producer,
-            skip=settings.lowerings.skip,
-            partly=settings.lowerings.partly,
-            choose=choose,
-            default_group=settings.group.name,
-        )
-        if settings.options.debug:
-            captured = plan_poison(captured)
-        plan = plan_problem(captured.problem, effort=settings.options.effort)
-        plan.verify()
-        group = settings.group
+        def planned(gave: Mapping[Any, str]) -> tuple[Plan, list[Stake], Captured]:
+            captured = capture_recorded(
+                self._recorder,
+                lookup=settings.lowerings.lookup,
+                producer=settings.lowerings.producer,
+                skip=settings.lowerings.skip,
+                partly=settings.lowerings.partly,
+                choose=choose,
+                default_group=settings.group.name,
+                refused=stakes.refused(gave),
+            )
+            if options.debug:
+                captured = plan_poison(captured)
+            plan = plan_problem(captured.problem, effort=options.effort)
+            plan.verify()
+            return plan, stakes.of(captured, chosen), captured
+
+        room = None
+        if why is None:
+            room = agreed_room(
+                options.capacity,
+                spare_bytes(settings.device),
+                groups,
+                memory=settings.lowerings.memory,
+                device=settings.device,
+                timeout=options.timeout,
+            )
+        plan, captured = within(room, planned)
         arena, made = obtain(
             plan,
-            {group.name: group.process_group},
+            groups,
             memory=settings.lowerings.memory,
             device=settings.device,
-            timeout=settings.options.timeout,
-            debug=settings.options.debug is True,
+            timeout=options.timeout,
+            debug=options.debug is True,
             user="eager session",
         )
         met_before = 0 if made else arena.rendezvous
-        if chosen.engines:
-            register_known(arena)
-        with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
-            events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
-        copies = _copies(captured, recorder)
-        choices = tuple(chosen.choices)
-        rendezvous = arena.rendezvous - met_before
-        return Frozen(plan, captured, arena, rendezvous, events, tail, copies, choices)
+        try:
+            if chosen.engines:
+                register_known(arena)
+        except BaseException:
+            give_back([arena])
+            raise
+        return _Prepared(captured, plan, chosen, arena, arena.rendezvous - met_before)
+
+
+def _placed(captured: Captured) -> list[fx.Node]:
+    return [s.node for s in captured.sites if s.buffer is not None]
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

@@ -97,6 +97,7 @@ class Session:
             unshared_bytes=plan.unshared_bytes,
             copied=frozen.copies,
             disengaged=self._checked.missed,
+            reasons=((frozen.refused, counts["plain"]),) if frozen.refused else (),
             **counts,
         )
 

@@ -140,6 +140,7 @@ def apply(
     memory: str = "auto",
     *,
     choose: Choose = "auto",
+    capacity: int | str | None = None,
     effort: Literal["fast", "optimal"] = "fast",
     live_gathers: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -160,6 +161,10 @@ def apply(
             engines, reduce-scatters as an all-to-all and a local sum; ``"push"`` lets gradients go
             straight to where peers sum them, and copy engines gather; ``"ordinary"`` as FSDP2 does.
             ``"auto"`` measures on devices and places all elsewhere.
+        capacity: Most bytes that the segments may take on any rank, as a number or as text such as
+            ``"40GiB"``. None for what is free when the plan is made, less a tenth. Ranks take the
+            least that one of them has. Collectives that save least for their bytes give way, and
+            ``handle.plan.summary()`` says which.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         live_gathers: How many modules may have bytes for their unsharded parameters at once, the
             root's included; None for as many as the first step had. Fewer need fewer bytes, and
@@ -171,13 +176,20 @@ def apply(
     Raises:
         CaptureError: The model has no FSDP2 module, or one with custom collectives already.
         BackendError: There is no such memory backend, or ``choose`` is none of these.
-        PlanningError: There is no such effort, or ``live_gathers`` is less than 1.
+        PlanningError: There is no such effort, ``capacity`` is no number of bytes, or
+            ``live_gathers`` is less than 1.
 
     Collective: no; the end of the first recorded step is.
+
+    Notes:
+        Where memory cannot be had or shared on some rank, all ranks run FSDP2's own collectives;
+        one warning says why, and ``handle.stats.reasons`` counts it.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    options = Options(memory=memory, effort=effort, choose=choose, timeout=timeout)
+    options = Options(
+        memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
+    )
     if live_gathers is not None and live_gathers < 1:
         raise PlanningError(
             "a module cannot run without its parameters",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from symmplan import _compat as compat
 from symmplan import _compat_fsdp as fsdp2
@@ -15,16 +16,17 @@ from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
 from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.place.choice import Choice
+from symmplan.place.choice import GAVE_WAY, Choice
 from symmplan.place.table import ruled
-from symmplan.place.trials import Trial, choices_of, measure
+from symmplan.place.trials import Trial, choices_of, measure, room_for
+from symmplan.planner.budget import Stake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from symmplan.capture.fsdp import Call, Planned
     from symmplan.integrate.fsdp.memory import Memory
-    from symmplan.model import Problem
+    from symmplan.model import Problem, WayName
     from symmplan.place.clock import Act
     from symmplan.place.engines import Engines
     from symmplan.place.options import Options
@@ -35,6 +37,8 @@ __all__ = ["Choices"]
 _SMALL = 1 << 20
 #: Smaller ones are repeated until they come to as many bytes.
 _ENOUGH = 64 << 20
+#: What the parts of ranks are a multiple of where only a part is measured, in bytes.
+_ALIGN = 512
 
 
 class Choices:
@@ -47,6 +51,7 @@ class Choices:
 
     Attributes:
         all: What was measured of the calls seen so far, in the order of the program.
+        refused: Why all collectives are ordinary; None if they need not be.
     """
 
     def __init__(self, where: Memory, memory: str, options: Options) -> None:
@@ -57,6 +62,7 @@ class Choices:
         self._choose = options.chosen(device)
         self._table = options.table
         self.all: tuple[Choice, ...] = ()
+        self.refused: str | None = None
 
     @property
     def _groups(self) -> Mapping[str, Any]:
@@ -66,14 +72,23 @@ class Choices:
         """What takes about the same time has the same."""
         return call.key.kind, self._memory, call.nbytes, call.key.dtype, call.group
 
-    def way(self, call: Call) -> Way:
-        """How ``call`` runs."""
+    def _choice(self, call: Call) -> Choice | None:
+        if self._choose != "measure":
+            return None
+        return choices_of(self._groups[call.group]).get(self._key(call))
+
+    def way(self, call: Call, gave: Mapping[Any, WayName]) -> Way:
+        """How ``call`` runs, where those of some keys must take other ways."""
+        if self.refused is not None:
+            return Way("ordinary", self.refused)
+        if self._key(call) in gave:
+            way = gave[self._key(call)]
+            return Way(way, GAVE_WAY if way == "ordinary" else "")
         if call.group in self._where.unreached:
             return Way("ordinary", self._where.unreached[call.group])
         if self._choose == "table":
             return self._by_table(call)
-        measured = self._choose == "measure"
-        choice = choices_of(self._groups[call.group]).get(self._key(call)) if measured else None
+        choice = self._choice(call)
         if choice is not None:
             self.all = tuple(dict.fromkeys((*self.all, choice)))
             return Way(choice.way, choice.reason)
@@ -101,6 +116,39 @@ class Choices:
         splits = way[0] == "symmetric" and self._splits_words(call)
         return Way("ordinary", SPLIT_WORDS) if splits else Way(*way)
 
+    def stakes(self, planned: Iterable[Planned]) -> list[Stake]:
+        """What the collectives of a plan have in it, those of one kind and size together."""
+        alike: dict[Any, list[Planned]] = {}
+        largest: dict[str, int] = {}  # who makes a slot as large as it is
+        for p in planned:
+            if p.buffer is not None:
+                alike.setdefault(self._key(p.call), []).append(p)
+                largest[p.buffer] = max(p.call.nbytes, largest.get(p.buffer, 0))
+        stakes = []
+        for key, found in alike.items():
+            call, way, choice = found[0].call, found[0].way.name, self._choice(found[0].call)
+            less: dict[WayName, float] = {"ordinary": 0.0}
+            if call.key.kind == "reduce_scatter" and way in ("copy engine", "push"):
+                less = {"symmetric": 0.5, "ordinary": 0.0}
+            stakes.append(
+                Stake(
+                    key=key,
+                    what=f"{call.key.kind} of {call.nbytes:,} bytes",
+                    way=way,
+                    calls=len(found),
+                    nbytes=call.nbytes,
+                    buffers=frozenset(
+                        b
+                        for p in found
+                        for b in (p.buffer, p.received)
+                        if b and call.nbytes >= largest.get(b, 0)
+                    ),
+                    less=less,
+                    seconds={} if choice is None else choice.seconds,
+                )
+            )
+        return stakes
+
     def _pushes(self, call: Call) -> bool:
         """Whether a reduction can be made of pushes: FSDP2 divides others before it reduces."""
         return (
@@ -126,13 +174,21 @@ class Choices:
                 found.setdefault(self._key(call), call)
         return [c for key, c in found.items() if key not in choices_of(self._groups[c.group])]
 
-    def measure(self, problem: Problem, planned: Sequence[Planned]) -> None:
+    def part(self, call: Call) -> Call:
+        """What is measured of it. See [Note: how much memory measuring takes]."""
+        # Its own bytes, symmetric ones, those that an all-to-all receives, and its results.
+        unit = self._groups[call.group].size() * _ALIGN
+        nbytes = min(call.nbytes, max(unit, room_for(4, self._device) // unit * unit))
+        itemsize = getattr(torch, call.key.dtype.removeprefix("torch.")).itemsize
+        return evolve(call, nbytes=nbytes, key=evolve(call.key, numel=nbytes // itemsize))
+
+    def measure(self, problem: Problem, planned: Sequence[tuple[Call, Planned]]) -> None:
         """Time collectives that were not measured yet.
 
         Args:
             problem: The symmetric bytes that this takes.
-            planned: One collective of each kind and size, in the order of the program, and its
-                buffers there.
+            planned: One collective of each kind and size, in the order of the program, and the
+                `part` of it that is measured, with its buffers there.
 
         Raises:
             AgreementError: Ranks measured different collectives.
@@ -141,10 +197,10 @@ class Choices:
         Collective: yes, over all groups.
         """
         scratch = torch.zeros(
-            max(p.call.nbytes for p in planned), dtype=torch.uint8, device=self._device
+            max(p.call.nbytes for _, p in planned), dtype=torch.uint8, device=self._device
         )
         measure(
-            [self._trial(p, scratch) for p in planned],
+            [self._trial(call, p, scratch) for call, p in planned],
             problem,
             self._where.reached,
             memory=self._memory,
@@ -153,8 +209,7 @@ class Choices:
             enough=_ENOUGH,
         )
 
-    def _trial(self, planned: Planned, scratch: torch.Tensor) -> Trial:
-        call = planned.call
+    def _trial(self, call: Call, planned: Planned, scratch: torch.Tensor) -> Trial:
         choice = Choice(
             op=call.key.kind,
             nbytes=call.nbytes,
@@ -168,7 +223,9 @@ class Choices:
         beside = None if self._device.type == "cuda" else 0.0
         key = self._key(call)
         acts = functools.partial(self._acts, planned, scratch)
-        return Trial(key, list(key[:-1]), choice, call.nbytes, beside, acts)
+        nbytes = planned.call.nbytes
+        scale = call.nbytes / nbytes
+        return Trial(key, list(key[:-1]), choice, nbytes, beside, scale, acts)
 
     def _acts(
         self,

@@ -17,14 +17,16 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import frozen
 
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
-from symmplan.memory import agree
+from symmplan.memory import agree, resolve_backend
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.room import agreed_room
 from symmplan.memory.simulated import current
-from symmplan.memory.spares import fits, give_back, obtain
+from symmplan.memory.spares import fits, give_back, obtain, spare_bytes
 from symmplan.memory.streams import synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
 from symmplan.place.guests import CarveOut, overlapping, parts_of
@@ -40,7 +42,24 @@ if TYPE_CHECKING:
     from symmplan.place.guests import Guest
     from symmplan.place.options import Options
 
-__all__ = ["Memory"]
+__all__ = ["Held", "Memory"]
+
+
+@frozen(eq=False)
+class Held:
+    """Segments for a plan.
+
+    Attributes:
+        arena: They.
+        engines: Communicators for copy engines that know them.
+        rendezvous: How many were made for them.
+        settled: Whether parameters stay in the segments before.
+    """
+
+    arena: Arena
+    engines: dict[str, Engines]
+    rendezvous: int
+    settled: bool
 
 
 class Memory:
@@ -254,16 +273,45 @@ class Memory:
 
     # Segments.
 
-    def hold(self, plan: Plan, *, settled: bool) -> None:
+    def room(self, *, settled: bool) -> int:
+        """How many bytes a plan may take; the same on all ranks.
+
+        Args:
+            settled: As for `prepare`.
+
+        Collective: yes, over all groups.
+        """
+        given, arenas = self._options.capacity, self._arenas
+        held = 0 if settled or not arenas else arenas[0].segment_bytes
+        if given is not None and settled:
+            given = max(0, given - sum(a.segment_bytes for a in arenas))
+        return agreed_room(
+            given,
+            max(held, spare_bytes(self.device)),
+            self.groups,
+            memory=self.backend,
+            device=self.device,
+            timeout=self._options.timeout,
+        )
+
+    @property
+    def backend(self) -> str:
+        """Name of the memory backend that serves the groups seen so far."""
+        groups = resolve_groups(self.groups, self.groups)
+        return resolve_backend(self._options.memory, self.device, groups).name
+
+    def prepare(self, plan: Plan, *, settled: bool) -> Held | None:
         """Make room for ``plan``: in what there is if it fits, else in other segments.
 
         Args:
             plan: What must fit.
             settled: Whether parameters live in the segments that there are, and stay there.
 
+        Returns:
+            The other segments, for `adopt` or `undo`; None if it fits.
+
         Raises:
-            BackendError: It was asked for copy engines, and there are none.
-            AgreementError, PeerTimeoutError: As `symmplan.memory.realize`.
+            AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
 
         Collective: yes, over all groups.
         """
@@ -273,7 +321,7 @@ class Memory:
         if not settled and self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
             agree(plan, groups, self._options.timeout)
-            return
+            return None
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self.device)
         arena, made = obtain(
@@ -284,18 +332,47 @@ class Memory:
             timeout=self._options.timeout,
             user="FSDP2",
         )
-        used = settled or self.captured or any(users.live() for users in self._users.values())
-        if not used:
+        met = 0 if made else arena.rendezvous
+        try:
+            choose = self._options.chosen(self.device)
+            alone = choose in ("symmetric", "ordinary") or current() is not None
+            engines = self.meet_engines(arena) if plan.segments and not alone else {}
+            warm_up(self.device)
+        except BaseException:
+            give_back([arena])
+            raise
+        return Held(arena, engines, arena.rendezvous - met, settled)
+
+    def undo(self, held: Held | None) -> None:
+        """Give back what `prepare` made. Collective: no."""
+        if held is not None:
+            synchronize(self.device)
+            give_back([held.arena])
+
+    def adopt(self, held: Held | None) -> None:
+        """Live in what `prepare` made from now on, which all ranks have.
+
+        Raises:
+            BackendError: It was asked for copy engines, and there are none.
+
+        Collective: no.
+        """
+        if held is None:
+            return
+        arena = held.arena
+        asked = self._options.chosen(self.device) == "copy engine" and current() is None
+        if asked and arena.segments:
+            try:
+                require(self.reached, held.engines, arena.memory)
+            except BaseException:
+                self.undo(held)
+                raise
+        live = any(users.live() for users in self._users.values())
+        if not (held.settled or self.captured or live):
             give_back(self._arenas)
         self._arenas.insert(0, arena)
-        met = 0 if made else arena.rendezvous
-        choose = self._options.chosen(self.device)
-        alone = choose in ("symmetric", "ordinary") or current() is not None
-        self.engines = {} if alone else self.meet_engines(arena)
-        if choose == "copy engine" and not alone:
-            require(self.reached, self.engines, arena.memory)
-        self.rendezvous += arena.rendezvous - met
-        warm_up(self.device)
+        self.engines = held.engines
+        self.rendezvous += held.rendezvous
         self._users = {name: Ledger() for name in arena.segments}
         self._views.clear()
         self._pushes.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,13 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
 from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
+from symmplan.place.attempt import attempt, warn
 from symmplan.planner.advice import Advice
+from symmplan.planner.budget import within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp import Call, Planned
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.layout import Layout
-    from symmplan.integrate.fsdp.memory import Memory
-    from symmplan.model import Plan
+    from symmplan.integrate.fsdp.memory import Held, Memory
+    from symmplan.model import Plan, WayName
     from symmplan.place.choice import Choice
     from symmplan.place.guests import Guest
     from symmplan.place.options import Options
+    from symmplan.planner.budget import Stake
+
+    #: The collectives of each recording, and all that a plan needs.
+    _Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
+    _Prepared: TypeAlias = tuple[Plan, _Stretches, Held | None, Mapping[int, Sequence[GuestBytes]]]
 
 __all__ = ["Planning"]
 
@@ -87,60 +93,93 @@ class Planning:
 
     def _make(self, recordings: Sequence[Recording]) -> Schedule:
         options, memory = self._options, self._memory
-        name = self._backend()
+        name = memory.backend
         memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
         if self.choices is None:
             self.choices = Choices(memory, name, options)
-        recordings = merged(recordings, memory.groups, options.timeout)
-        if options.chosen(memory.device) == "measure":
-            self._measure(recordings, self.choices)
-        plan, stretches = self._planned(recordings, self.choices)
+        choices, groups = self.choices, memory.groups
+        recordings = merged(recordings, groups, options.timeout)
+        prepare = functools.partial(self._prepared, recordings, choices)
+        made, refusal = attempt(prepare, groups, options.timeout, undo=self._undo)
+        if refusal is not None:
+            choices.refused = refusal.reason
+            warn(refusal, "symmplan.fsdp")
+            made = prepare()
+        assert made is not None
+        plan, stretches, held, guests = made
+        memory.adopt(held)
+        for number, needs in guests.items():
+            guest = memory.guests[number]
+            places = [plan.placements[g.name] for g in needs]
+            memory.host(guest, dict(zip(guest.arena.segments, places, strict=True)))
         self.plan = plan
         self._kept = list(recordings)
         self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
         return Schedule(plan, stretches)
 
-    def _planned(
-        self, recordings: Sequence[Recording], choices: Choices
-    ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
-        """Plan what was not left out, and give the plan its memory."""
+    def _undo(self, made: _Prepared) -> None:
+        self._memory.undo(made[2])
+
+    def _prepared(self, recordings: Sequence[Recording], choices: Choices) -> _Prepared:
+        """Measure, plan what is not left out, and make room for that.
+
+        Collective: yes, over all groups of the model.
+        """
         settled = {direct.site for direct in self.directs if direct.settled}
         direct = {site: x.nbytes for site, x in self.layouts.items() if site not in settled}
 
-        def way_of(call: Call) -> Way:
+        def way_of(call: Call, gave: Mapping[Any, WayName]) -> Way:
             if call.key.kind == "all_gather" and call.key.site in settled:
                 return Way("ordinary", "its parameters stay where an earlier plan put them")
-            return choices.way(call)
+            return choices.way(call, gave)
 
-        planned = functools.partial(
-            _planned, recordings, self._ranks(), way_of, direct, self._options.effort
-        )
-        guests = self._guests(recordings)
-        plan, stretches = planned(guests, self.live)
-        if guests and not self._alike(plan, guests):
-            guests = {}
-            plan, stretches = planned(guests, self.live)
-        self._memory.hold(plan, settled=bool(settled))
-        for number, needs in guests.items():
-            guest = self._memory.guests[number]
-            places = [plan.placements[g.name] for g in needs]
-            self._memory.host(guest, dict(zip(guest.arena.segments, places, strict=True)))
-        alive = most_alive(recordings, set(direct), self.live)
-        if not alive:
-            return plan, stretches
+        def planned(
+            guests: Mapping[int, Sequence[GuestBytes]],
+            gave: Mapping[Any, WayName],
+            live: int | None = self.live,
+        ) -> tuple[Plan, list[Stake], tuple[_Stretches, Mapping[Any, WayName]]]:
+            way, effort = functools.partial(way_of, gave=gave), self._options.effort
+            ranks = self._ranks()
+            plan, found = _planned(recordings, ranks, way, direct, effort, guests, live)
+            return plan, choices.stakes(p for s in found for p in s), (found, dict(gave))
 
-        def other(live: int) -> tuple[int, int]:
-            return most_alive(recordings, set(direct), live), planned(guests, live)[0].peak_bytes
+        def advised(
+            plan: Plan,
+            guests: Mapping[int, Sequence[GuestBytes]],
+            gave: Mapping[Any, WayName],
+        ) -> Plan:
+            alive = most_alive(recordings, set(direct), self.live)
+            if not alive:
+                return plan
 
-        advisor = functools.partial(_advice, alive, plan.peak_bytes, other)
-        return evolve(plan, live_gathers=alive, advisor=advisor), stretches
+            def other(live: int) -> tuple[int, int]:
+                nbytes = planned(guests, gave, live)[0].peak_bytes
+                return most_alive(recordings, set(direct), live), nbytes
+
+            advisor = functools.partial(_advice, alive, plan.peak_bytes, other)
+            return evolve(plan, live_gathers=alive, advisor=advisor)
+
+        room = None
+        if choices.refused is None:
+            if self._options.chosen(self._memory.device) == "measure":
+                self._measure(recordings, choices)
+            room = self._memory.room(settled=bool(settled))
+            guests = self._guests(recordings)
+            if guests:
+                plan, _, (stretches, _) = planned(guests, {})
+                if self._alike(plan, guests, room):
+                    held = self._memory.prepare(plan, settled=bool(settled))
+                    return advised(plan, guests, {}), stretches, held, guests
+        plan, (stretches, gave) = within(room, functools.partial(planned, {}))
+        held = self._memory.prepare(plan, settled=bool(settled))
+        return advised(plan, {}, gave), stretches, held, {}
 
     def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
         """Who ran meanwhile and can live in carve-outs; the same on all ranks.
 
         Collective: yes, over all groups of the model.
         """
-        memory, groups, name = self._memory, self._memory.groups, self._backend()
+        memory, groups, name = self._memory, self._memory.groups, self._memory.backend
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
         found = {
             i: _needs(i, guest)
@@ -151,14 +190,14 @@ class Planning:
         said = tell("guests", dict.fromkeys(groups, mine), groups, self._options.timeout)
         return found if all(x == mine for of in said.values() for x in of) else {}
 
-    def _alike(self, plan: Plan, guests: Mapping[int, Sequence[GuestBytes]]) -> bool:
-        """Whether all ranks that meet, in the model or in a guest, have the same plan.
+    def _alike(self, plan: Plan, guests: Mapping[int, Sequence[GuestBytes]], room: int) -> bool:
+        """Whether all ranks that meet, in the model or in a guest, have the same plan that fits.
 
         Collective: yes, over all groups of the model and of the guests.
         """
         names = dict.fromkeys(g.group for needs in guests.values() for g in needs)
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
-        mine = plan.fingerprint if not plan.barriers else ""
+        mine = plan.fingerprint if plan.peak_bytes <= room and not plan.barriers else ""
         groups = {**self._memory.groups, **groups}
         return throughout("carve-outs", mine, groups, self._options.timeout)
 
@@ -200,18 +239,19 @@ class Planning:
 
         Collective: yes, over all groups.
         """
-        name = self._backend()
+        name = self._memory.backend
         choices = Choices(self._memory, name, self._options)
         self._measure([recording], choices)
         for call in recording.collectives:
-            choices.way(call)
+            choices.way(call, {})
         return name, choices.all
 
     def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
         """Measure what was not measured yet, one after the other."""
         calls = (r.collectives[i] for r in recordings for i in r.ran)
         recording = Recording()
-        for call in choices.unmeasured(calls):
+        wholes = choices.unmeasured(calls)
+        for call in map(choices.part, wholes):
             index = recording.begin(call.key, call.nbytes)
             recording.run(index, call.group)
             recording.drop(index)
@@ -222,12 +262,7 @@ class Planning:
         if self._memory.device.type == "cuda" and compat.has_copy_engine_policy():
             most = "copy engine"
         problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Way(most))
-        choices.measure(problem, planned)
-
-    def _backend(self) -> str:
-        """Name of the memory backend."""
-        groups = resolve_groups(self._memory.groups, self._memory.groups)
-        return resolve_backend(self._options.memory, self._memory.device, groups).name
+        choices.measure(problem, list(zip(wholes, planned, strict=True)))
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
         """The global ranks of each group."""

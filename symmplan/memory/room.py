@@ -1,0 +1,92 @@
+"""How many bytes of symmetric memory this rank may take."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from symmplan import _compat
+from symmplan.memory.backends import BACKENDS
+from symmplan.memory.shm_file import DIRECTORY
+from symmplan.memory.tell import tell
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["agreed_room", "free_bytes"]
+
+#: What is left alone of the bytes that are free: one part in so many.
+_MARGIN = 10
+
+
+def free_bytes(memory: str, device: torch.device) -> int:
+    """Bytes that are free for this rank's segments.
+
+    On devices what their driver has free, in shared memory this rank's part of what the host has.
+
+    Args:
+        memory: Name of the memory backend.
+        device: Where the segments will lie.
+
+    Collective: no.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _available()
+    if BACKENDS[memory].collectives:
+        room = os.statvfs(DIRECTORY)
+        free = min(free, room.f_bavail * room.f_frsize)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if ranks.isdigit() and int(ranks):
+        return free // int(ranks)
+    return free // (_compat.world()[1] if _compat.has_process_groups() else 1)
+
+
+def _available() -> int:
+    """Bytes that the host can give; without bound where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return sys.maxsize
+    found = (int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    return next(found, sys.maxsize)
+
+
+def agreed_room(
+    given: int | None,
+    held: int,
+    groups: Mapping[str, Any],
+    *,
+    memory: str,
+    device: torch.device,
+    timeout: float,
+) -> int:
+    """Bytes that a plan may take: what was given, else what is free less a margin, of a tenth.
+
+    Args:
+        given: Bytes, or None for what is free.
+        held: Bytes that the plan may take besides, as they are held for it already.
+        groups: ``{name: process group}``.
+        memory: Name of the memory backend.
+        device: Where the segments will lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Returns:
+        The least of what the ranks have, also of those that meet through others.
+
+    Collective: yes, over those groups.
+    """
+    mine = given
+    if mine is None:
+        free = free_bytes(memory, device)
+        mine = max(held, free - free // _MARGIN)
+    for _ in range(3):  # as `symmplan.memory.tell.throughout`
+        said = tell("capacity", dict.fromkeys(groups, mine), groups, timeout)
+        mine = min(mine, *(x for of in said.values() for x in of if type(x) is int))
+    return mine

@@ -1,0 +1,194 @@
+"""Plans that keep to a budget: which collectives give up symmetric bytes, and what that costs.
+
+[Note: who gives way]
+    A plan that takes more bytes than there are is made again with one kind of collective in a way
+    that takes fewer: copy engine or push, then symmetric, then ordinary. The kind that gives way
+    is the one that costs the fewest seconds for each byte that this frees at the moment when most
+    bytes are live; this goes on until the plan fits. Then each that gave way is tried once more,
+    the dearest first: what a later one has freed may be room for it.
+
+    Seconds are those that were measured. Where nothing was, a collective is taken to save seconds
+    in proportion to its bytes, so that bytes which are used seldom go first: of two buffers, the
+    one that serves fewer bytes of collectives in a step. Ops that need symmetric memory go last.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attrs import evolve, field, frozen
+
+from symmplan.errors import PlanningError
+from symmplan.model import Budget, GaveWay
+from symmplan.planner.order import order_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from symmplan.model import Plan, WayName
+
+__all__ = ["Stake", "bytes_of", "within"]
+
+_Rest = TypeVar("_Rest")
+
+#: Seconds that a byte of a collective is taken to save where nothing was measured.
+_NOMINAL = 1e-11
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def bytes_of(given: int | str | None, *, name: str = "capacity") -> int | None:
+    """A number of bytes as people give it: a whole number, or text with a unit.
+
+    Args:
+        given: Bytes, or text such as ``"40GiB"``, ``"512 MiB"`` (powers of 1024) or ``"10MB"``
+            (powers of 1000). None stays None.
+        name: What it is called, for the error.
+
+    Raises:
+        PlanningError: It is no such number, or negative.
+
+    >>> bytes_of("40GiB"), bytes_of("512 MiB"), bytes_of("10MB"), bytes_of("1.5 KiB"), bytes_of(7)
+    (42949672960, 536870912, 10000000, 1536, 7)
+    """
+    if given is None:
+        return None
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    found = _SIZE.fullmatch(given) if isinstance(given, str) else None
+    # "40Gi" is a size; "40i" is none.
+    if found is None or (found[3] and not found[2]):
+        raise PlanningError(
+            f"{name} is {given!r}",
+            expected="bytes as a whole number, or text with a unit such as '40GiB' or '512 MiB'",
+            got=repr(given),
+            fix="pass bytes as int, or such a text",
+        )
+    power = " kmgt".index(found[2].lower() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+@frozen(eq=False)
+class Stake:
+    """The collectives of one kind and size, and what they have in symmetric memory.
+
+    Attributes:
+        key: By what it is told from others; equal in all plans of a program.
+        what: What it is, for people.
+        way: How they run.
+        calls: How many there are.
+        nbytes: Bytes of one of them.
+        buffers: What they have in the plan.
+        less: ``{another way: share of the bytes that it still takes}``, most first.
+        seconds: ``{way: seconds of one of them}``; empty if nothing was measured.
+        needed: Whether it is an op that needs symmetric memory.
+    """
+
+    key: Hashable
+    what: str
+    way: WayName
+    calls: int
+    nbytes: int
+    buffers: frozenset[str]
+    less: Mapping[WayName, float] = field(factory=lambda: {"ordinary": 0.0})
+    seconds: Mapping[str, float] = field(factory=dict)
+    needed: bool = False
+
+    def lost(self, way: WayName) -> float:
+        """Seconds in all that another way costs more."""
+        if self.way in self.seconds and way in self.seconds:
+            return self.calls * (self.seconds[way] - self.seconds[self.way])
+        return self.calls * self.nbytes * _NOMINAL * (1 - self.less[way])
+
+
+def within(
+    capacity: int | None,
+    make: Callable[[Mapping[Hashable, WayName]], tuple[Plan, Sequence[Stake], _Rest]],
+    taken: Callable[[Plan], int] = lambda plan: plan.peak_bytes,
+) -> tuple[Plan, _Rest]:
+    """A plan that takes no more than ``capacity`` bytes. See [Note: who gives way].
+
+    Args:
+        capacity: Bytes that all segments may take together; None for no limit.
+        make: Plans with ``{key of a stake: way that it must take instead}``; gives the plan, what
+            is at stake in it, and whatever the caller wants besides.
+        taken: How many bytes are taken with a plan.
+
+    Returns:
+        The plan, with `Plan.budget` where something gave way, and what else ``make`` gave. It takes
+        more than ``capacity`` only if so much is left where nothing is at stake.
+    """
+    made = make({})
+    if capacity is None or taken(made[0]) <= capacity:
+        return made[0], made[2]
+    wanted, first = taken(made[0]), {s.key: s for s in made[1]}
+    gave: dict[Hashable, WayName] = {}
+    while taken(made[0]) > capacity:
+        step = _next(made[0], made[1])
+        if step is None:
+            break
+        gave[step[0].key] = step[1]
+        made = make(gave)
+    for key in sorted(gave, key=lambda k: -first[k].lost(gave[k])) if len(gave) > 1 else ():
+        without = {k: way for k, way in gave.items() if k != key}
+        other = make(without)
+        if taken(other[0]) <= capacity:
+            gave, made = without, other
+    paid = tuple(
+        GaveWay(
+            what=first[key].what,
+            calls=first[key].calls,
+            nbytes=first[key].nbytes,
+            before=first[key].way,
+            after=way,
+            seconds=first[key].lost(way) if way in first[key].seconds else None,
+        )
+        for key, way in gave.items()
+    )
+    return evolve(made[0], budget=Budget(capacity, wanted, paid)), made[2]
+
+
+def _next(plan: Plan, stakes: Sequence[Stake]) -> tuple[Stake, WayName] | None:
+    """Who gives way next, and to which way; None if nobody can."""
+    size = {b.name: b.nbytes for b in plan.problem.buffers}
+    for names in (_fullest(plan), frozenset(size)):
+        best: tuple[Any, ...] | None = None
+        for place, stake in enumerate(stakes):
+            there = [size[name] for name in stake.buffers & names if name in size]
+            # Those of one kind share bytes where they are not live together.
+            held = sum(there) if names != frozenset(size) else max(there, default=0)
+            for step, (way, share) in enumerate(stake.less.items()):
+                freed = held * (1 - share)
+                if freed <= 0 or (stake.seconds and way not in stake.seconds):
+                    continue
+                score = (stake.needed, stake.lost(way) / freed, place, step)
+                if best is None or score < best[0]:
+                    best = (score, stake, way)
+        if best is not None:
+            return best[1], best[2]
+    return None
+
+
+def _fullest(plan: Plan) -> frozenset[str]:
+    """The buffers that are live at the moment when most bytes are, in the canonical order."""
+    problem = plan.problem
+    index = order_of(problem).index
+    live: dict[str, tuple[int, int]] = {}
+    for access in problem.accesses:
+        at = index[access.operation]
+        begin, end = live.get(access.buffer, (at, at))
+        live[access.buffer] = (min(begin, at), max(end, at))
+    size = {b.name: b.nbytes for b in problem.buffers}
+    always = {b.name for b in problem.buffers if b.persistent or b.name not in live}
+    change = [0] * (len(index) + 1)
+    for name, (begin, end) in live.items():
+        if name not in always:
+            change[begin] += size[name]
+            change[end + 1] -= size[name]
+    most = total = moment = 0
+    for at, by in enumerate(change):
+        total += by
+        if total > most:
+            most, moment = total, at
+    return frozenset(always | {n for n, (b, e) in live.items() if b <= moment <= e})

@@ -1,0 +1,281 @@
+"""Programs on a budget, and with memory that cannot be had on one rank: they run on a rank.
+
+`test_budget.py` says what must come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import warnings
+
+import fsdp_models
+import torch
+from fsdp_models import Net, shard, train
+
+#: What can fail on a rank while memory is made: where, and with what.
+STAGES = {
+    "allocate": ("symmplan.memory.shm", "create"),
+    "map": ("symmplan.memory.shm", "map_file"),
+    "share": ("symmplan.memory.shm", "open_peer"),
+    "rendezvous": ("symmplan.memory.shm.ShmBackend", "rendezvous"),
+    "settle": ("symmplan.memory.shm.ShmBackend", "settle"),
+    "look": ("symmplan.memory.room", "free_bytes"),
+}
+#: The same where ways are measured.
+MEASURING = {
+    "register": ("symmplan.place.trials", "register"),
+    "clock": ("symmplan.place.trials", "clock_of"),
+    "engines": ("symmplan.place.trials", "engines_of"),
+}
+KINDS = ("OutOfSharedMemoryError", "MemoryError", "OSError", "RuntimeError", "BackendError")
+
+
+def _owner(path):
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@contextlib.contextmanager
+def failing(stage, kind="OutOfSharedMemoryError", *, here=True, after=0):
+    """From the call ``after`` on, a stage fails on this rank if ``here``."""
+    from symmplan import errors
+
+    path, name = {**STAGES, **MEASURING}[stage]
+    owner = _owner(path)
+    original, count = getattr(owner, name), [0]
+    known = getattr(errors, kind, None)
+
+    def fails(*args, **kwargs):
+        if stage == "settle" and not args[0]._own:  # nothing was made
+            return original(*args, **kwargs)
+        count[0] += 1
+        if count[0] <= after:
+            return original(*args, **kwargs)
+        if known is not None:
+            raise known("no luck today", fix="try tomorrow")
+        raise {"MemoryError": MemoryError, "OSError": OSError}.get(kind, RuntimeError)("no luck")
+
+    if here:
+        setattr(owner, name, fails)
+    try:
+        yield count
+    finally:
+        setattr(owner, name, original)
+
+
+def fsdp(rank, world, choose="placed", build=None, **apply):
+    """An FSDP2 model both ways, what it warned of, and what it still holds when it is removed."""
+    import symmplan
+    from symmplan.place import trials
+
+    trials.forget()
+
+    def look(handle):
+        budget = handle.plan.budget
+        return {
+            "ways": sorted({s.way.name for s in handle._runtime.schedule.spots}),
+            "summary": handle.plan.summary(),
+            "gave": None if budget is None else [(g.before, g.after) for g in budget.gave_way],
+            "fingerprint": handle.plan.fingerprint,
+        }
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = fsdp_models.both(
+            build or (lambda: shard(Net())),
+            train,
+            rank,
+            look=look,
+            timeout=20.0,
+            choose=choose,
+            **apply,
+        )
+    result["warned"] = [str(w.message) for w in said if "symmplan" in str(w.message)]
+    result["held"] = len(symmplan.segments())
+    return result
+
+
+def fsdp_failing(rank, world, stage, kind, victim, after, choose, **apply):
+    with failing(stage, kind, here=rank == victim, after=after) as count:
+        result = fsdp(rank, world, choose, **apply)
+    result["failed"] = rank == victim and count[0] > after
+    return result
+
+
+def fsdp_on(rank, world, capacities, choose):
+    """Each rank is given its own capacity."""
+    return fsdp(rank, world, choose, capacity=capacities[rank % len(capacities)])
+
+
+def seeded(rank, world, seeds):
+    """Many programs, each with a fault somewhere or a budget, or both; the bad ones."""
+    bad, hit = [], 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        apply = {"choose": draw.choice(("placed", "copy engine", "push", "measure"))}
+        stages = [*STAGES, *(MEASURING if apply["choose"] == "measure" else ())]
+        stage, kind, victim = draw.choice(stages), draw.choice(KINDS), draw.randrange(world)
+        after = draw.choice((0, 0, 1, 2))
+        if draw.random() < 0.5:
+            apply["capacity"] = draw.choice((0, 1000, 5000, "10KB", "20 KiB", 1 << 30))
+        blocks = draw.randrange(1, 4)
+        with torch.random.fork_rng():
+            result = fsdp_failing(
+                rank,
+                world,
+                stage,
+                kind,
+                victim,
+                after,
+                build=lambda n=blocks: shard(Net(n)),
+                **apply,
+            )
+        hit += result["failed"]
+        if result["differences"] or result["held"]:
+            bad.append((seed, stage, kind, victim, after, apply, result["differences"][:3]))
+    return bad, hit
+
+
+def _collectives(x, weight):
+    """Two gathers of different sizes and a sum, with products between."""
+    from torch.distributed import _functional_collectives as funcol
+
+    group = torch.distributed.group.WORLD
+    gathered = funcol.all_gather_tensor(x, 0, group) * 1
+    small = funcol.all_gather_tensor(x[:1], 0, group) * 1
+    return funcol.all_reduce(gathered @ weight, "sum", group) + small.sum()
+
+
+def _inputs(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 16, generator=generator), torch.randn(16, 16, generator=generator)
+
+
+def _reported(stats, plans, said):
+    import symmplan
+
+    return {
+        "served": stats.served,
+        "plain": stats.plain,
+        "reasons": dict(stats.reasons),
+        "peak": sum(p.peak_bytes for p in plans),
+        "gave": [(g.before, g.after) for p in plans if p.budget for g in p.budget.gave_way],
+        "summary": "\n".join(p.summary() for p in plans),
+        "warned": [str(w.message) for w in said if "symmplan" in str(w.message)],
+        "held": len(symmplan.segments()),
+    }
+
+
+def eager(rank, world, capacities, choose="placed"):
+    """A session, each rank with a capacity of its own; in which steps its results were wrong."""
+    import symmplan
+    from symmplan.place import trials
+
+    trials.forget()
+    want = [_collectives(*_inputs(rank, step)) for step in range(4)]
+    wrong = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        capacity = capacities[rank % len(capacities)]
+        with symmplan.eager(choose=choose, capacity=capacity, timeout=20.0) as session:
+            for step in range(4):
+                result = _collectives(*_inputs(rank, step)).clone()
+                session.step()
+                wrong += [] if torch.equal(result, want[step]) else [step]
+            stats, plans = session.stats, [session.plan]
+    return {"wrong": wrong, **_reported(stats, plans, said)}
+
+
+def compiled(rank, world, capacities, choose="placed", inner="eager"):
+    """The same compiled, with gradients."""
+    import symmplan
+    from symmplan.place import trials
+
+    trials.forget()
+    torch._dynamo.reset()
+
+    def run(body):
+        found = []
+        for step in range(4):
+            x, weight = _inputs(rank, step)
+            weight.requires_grad_()
+            result = body(x, weight)
+            result.square().mean().backward()
+            found.append((result.detach(), weight.grad))
+        return found
+
+    want = run(torch.compile(_collectives, backend="inductor" if inner == "inductor" else "eager"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        capacity = capacities[rank % len(capacities)]
+        backend = symmplan.backend(inner, choose=choose, capacity=capacity, timeout=20.0)
+        found = run(torch.compile(_collectives, backend=backend))
+        stats, plans = backend.stats, backend.plans
+        backend.release()
+    wrong = [
+        i
+        for i, pair in enumerate(zip(want, found, strict=True))
+        if not all(map(torch.equal, *pair))
+    ]
+    return {"wrong": wrong, **_reported(stats, plans, said)}
+
+
+def with_failing(rank, world, name, stage, kind, victim, after, choose):
+    """`eager` or `compiled` with a fault on one rank."""
+    with failing(stage, kind, here=rank == victim, after=after) as count:
+        result = {"eager": eager, "compiled": compiled}[name](rank, world, [None], choose)
+    result["failed"] = rank == victim and count[0] > after
+    return result
+
+
+def inductor_failing(rank, world):
+    with failing("allocate", here=rank == 1):
+        return compiled(rank, world, [None], "placed", "inductor")
+
+
+def mesh_failing(rank, world, stage, victim):
+    """Sharded in rows, replicated in columns: who fails meets not all ranks."""
+    from fsdp_models import mesh
+
+    def build():
+        return shard(Net(), mesh=mesh(2, 2, names=("replicate", "shard")))
+
+    with failing(stage, "RuntimeError", here=rank == victim):
+        return fsdp(rank, world, build=build)
+
+
+def measured_small(rank, world, name, room):
+    """Measure with so little room that only parts fit; what was measured, and in how many bytes."""
+    from symmplan.integrate.fsdp.apply import Handle
+    from symmplan.place import trials
+    from symmplan.place.clock import clock_bytes
+
+    taken, choices = [], []
+    borrowed, beyond, remove = trials.borrowed, trials.BEYOND, Handle.remove
+
+    def watched(plan, *args, **kwargs):
+        taken.append(plan.peak_bytes)
+        return borrowed(plan, *args, **kwargs)
+
+    def look(handle):
+        choices.extend((c.nbytes, min(c.seconds.values())) for c in handle.choices)
+        remove(handle)
+
+    trials.borrowed, Handle.remove = watched, look
+    trials.BEYOND = room + clock_bytes(torch.device("cpu"))
+    try:
+        if name == "fsdp":
+            result = fsdp(rank, world, "measure")
+            wrong = result["differences"]
+        else:
+            wrong = {"eager": eager, "compiled": compiled}[name](rank, world, [None], "measure")[
+                "wrong"
+            ]
+    finally:
+        trials.borrowed, trials.BEYOND, Handle.remove = borrowed, beyond, remove
+    return wrong, taken, choices
