@@ -13,6 +13,8 @@
         outcomes = pool.outcomes(work, 6)     # never raises for what ranks do: look at .error
         pool.start(work, 7); pool.kill(1); outcomes = pool.collect()
 
+    two = pool_of(2)                          # the same as a fixture, for all tests of a module
+
 Every rank has a gloo process group (``init="gloo"``, ``None`` for none, or ``"nccl"``) whose store
 lives in the parent, so that any rank may be killed. Nothing survives the parent: ranks die with it.
 """
@@ -270,6 +272,23 @@ def run_ranks(fn, world_size, *args, timeout=60.0, **pool) -> list:
     """Start ``world_size`` processes, call ``fn(rank, world_size, *args)``, return the values."""
     with RankPool(world_size, timeout=timeout, **pool) as ranks:
         return ranks.run(fn, *args)
+
+
+def pool_of(world_size, setup=None, **options):
+    """A fixture: ranks that a module's tests share, after ``setup(rank, world_size)`` on each.
+
+    ``options`` are those of `RankPool`.
+    """
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def ranks():
+        with RankPool(world_size, **options) as pool:
+            if setup is not None:
+                pool.run(setup)
+            yield pool
+
+    return ranks
 
 
 def _serve(connection: Connection, setup: dict) -> None:
