@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from programs import Program, make_inputs, programs, run
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -20,17 +20,13 @@ F = torch.ops._c10d_functional
 T = torch.ops.symmplan_test
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
-
-
 def _setup(rank, size):
     import custom_ops
 
     custom_ops.load()
+
+
+pool = pool_of(2, _setup, timeout=120.0)
 
 
 def _group():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -26,10 +26,7 @@ def pool(request):
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2, timeout=100.0) as ranks:
-        yield ranks
+two = pool_of(2, timeout=100.0)
 
 
 def gather(x, group=None):

@@ -13,7 +13,7 @@ import time
 
 import pytest
 from memory_plans import hand_made
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory import shm_file
@@ -290,10 +290,7 @@ def test_killed_inside_a_collective():
             assert "unusable" in again
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = pool_of(2)
 
 
 def test_peers_that_may_not_open_descriptors_use_names_for_a_moment(pool):
