@@ -274,19 +274,22 @@ def run_ranks(fn, world_size, *args, timeout=60.0, **pool) -> list:
         return ranks.run(fn, *args)
 
 
-def pool_of(world_size, setup=None, **options):
-    """A fixture: ranks that a module's tests share, after ``setup(rank, world_size)`` on each.
+def pool_of(*sizes, setup=None, teardown=None, **options):
+    """A fixture: ranks that the tests of a module share; for several sizes one after the other.
 
-    ``options`` are those of `RankPool`.
+    ``setup(rank, world_size)`` runs on each before the tests, ``teardown`` behind them; ``options``
+    are those of `RankPool`.
     """
     import pytest
 
-    @pytest.fixture(scope="module")
-    def ranks():
-        with RankPool(world_size, **options) as pool:
+    @pytest.fixture(scope="module", params=sizes if len(sizes) > 1 else None)
+    def ranks(request):
+        with RankPool(getattr(request, "param", sizes[0]), **options) as pool:
             if setup is not None:
                 pool.run(setup)
             yield pool
+            if teardown is not None:
+                pool.run(teardown)
 
     return ranks
 

@@ -80,7 +80,7 @@ def _setup(rank, size):
     trials.engines_of = engines_of
 
 
-pair = pool_of(2, _setup, timeout=120.0)
+pair = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _on_engines():

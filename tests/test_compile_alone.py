@@ -21,10 +21,10 @@ def _setup(rank, size):
     trials.fastest = lambda *_, **__: "symmetric"
 
 
-three = pool_of(3, _setup, timeout=120.0)
+three = pool_of(3, setup=_setup, timeout=120.0)
 
 
-pair = pool_of(2, _setup, timeout=120.0)
+pair = pool_of(2, setup=_setup, timeout=120.0)
 
 
 class _Gathered(torch.autograd.Function):

@@ -27,7 +27,7 @@ from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
-pool = pool_of(2, setup, timeout=120.0)
+pool = pool_of(2, setup=setup, timeout=120.0)
 
 
 # -- forward, backward --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
-pool = pool_of(2, setup, timeout=120.0)
+pool = pool_of(2, setup=setup, timeout=120.0)
 
 
 # -- ops of the backward that need it in place --------------------------------------------------

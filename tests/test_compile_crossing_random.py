@@ -25,7 +25,7 @@ def _setup(rank, world_size):
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
 
 
-pool = pool_of(2, _setup, timeout=180.0)
+pool = pool_of(2, setup=_setup, timeout=180.0)
 
 
 def _compare(rank, world_size, training: Training, inner: str, debug: bool):

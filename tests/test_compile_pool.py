@@ -22,7 +22,7 @@ def _setup(rank, world_size):
     _GROUPS[:] = [dist.group.WORLD.group_name] * 2
 
 
-pool = pool_of(2, _setup, timeout=120.0)
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _several(rank, world_size, given_programs: list[Program], inner: str):

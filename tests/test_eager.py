@@ -23,7 +23,7 @@ def _setup(rank, world_size):
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
 
 
-pool = pool_of(2, _setup, timeout=120.0)
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _thin(rank, world_size):

@@ -37,7 +37,7 @@ def _setup(rank, world_size):
     Lowerings.skip = skip
 
 
-pool = pool_of(2, _setup, timeout=120.0)
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _peers(x):

@@ -17,7 +17,7 @@ def _setup(rank, world_size):
     custom_ops.load()
 
 
-pool = pool_of(2, _setup, timeout=120.0)
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _wait(x):

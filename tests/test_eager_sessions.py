@@ -13,19 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankPool, pool_of
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
 TIMEOUT = 20.0
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def pool(request):
-    with RankPool(request.param, timeout=100.0) as ranks:
-        yield ranks
-
-
+pool = pool_of(2, 3, timeout=100.0)
 two = pool_of(2, timeout=100.0)
 
 

@@ -26,7 +26,7 @@ def _seed(rank, world_size):
     race_programs.seed()
 
 
-pool = pool_of(3, _seed, timeout=40.0)
+pool = pool_of(3, setup=_seed, timeout=40.0)
 
 
 def _group(rank, world_size, name):
