@@ -42,10 +42,11 @@ import attrs
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch.distributed", "symmplan.memory"]
+_PRELOAD = ["torch.distributed", "symmplan.memory", "symmplan.planner.verify"]
+_PRELOAD += ["pytest", "hypothesis.strategies", "numpy.ma"]  # what the files of tests import
 if not torch.cuda.is_available():  # Inductor asks devices for their properties, and forks cannot
     _PRELOAD += ["symmplan.integrate.compile.backend", "symmplan.integrate.fsdp.apply"]
-    _PRELOAD += ["torch._inductor.compile_fx"]
+    _PRELOAD += ["symmplan.integrate.eager.session", "torch._inductor.compile_fx"]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
