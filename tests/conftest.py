@@ -17,16 +17,19 @@ settings.register_profile("ci", parent=settings.get_profile("default"), derandom
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before they are selected by their marks
-def pytest_collection_modifyitems(items):
-    """Of a test that starts processes the first case runs; the others are `further` ones."""
-    seen = set()
-    for item in items:
-        function = getattr(item, "function", None)
-        if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
-            if function in seen and not item.get_closest_marker("all_cases"):
-                item.add_marker("further")
-            seen.add(function)
+_SEEN = set()
+
+
+def pytest_itemcollected(item):
+    """Of a test that starts processes the first case runs; the others are `further` ones.
+
+    Decided while tests are collected, before anything selects or shuffles them.
+    """
+    function = getattr(item, "function", None)
+    if item.get_closest_marker("ranks") and not item.get_closest_marker("slow"):
+        if function in _SEEN and not item.get_closest_marker("all_cases"):
+            item.add_marker("further")
+        _SEEN.add(function)
 
 
 # A shell that starts the tests in the background has it ignored, and what they start inherits that.

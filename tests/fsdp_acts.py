@@ -1,7 +1,6 @@
-"""What a user may do between and inside steps, in any order; see `test_fsdp_random.py`.
+"""What a user may do between and inside steps, in any order: acts, ``(name, *arguments)``.
 
-An act is ``(name, *arguments)``. Every act is done on all ranks, the same program runs without and
-with symmplan, and all that it computes must have the same bits.
+`test_fsdp_random.py` draws them and says what must come out.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import contextlib
 import gc
 
 import torch
-from fsdp_models import DEVICE, Block, Net, Trace, batch, differences, mesh
-from fsdp_programs import Hoard, holding
-from fsdp_programs import flat as gathered_flat
+from fsdp_models import DEVICE, Block, Net, Stop, Trace, batch, hooked, mesh, sgd, stop, update
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -63,10 +60,6 @@ def built(world, hidden, wraps, options):
     return fully_shard(model, **chosen)
 
 
-class Stop(BaseException):
-    """Like KeyboardInterrupt."""
-
-
 class Actor:
     """Does acts to a model.
 
@@ -85,7 +78,7 @@ class Actor:
         self.handle = None
         self.done = 0
         self._counts = collections.Counter()
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        self.optimizer = sgd(model)
         self._planned = planned
         self._options = options
         self._count = 0
@@ -125,17 +118,10 @@ class Actor:
         return loss
 
     def _hooked(self, where, index, hook):
-        block = self.model.blocks[index % len(self.model.blocks)]
-        return {
-            "forward": block.down.register_forward_hook,
-            "before backward": block.down.register_full_backward_pre_hook,
-            "backward": block.up.register_full_backward_hook,
-        }[where](hook)
+        return hooked(self.model.blocks[index % len(self.model.blocks)], where, hook)
 
     def _step(self):
-        self.trace.grads(self.model, self._count)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.model, self.optimizer, self.trace, self._count)
 
     # Steps.
 
@@ -186,14 +172,8 @@ class Actor:
 
     def fail(self, where, index):
         """A step ends in the middle, and is forgotten."""
-
-        def stop(*_):
-            raise Stop
-
-        hook = self._hooked(where, index, stop)
-        with contextlib.suppress(Stop):
+        with self._hooked(where, index, stop), contextlib.suppress(Stop):
             self._loss().backward()
-        hook.remove()
         if hasattr(self.model, "reset_iter_state"):
             self.model.reset_iter_state()
         gc.collect()
@@ -208,9 +188,8 @@ class Actor:
                 told.append(None)
                 getattr(self, act[0])(*act[1:])
 
-        handle = self._hooked(where, index, hook)
-        self.train()
-        handle.remove()
+        with self._hooked(where, index, hook):
+            self.train()
 
     def cross(self, index, other):
         """A block calls another one in the middle of its forward pass."""
@@ -298,7 +277,7 @@ class Actor:
             self.model.load_state_dict(
                 {k: v.clone() for k, v in self._saved.items()}, assign=assign
             )
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+            self.optimizer = sgd(self.model)
 
     # The handle.
 
@@ -320,64 +299,3 @@ class Actor:
         if self.handle is not None:
             with contextlib.suppress(symmplan.errors.CaptureError):
                 self.handle.freeze()
-
-
-def acted(rank, world, arguments):
-    """Do acts without and with symmplan, up to the first at which plain FSDP2 fails.
-
-    Args:
-        arguments: ``model``: arguments of `built`; ``acts``; ``choose``: as for
-            `symmplan.fsdp.apply`; ``flat``: whether gathers are in flat buffers; ``hold``:
-            ``(rank, count)``: who keeps the buffers of so many collectives.
-
-    Returns:
-        ``{"differences", "refused": text of symmplan's error or None, "unsupported": that of plain
-        FSDP2's, "done": how many acts, "counts": how often what happened, "intact": whether the
-        kept buffers were}``.
-    """
-    acts, hold = arguments["acts"], arguments["hold"]
-    told = {"refused": None, "unsupported": None, "counts": {}}
-    hoard = Hoard(hold[1])
-    traces = []
-
-    def keep(_, tensor):
-        if rank == hold[0] and hold[1]:
-            hoard.keep(tensor)
-
-    def run(planned):
-        torch.manual_seed(7)
-        model = built(world, *arguments["model"])
-        options = {"choose": arguments["choose"], "timeout": 10.0}
-        actor = Actor(model, rank, planned=planned, **options)
-        traced = []
-        for act in acts:
-            try:
-                actor.do(act)
-            except SymmplanError as error:
-                told["refused"] = f"{act}: {type(error).__name__}: {error}"
-                break
-            except Exception as error:
-                if planned:
-                    raise
-                told["unsupported"] = f"{act}: {error}"
-                break
-            traced = list(actor.trace.items)
-        if told["refused"] is None and told["unsupported"] is None:
-            actor.trace.parameters(actor.model)
-            traced = actor.trace.items
-        traces.append(traced)
-        told["counts"] = actor.end()
-        return actor.done
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(holding(keep))
-        if arguments["flat"]:
-            stack.enter_context(gathered_flat())
-        acts = acts[: run(planned=False)]
-        told["done"] = run(planned=True)
-        hoard.end()
-    left, right = (Trace() for _ in range(2))
-    left.items, right.items = traces
-    if told["refused"] is not None:
-        del left.items[len(right.items) :]
-    return {**told, "differences": differences(left, right), "intact": all(hoard.intact)}

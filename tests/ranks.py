@@ -13,6 +13,8 @@
         outcomes = pool.outcomes(work, 6)     # never raises for what ranks do: look at .error
         pool.start(work, 7); pool.kill(1); outcomes = pool.collect()
 
+    two = pool_of(2)                          # the same as a fixture, for all tests of a module
+
 Every rank has a gloo process group (``init="gloo"``, ``None`` for none, or ``"nccl"``) whose store
 lives in the parent, so that any rank may be killed. Nothing survives the parent: ranks die with it.
 """
@@ -40,10 +42,11 @@ import attrs
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch.distributed", "symmplan.memory"]
+_PRELOAD = ["torch.distributed", "symmplan.memory", "symmplan.planner.verify"]
+_PRELOAD += ["pytest", "hypothesis.strategies", "numpy.ma"]  # what the files of tests import
 if not torch.cuda.is_available():  # Inductor asks devices for their properties, and forks cannot
     _PRELOAD += ["symmplan.integrate.compile.backend", "symmplan.integrate.fsdp.apply"]
-    _PRELOAD += ["torch._inductor.compile_fx"]
+    _PRELOAD += ["symmplan.integrate.eager.session", "torch._inductor.compile_fx"]
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
@@ -270,6 +273,26 @@ def run_ranks(fn, world_size, *args, timeout=60.0, **pool) -> list:
     """Start ``world_size`` processes, call ``fn(rank, world_size, *args)``, return the values."""
     with RankPool(world_size, timeout=timeout, **pool) as ranks:
         return ranks.run(fn, *args)
+
+
+def pool_of(*sizes, setup=None, teardown=None, **options):
+    """A fixture: ranks that the tests of a module share; for several sizes one after the other.
+
+    ``setup(rank, world_size)`` runs on each before the tests, ``teardown`` behind them; ``options``
+    are those of `RankPool`.
+    """
+    import pytest
+
+    @pytest.fixture(scope="module", params=sizes if len(sizes) > 1 else None)
+    def ranks(request):
+        with RankPool(getattr(request, "param", sizes[0]), **options) as pool:
+            if setup is not None:
+                pool.run(setup)
+            yield pool
+            if teardown is not None:
+                pool.run(teardown)
+
+    return ranks
 
 
 def _serve(connection: Connection, setup: dict) -> None:

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch.distributed as dist
 from memory_plans import hand_made, two_segments
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 from symmplan.memory.agreement import first_difference
 
@@ -20,11 +20,7 @@ pytestmark = pytest.mark.ranks
 
 TIMEOUT = 3.0
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3) as ranks:
-        yield ranks
+pool = pool_of(3)
 
 
 # Rank side.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 import symmplan
 from symmplan.errors import BackendError
@@ -64,13 +64,6 @@ def test_an_unknown_way_is_refused(make):
 # On ranks.
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
-
-
 def _setup(rank, size):
     """Groups that stand for copy engines: gloo has none, but their way through symmplan is one."""
     import torch.distributed as dist
@@ -85,6 +78,9 @@ def _setup(rank, size):
         return dict.fromkeys(groups, made)
 
     trials.engines_of = engines_of
+
+
+pair = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _on_engines():

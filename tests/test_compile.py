@@ -6,16 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from programs import Program, make_inputs, programs, run
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
 
 
 _GROUPS: list[str] = []
@@ -28,6 +21,9 @@ def _setup(rank, world_size):
     custom_ops.load()
     second = dist.new_group([0, 1])
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
+
+
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _poison(backend):

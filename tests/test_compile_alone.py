@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -13,26 +13,18 @@ F = torch.ops._c10d_functional
 _STORE: list = []
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three():
-    with RankPool(3, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
-
-
 def _setup(rank, size):
     """Imports take longer than all the rest. Whatever is measured, symmetric memory is chosen."""
     from symmplan.place import trials
 
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     trials.fastest = lambda *_, **__: "symmetric"
+
+
+three = pool_of(3, setup=_setup, timeout=120.0)
+
+
+pair = pool_of(2, setup=_setup, timeout=120.0)
 
 
 class _Gathered(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -49,10 +49,7 @@ def _compare(rank, size, way, inner):
         backend.release()
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120.0) as ranks:
-        yield ranks
+pair = pool_of(2, timeout=120.0)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])

@@ -23,16 +23,11 @@ from crossing_checks import (
     two_gathers,
 )
 from crossing_programs import _Gather, may_keep_graphs
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(setup)
-        yield ranks
+pool = pool_of(2, setup=setup, timeout=120.0)
 
 
 # -- forward, backward --------------------------------------------------------------------------

@@ -16,16 +16,11 @@ from crossing_checks import (
     two_gathers,
 )
 from crossing_programs import F, _Gather, _Keep, _Push, _Reduce, _wait
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(setup)
-        yield ranks
+pool = pool_of(2, setup=setup, timeout=120.0)
 
 
 # -- ops of the backward that need it in place --------------------------------------------------

@@ -9,18 +9,11 @@ import pytest
 import torch
 from crossing_programs import Training, forward, may_keep_graphs, train, trainings
 from hypothesis import HealthCheck, given, settings
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
 _GROUPS: list[str] = []
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=180.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
 
 
 def _setup(rank, world_size):
@@ -30,6 +23,9 @@ def _setup(rank, world_size):
     custom_ops.load()
     second = dist.new_group([0, 1])
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
+
+
+pool = pool_of(2, setup=_setup, timeout=180.0)
 
 
 def _compare(rank, world_size, training: Training, inner: str, debug: bool):

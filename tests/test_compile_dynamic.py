@@ -5,17 +5,13 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
 F = torch.ops._c10d_functional
 
-
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120.0) as ranks:
-        yield ranks
+pair = pool_of(2, timeout=120.0)
 
 
 def _gathers(x, w, group):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool, RanksFailed
+from ranks import RanksFailed, pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -97,17 +97,10 @@ def _compare(rank, size, program, inner):
         backend.release()
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120.0) as ranks:
-        yield ranks
+pair = pool_of(2, timeout=120.0)
 
-
-@pytest.fixture(scope="module")
-def single():
-    """Memory of one process: collectives stay asynchronous there."""
-    with RankPool(1, timeout=120.0) as ranks:
-        yield ranks
+#: Memory of one process: collectives stay asynchronous there.
+single = pool_of(1, timeout=120.0)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])

@@ -8,7 +8,7 @@ import importlib
 import pytest
 import torch
 from crossing_checks import autograd_cache_wanted
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -42,17 +42,10 @@ def _inputs(rank, size):
     return parts, x
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=200.0) as ranks:
-        yield ranks
+pair = pool_of(2, timeout=200.0)
 
-
-@pytest.fixture(scope="module")
-def single():
-    """Memory of one process: collectives stay asynchronous there."""
-    with RankPool(1, timeout=200.0) as ranks:
-        yield ranks
+#: Memory of one process: collectives stay asynchronous there.
+single = pool_of(1, timeout=200.0)
 
 
 # -- options that move and merge collectives ------------------------------------------------------

@@ -6,19 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from programs import Program, make_inputs, programs, run
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
 F = torch.ops._c10d_functional
 _GROUPS: list[str] = []
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
 
 
 def _setup(rank, world_size):
@@ -27,6 +20,9 @@ def _setup(rank, world_size):
 
     custom_ops.load()
     _GROUPS[:] = [dist.group.WORLD.group_name] * 2
+
+
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _several(rank, world_size, given_programs: list[Program], inner: str):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -58,10 +58,7 @@ def programs(draw):
     return tuple(steps), draw(st.booleans())
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        yield ranks
+pool = pool_of(2, timeout=120.0)
 
 
 def _run(steps, inputs, make, name, check=lambda _: None):

@@ -6,16 +6,9 @@ import functools
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
 
 
 _LIBRARIES: list[torch.library.Library] = []
@@ -42,6 +35,9 @@ def _setup(rank, world_size):
         return None if spec.op.startswith("symm_mem::") else refuses(self, spec, requirement)
 
     Lowerings.skip = skip
+
+
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _peers(x):

@@ -6,22 +6,18 @@ import time
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
 
 
 def _setup(rank, world_size):
     import custom_ops
 
     custom_ops.load()
+
+
+pool = pool_of(2, setup=_setup, timeout=120.0)
 
 
 def _wait(x):

@@ -13,23 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
 TIMEOUT = 20.0
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def pool(request):
-    with RankPool(request.param, timeout=100.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2, timeout=100.0) as ranks:
-        yield ranks
+pool = pool_of(2, 3, timeout=100.0)
+two = pool_of(2, timeout=100.0)
 
 
 def gather(x, group=None):

@@ -6,15 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=120.0) as ranks:
-        yield ranks
+pool = pool_of(2, timeout=120.0)
 
 
 class Streams:

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from memory_plans import hand_made
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
 from symmplan.errors import RunError
 
@@ -18,11 +18,7 @@ pytestmark = pytest.mark.ranks
 
 TIMEOUT = 20.0
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=60.0) as ranks:
-        yield ranks
+pool = pool_of(2, timeout=60.0)
 
 
 def forked(act):

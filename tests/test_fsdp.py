@@ -1,76 +1,63 @@
-"""FSDP2 in planned placements: everything it can do, bit for bit as without symmplan."""
+"""FSDP2 in planned placements: everything it can do, bit for bit as without symmplan.
+
+Each program, ``name(rank, world)``, runs on a rank and returns `both`; the test behind it says
+what must come out.
+"""
 
 from __future__ import annotations
 
-import fsdp_programs as programs
+import itertools
+
 import pytest
 import torch
-from ranks import RankPool, run_ranks
+from fsdp_conditions import in_flat_buffers
+from fsdp_models import (
+    Net,
+    Trace,
+    batch,
+    both,
+    changing,
+    check,
+    mesh,
+    quantized,
+    sgd,
+    shard,
+    train,
+    train_step,
+    update,
+)
+from ranks import pool_of, run_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import symmplan
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2) as pool:
-        yield pool
+two = pool_of(2)
 
 
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4) as pool:
-        yield pool
-
-
-def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, departures=0):
-    """Same bits on every rank, and how the collectives were served.
-
-    A number must be met exactly; None leaves it open.
-    """
-    for result in results:
-        assert result["differences"] == []
-        stats = result["stats"]
-        assert stats["served"] > 0
-        assert stats["placed"] == stats["bound"]
-        assert result["barriers"] == 0
-        for name, wanted in {
-            "plain": plain,
-            "copies": copies,
-            "replans": replans,
-            "rendezvous": rendezvous,
-            "departures": departures,
-        }.items():
-            assert wanted is None or stats[name] == wanted, (name, stats)
-        peak, bound, _ = result["bytes"]
-        assert peak == bound
-    first = results[0]["stats"]
-    assert all(r["stats"] == first for r in results)
-    return first
+def plain(rank, world):
+    return both(lambda: shard(Net()), train, rank)
 
 
 def test_every_collective_of_every_later_step_is_placed_in_one_segment(two):
-    stats = check(two.run(programs.plain))
+    stats = check(two.run(plain))
     # 4 gathers in forward, 3 in backward (the root keeps its parameters), 4 reduce-scatters.
     assert stats["recorded"] == 11
     assert stats["served"] == 3 * 11
     assert stats["unshared_bytes"] > 2 * stats["segment_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("plain", ()),
-        ("mixed", (torch.bfloat16, torch.float32, None)),
-        ("accumulation", (False, True)),
-        ("by_all_to_all", (True,)),
-    ],
-)
-def test_where_parameters_cannot_be_placed_gathers_are_flat(two, name, args):
-    stats = check(two.run(programs.in_flat_buffers, name, *args))
-    assert stats["served"] >= 3 * 11
-    assert dict(stats["flat"]) == dict.fromkeys(
-        ["model", "blocks.0", "blocks.1", "blocks.2"], "this torch's FSDP2 lacks what is replaced"
-    )
+def mixed(rank, world, param, reduce, output):
+    inner = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    outer = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+
+    def build():
+        model = shard(Net(), root=False, mp_policy=inner)
+        return fully_shard(model, mesh=mesh(world), mp_policy=outer)
+
+    return both(build, train, rank)
 
 
 @pytest.mark.parametrize(
@@ -83,52 +70,245 @@ def test_where_parameters_cannot_be_placed_gathers_are_flat(two, name, args):
     ],
 )
 def test_mixed_precision(two, param, reduce, output):
-    check(two.run(programs.mixed, param, reduce, output))
+    check(two.run(mixed, param, reduce, output))
+
+
+def reshard(rank, world, after_forward):
+    return both(lambda: shard(Net(), reshard_after_forward=after_forward), train, rank)
 
 
 @pytest.mark.parametrize("after_forward", [True, False])
 def test_reshard_after_forward(two, after_forward):
-    check(two.run(programs.reshard, after_forward))
+    check(two.run(reshard, after_forward))
+
+
+def prefetch(rank, world, forward, backward):
+    def build():
+        model = shard(Net(blocks=4))
+        blocks = list(model.blocks)
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + forward])
+            if backward:
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - backward) : i][::-1])
+        return model
+
+    return both(build, train, rank)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (2, 0), (0, 2), (3, 3)])
 def test_prefetch_lists(two, forward, backward):
-    check(two.run(programs.prefetch, forward, backward))
+    check(two.run(prefetch, forward, backward))
+
+
+def accumulation(rank, world, sync, reshard_after):
+    """Three micro-batches per step; only the last one reduces unless ``sync``."""
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(4):
+            for micro in range(3):
+                last = micro == 2
+                model.set_requires_gradient_sync(sync or last)
+                model.set_reshard_after_backward(reshard_after or last)
+                model.set_is_last_backward(last)
+                loss = model(batch(10 * step + micro, rank)).pow(2).mean()
+                loss.backward()
+                trace.add("loss", loss)
+            update(model, optimizer, trace, step)
+
+    return both(lambda: shard(Net()), program, rank)
 
 
 @pytest.mark.parametrize("reshard_after", [True, False])
 @pytest.mark.parametrize("sync", [True, False])
 def test_gradient_accumulation(two, sync, reshard_after):
-    check(two.run(programs.accumulation, sync, reshard_after), departures=None)
+    check(two.run(accumulation, sync, reshard_after), departures=None)
+
+
+def frozen(rank, world):
+    """One block has no gradient at all, others have some."""
+
+    def build():
+        model = Net(blocks=4)
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].up.weight.requires_grad_(False)
+        model.inlet.requires_grad_(False)
+        return shard(model)
+
+    return both(build, train, rank)
+
+
+def tied(rank, world):
+    return both(lambda: shard(Net(tied=True)), train, rank)
+
+
+def nested(rank, world):
+    """Modules inside FSDP modules are FSDP modules, too."""
+
+    def build():
+        model = Net()
+        for block in model.blocks:
+            fully_shard(block.up, mesh=mesh(world))
+        return shard(model)
+
+    return both(build, train, rank)
+
+
+def root_only(rank, world):
+    return both(lambda: fully_shard(Net(), mesh=mesh(world)), train, rank)
+
+
+def no_root(rank, world):
+    """Only the blocks are sharded: each is a root of its own."""
+
+    def build():
+        model = shard(Net(), root=False)
+        for parameter in [*model.inlet.parameters(), *model.outlet.parameters()]:
+            parameter.requires_grad_(False)  # nobody reduces their gradients
+        return model
+
+    return both(build, train, rank)
+
+
+def several_forwards(rank, world):
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(4):
+            losses = [model(batch(5 * step + i, rank)).pow(2).mean() for i in range(3)]
+            sum(losses).backward()
+            update(model, optimizer, trace, step)
+
+    return both(lambda: shard(Net()), program, rank)
+
+
+def state_dict(rank, world):
+    """Saved and loaded between steps, sharded and full."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        saved = None
+        for step in range(5):
+            train_step(model, optimizer, trace, step, rank)
+            if step == 1:
+                saved = {k: v.clone() for k, v in model.state_dict().items()}
+            if step == 2:
+                full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+                for name, value in full.items():
+                    trace.add(name, value)
+            if step == 3:
+                set_model_state_dict(model, saved)
+        trace.parameters(model)
+
+    return both(lambda: shard(Net()), program, rank)
+
+
+def offload(rank, world):
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return both(lambda: shard(Net(), offload_policy=policy), train, rank)
+
+
+def clipping(rank, world):
+    """Gradient clipping and an optimizer that steps inside backward."""
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(4):
+            model(batch(step, rank)).pow(2).mean().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            trace.add("norm", norm.full_tensor())
+            trace.grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    return both(lambda: shard(Net()), program, rank)
+
+
+def divide_factor(rank, world):
+    """A factor of the user's own: a reduction that only the process group can do, or none."""
+
+    def build():
+        model = shard(Net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(3.0)
+        return model
+
+    return both(build, train, rank)
 
 
 @pytest.mark.parametrize(
-    "name",
+    "program",
     [
-        "frozen",
-        "tied",
-        "nested",
-        "root_only",
-        "no_root",
-        "several_forwards",
-        "state_dict",
-        "offload",
-        "clipping",
-        "divide_factor",
+        frozen,
+        tied,
+        nested,
+        root_only,
+        no_root,
+        several_forwards,
+        state_dict,
+        offload,
+        clipping,
+        divide_factor,
     ],
 )
-def test_kinds_of_models_and_steps(two, name):
-    check(two.run(getattr(programs, name)))
+def test_kinds_of_models_and_steps(two, program):
+    check(two.run(program))
+
+
+def checkpointed(rank, world, outside):
+    """Activation checkpointing inside FSDP modules or around them."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def build():
+        model = Net()
+        if outside:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh(world))
+            model.blocks = nn.ModuleList(checkpoint_wrapper(b) for b in model.blocks)
+            return fully_shard(model, mesh=mesh(world))
+        model.blocks = nn.ModuleList(checkpoint_wrapper(b) for b in model.blocks)
+        return shard(model)
+
+    return both(build, train, rank)
 
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_activation_checkpointing(two, outside):
-    check(two.run(programs.checkpointed, outside))
+    check(two.run(checkpointed, outside))
+
+
+def explicit_unshard(rank, world, async_op):
+    """The user unshards by hand, ahead of the forward pass."""
+
+    def change(model, step, trace, rank):
+        handles = [m.unshard(async_op=async_op) for m in (model, model.blocks[1])]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+
+    return both(lambda: shard(Net()), changing(change, steps=4), rank)
 
 
 @pytest.mark.parametrize("async_op", [True, False])
 def test_unsharding_by_hand(two, async_op):
-    check(two.run(programs.explicit_unshard, async_op))
+    check(two.run(explicit_unshard, async_op))
+
+
+def evaluation(rank, world, mode, first):
+    """Passes without gradients between training steps, and before the first."""
+    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[mode]
+
+    def change(model, step, trace, rank):
+        if first or step:
+            for i in range(2):
+                with context():
+                    trace.add("eval", model(batch(50 + i, rank)))
+
+    return both(lambda: shard(Net()), changing(change), rank)
 
 
 # Plain FSDP2 cannot train after an inference_mode pass that came first.
@@ -137,164 +317,93 @@ def test_unsharding_by_hand(two, async_op):
 )
 def test_evaluation_between_training_steps(two, mode, first):
     """A pass without gradients uses the forward part of the plan."""
-    check(two.run(programs.evaluation, mode, first), departures=None)
+    check(two.run(evaluation, mode, first), departures=None)
+
+
+def inference_only(rank, world):
+    def program(model, trace, rank):
+        for step in range(16):
+            with torch.no_grad():
+                trace.add("eval", model(batch(step, rank)))
+
+    return both(lambda: shard(Net()), program, rank)
 
 
 def test_a_program_without_gradients_is_planned_after_some_rounds(two):
-    stats = check(two.run(programs.inference_only), departures=None)
+    stats = check(two.run(inference_only), departures=None)
     # The root stays unsharded, so a pass after the first one gathers 3 blocks.
     assert stats["recorded"] >= 8 * 4
     assert stats["recorded"] + stats["served"] == 4 + 15 * 3
 
 
-@pytest.mark.parametrize(
-    "orders",
-    [
-        [(0, 1, 2), (2, 1, 0), (0, 1, 2), (1, 0, 2)],
-        [(0, 1, 2), (0, 0, 1, 2), (0, 1, 1, 1, 2), (2, 2)],
-        [(0, 1, 2), (0,), (), (1, 2), (0, 1, 2)],
-    ],
-)
-def test_a_step_that_departs_from_the_plan_is_served_right(two, orders):
-    stats = check(two.run(programs.uneven_use, orders), copies=None, departures=None)
-    assert stats["departures"] > 0
+def float8(rank, world):
+    """Weights that are gathered as bytes with a scale, as float8 training does."""
 
+    def build():
+        model = Net()
+        for block in model.blocks:
+            quantized(block.up)
+        return shard(model)
 
-def test_a_module_that_the_first_step_skipped_is_plain_once_and_then_planned(two):
-    orders = [(0, 2), (0, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
-    stats = check(
-        two.run(programs.uneven_use, orders),
-        plain=3,
-        replans=1,
-        rendezvous=None,
-        departures=None,
-    )
-    assert stats["reasons"] == {"the plan does not know this collective": 3}
-
-
-def test_two_models_have_a_plan_each(two):
-    for result in two.run(programs.two_models):
-        assert result["differences"] == []
-        assert all(result["placed"])
-        assert result["rendezvous"] == [1, 1]
-        assert result["plain"] == result["staged"] == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["hybrid", "hybrid_accumulation", "two_dimensions"])
-def test_meshes_of_two_dimensions(four, name):
-    check(four.run(getattr(programs, name)))
-
-
-def test_forward_and_backward_may_gather_over_different_groups(four):
-    """They share one segment, which meets each of them once: FSDP2 makes one for each module."""
-    results = four.run(programs.partial_reshard)
-    assert [r["segments"] for r in results] == [1] * 4
-    stats = check(results, rendezvous=1 + 4)
-    assert stats["unshared_bytes"] > 3 * stats["segment_bytes"]
+    return both(build, train, rank)
 
 
 def test_weights_gathered_as_bytes_of_several_types(two):
-    check(two.run(programs.float8))
+    check(two.run(float8))
 
 
-def test_a_step_that_fails_on_all_ranks_leaves_the_next_ones_right(two):
-    check(two.run(programs.failing_step), copies=None, departures=None)
+def by_all_to_all(rank, world, prefetch):
+    """Reduce-scatters as an all-to-all into a second placement and a local sum."""
 
+    def look(handle):
+        return [b.op for b in handle.plan.problem.buffers]
 
-@pytest.mark.parametrize("who", [(0,), (0, 1)])
-@pytest.mark.parametrize("threads", [True, False])
-def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, threads):
-    """Later users of their bytes are staged, on that rank alone."""
-    results = two.run(programs.in_flat_buffers, "holder", who, True, threads)
-    for rank, result in enumerate(results):
-        assert result["gathered within"]
-        assert result["differences"] == []
-        assert result["intact"]
-        assert result["stats"]["plain"] == 0
-        assert (result["stats"]["copies"] > 0) == (rank in who)
-        assert (result["looked at"] > 0) == (rank in who and not threads)
+    def build():
+        model = shard(Net())
+        if prefetch:
+            blocks = list(model.blocks)
+            for block, after in itertools.pairwise(blocks):
+                block.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([block])
+        return model
 
-
-def test_a_rank_that_keeps_buffers_from_the_start_makes_all_ranks_plan_for_it(two):
-    results = two.run(programs.in_flat_buffers, "holder", (1,), False, False)
-    check(results)
-    assert results[1]["intact"]
-
-
-def test_ranks_that_record_different_programs_all_raise(two):
-    outcomes = two.outcomes(programs.disagreement)
-    assert [o.error.kind for o in outcomes] == ["AgreementError"] * 2
-
-
-def test_everything_stays_as_it_is_if_it_shall(two):
-    for result in two.run(programs.ordinary):
-        assert result["differences"] == []
-        placed, plain, segment_bytes, summary = result["looked"]
-        assert (placed, segment_bytes) == (0, 0)
-        assert plain == 3 * 11
-        assert "choose='ordinary'" in summary
+    return both(build, train, rank, look=look, choose="copy engine")
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_reduce_scatters_as_an_all_to_all_and_a_sum(two, prefetch):
-    results = two.run(programs.by_all_to_all, prefetch)
+    results = two.run(by_all_to_all, prefetch)
     stats = check(results)
     assert stats["segment_bytes"] == stats["lower_bound_bytes"]
     assert all(r["looked"].count("c10d::alltoall_base_") == 4 for r in results)
 
 
-def test_each_kind_and_size_is_measured_once(two):
-    for result in two.run(programs.choice):
-        assert result["differences"] == []
-        choices, summary = result["looked"]
-        assert len(choices) == len(set(choices)) >= 4
-        assert {kind for kind, *_ in choices} == {"all_gather", "reduce_scatter"}
-        assert all(ranks == 2 for _, _, ranks, _ in choices)
-        assert ("symmetric memory was not clearly faster" in summary) != all(c[-1] for c in choices)
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [
+        (plain, ()),
+        (mixed, (torch.bfloat16, torch.float32, None)),
+        (accumulation, (False, True)),
+        (by_all_to_all, (True,)),
+    ],
+)
+def test_where_parameters_cannot_be_placed_gathers_are_flat(two, program, args):
+    stats = check(two.run(in_flat_buffers, program, *args))
+    assert stats["served"] >= 3 * 11
+    assert dict(stats["flat"]) == dict.fromkeys(
+        ["model", "blocks.0", "blocks.1", "blocks.2"], "this torch's FSDP2 lacks what is replaced"
+    )
 
 
-@pytest.mark.parametrize(("kind", "count"), [("reduce_scatter", 4), ("all_gather", 7)])
-def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, count):
-    results = two.run(programs.forced_choice, kind)
-    stats = check(results, plain=3 * count)
-    assert stats["served"] == 3 * (11 - count)
-    reason = "symmetric memory was not clearly faster: 5 us, against 2 us in torch's own way"
-    assert stats["reasons"] == {reason: 3 * count}
-    assert stats["segment_bytes"] == stats["lower_bound_bytes"]
-    assert all(reason in r["looked"] for r in results)
-
-
-def test_the_life_of_a_handle(two, shared_memory_is_left_clean):
-    for told in two.run(programs.lifecycle):
-        assert "has no FSDP2 module" in told["no fsdp"]
-        assert "fix: call fully_shard" in told["no fsdp"]
-        assert "unknown memory backend 'tape'" in told["memory"]
-        assert "unknown way to choose 'dice'" in told["choose"]
-        assert "effort is 'none'" in told["effort"]
-        assert "handle.remove()" in told["twice"]
-        assert "no FSDP collective has run yet" in told["too early"]
-        assert told["repr"] == "<symmplan.fsdp.Handle: 4 modules, recording>"
-        assert told["plan"] is None
-        assert told["frozen"] == 1
-        assert told["placed"] == 2 * 11
-        assert told["after remove"] == 0
-        assert told["again"] == 2 * 11
-        assert told["live"] == 1
-        assert told["live at end"] == 0
-
-
-def test_a_module_that_changes_its_group_is_plain_once_and_then_planned(four):
-    results = four.run(programs.other_groups)
-    stats = check(results, plain=4, replans=1, rendezvous=None, departures=None)
-    assert stats["reasons"] == {"it ran over another group than planned": 4}
-
-
-def test_tensors_that_a_collective_holds_longer_do_not_count_as_held(two):
-    (plain,) = {r["bytes"] for r in two.run(programs.plain)}
-    results = two.run(programs.lingering)
-    check(results)
-    assert {r["bytes"] for r in results} == {plain}
+def alone(rank, world):
+    """One rank: FSDP2 asks for buffers and runs no collective."""
+    model = shard(Net())
+    handle = symmplan.fsdp.apply(model, timeout=20.0)
+    train(model, Trace(), rank, steps=3)
+    told = (handle.plan, handle.stats.recorded, handle.stats.served, handle.stats.plain)
+    handle.remove()
+    return told
 
 
 def test_one_rank_needs_no_plan():
-    assert run_ranks(programs.alone, 1) == [(None, 0, 0, 0)]
+    assert run_ranks(alone, 1) == [(None, 0, 0, 0)]

@@ -1,26 +1,30 @@
-"""Random module trees and schedules under FSDP2, planned and not: the same bits."""
+"""Random module trees, schedules and acts under FSDP2, planned and not: the same bits."""
 
 from __future__ import annotations
 
+import contextlib
+
 import fsdp_acts
-import fsdp_programs as programs
 import pytest
+import torch
+from fsdp_conditions import Hoard, flat, holding
+from fsdp_models import Block, Net, Trace, batch, both, differences, mesh, sgd, update
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import RankPool
+from ranks import pool_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from symmplan.errors import SymmplanError
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2) as pool:
-        yield pool
+two = pool_of(2)
 
 
 @st.composite
 def random_programs(draw):
-    """Arguments of `fsdp_programs.random_program`."""
+    """Arguments of `random_program`."""
     count = draw(st.integers(1, 4))
     blocks = draw(
         st.lists(
@@ -46,10 +50,51 @@ def random_programs(draw):
     return blocks, hidden, options, [first, *steps[1:]]
 
 
+def random_program(rank, world, blocks, hidden, options, steps):
+    """A random tree and a random schedule.
+
+    Args:
+        blocks: How each block is wrapped: ``"whole"``, ``"parts"``, ``"both"`` or ``"none"``.
+        hidden: Width of each block.
+        options: Arguments of ``fully_shard``.
+        steps: For each step ``(order of blocks, micro-batches, sync all, evaluate)``.
+    """
+
+    def build():
+        model = Net(blocks=0)
+        model.blocks = nn.ModuleList(Block(hidden=h) for h in hidden)
+        chosen = {**options, "mesh": mesh(world)}
+        if chosen.pop("bf16", False):
+            chosen["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block, how in zip(model.blocks, blocks, strict=True):
+            if how in ("parts", "both"):
+                fully_shard(block.up, **chosen)
+            if how in ("whole", "both"):
+                fully_shard(block, **chosen)
+        return fully_shard(model, **chosen)
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step, (order, micros, sync, evaluate) in enumerate(steps):
+            model.order = list(order)
+            if evaluate:
+                with torch.no_grad():
+                    trace.add("eval", model(batch(99, rank)))
+            for micro in range(micros):
+                model.set_requires_gradient_sync(sync or micro == micros - 1)
+                loss = model(batch(10 * step + micro, rank)).float().pow(2).mean()
+                loss.backward()
+                trace.add("loss", loss)
+            update(model, optimizer, trace, step)
+        trace.parameters(model)
+
+    return both(build, program, rank)
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=random_programs())
 def test_random_programs_have_the_same_bits(two, arguments):
-    for result in two.run(programs.random_program, *arguments):
+    for result in two.run(random_program, *arguments):
         assert result["differences"] == []
         peak, bound, _ = result["bytes"]
         assert peak >= bound
@@ -57,6 +102,8 @@ def test_random_programs_have_the_same_bits(two, arguments):
 
 
 INDEX = st.integers(0, 5)
+
+
 WHERE = st.sampled_from(["forward", "before backward", "backward"])
 
 
@@ -76,6 +123,8 @@ ANYWHERE = [
     act("prefetch", st.integers(0, 2), st.integers(0, 2)),
     act("after_forward", st.booleans(), st.booleans()),
 ]
+
+
 BETWEEN = [
     act("train"),
     act("train", st.integers(1, 3), st.booleans(), st.booleans()),
@@ -103,8 +152,8 @@ BETWEEN = [
 
 
 @st.composite
-def acted(draw):
-    """Arguments of `fsdp_acts.acted`."""
+def random_acts(draw):
+    """Arguments of `acted`."""
     count = draw(st.sampled_from([4, 3, 5, 2, 1]))
     how = st.sampled_from(["whole", "whole", "whole", "parts", "both", "none"])
     wraps = draw(st.lists(how, min_size=count, max_size=count))
@@ -127,9 +176,70 @@ def acted(draw):
     }
 
 
+def acted(rank, world, arguments):
+    """Do acts without and with symmplan, up to the first at which plain FSDP2 fails.
+
+    Args:
+        arguments: ``model``: arguments of `fsdp_acts.built`; ``acts``; ``choose``: as for
+            `symmplan.fsdp.apply`; ``flat``: whether gathers are in flat buffers; ``hold``:
+            ``(rank, count)``: who keeps the buffers of so many collectives.
+
+    Returns:
+        ``{"differences", "refused": text of symmplan's error or None, "unsupported": that of plain
+        FSDP2's, "done": how many acts, "counts": how often what happened, "intact": whether the
+        kept buffers were}``.
+    """
+    acts, hold = arguments["acts"], arguments["hold"]
+    told = {"refused": None, "unsupported": None, "counts": {}}
+    hoard = Hoard(hold[1])
+    traces = []
+
+    def keep(_, tensor):
+        if rank == hold[0] and hold[1]:
+            hoard.keep(tensor)
+
+    def run(planned):
+        torch.manual_seed(7)
+        model = fsdp_acts.built(world, *arguments["model"])
+        options = {"choose": arguments["choose"], "timeout": 10.0}
+        actor = fsdp_acts.Actor(model, rank, planned=planned, **options)
+        traced = []
+        for act in acts:
+            try:
+                actor.do(act)
+            except SymmplanError as error:
+                told["refused"] = f"{act}: {type(error).__name__}: {error}"
+                break
+            except Exception as error:
+                if planned:
+                    raise
+                told["unsupported"] = f"{act}: {error}"
+                break
+            traced = list(actor.trace.items)
+        if told["refused"] is None and told["unsupported"] is None:
+            actor.trace.parameters(actor.model)
+            traced = actor.trace.items
+        traces.append(traced)
+        told["counts"] = actor.end()
+        return actor.done
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(holding(keep))
+        if arguments["flat"]:
+            stack.enter_context(flat())
+        acts = acts[: run(planned=False)]
+        told["done"] = run(planned=True)
+        hoard.end()
+    left, right = (Trace() for _ in range(2))
+    left.items, right.items = traces
+    if told["refused"] is not None:
+        del left.items[len(right.items) :]
+    return {**told, "differences": differences(left, right), "intact": all(hoard.intact)}
+
+
 def check_acted(ranks, arguments):
     """The same bits on all ranks, and the same acts done."""
-    results = ranks.run(fsdp_acts.acted, arguments)
+    results = ranks.run(acted, arguments)
     for result in results:
         assert result["differences"] == []
         assert result["intact"]
@@ -140,7 +250,7 @@ def check_acted(ranks, arguments):
 
 @pytest.mark.further
 @settings(max_examples=20)
-@given(arguments=acted())
+@given(arguments=random_acts())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
     check_acted(two, arguments)
 

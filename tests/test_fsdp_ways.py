@@ -1,99 +1,143 @@
-"""The ways in which FSDP2's collectives run: forced, measured, and agreed."""
+"""The ways in which FSDP2's collectives run: forced, ruled, measured, and agreed."""
 
 from __future__ import annotations
 
-import fsdp_ways as ways
+import contextlib
+
 import pytest
 import torch
-from ranks import RankPool
+import torch.distributed as dist
+from fsdp_conditions import flat, forced, forced_kind, forced_way
+from fsdp_models import Net, Trace, both, check, sgd, shard, train, train_step
+from ranks import RankPool, pool_of
+from test_fsdp import (
+    accumulation,
+    checkpointed,
+    clipping,
+    divide_factor,
+    mixed,
+    nested,
+    offload,
+    plain,
+    prefetch,
+    several_forwards,
+    tied,
+)
+from test_fsdp_departures import failing_step, holder, uneven_use
+from test_fsdp_setters import placements, uneven
+from test_fsdp_user import in_backward_optimizer
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 pytestmark = pytest.mark.ranks
 
 SKIPS = [(0, 2), (0, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
+OTHER_ORDERS = [(0, 1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1), (0, 1, 2)]
 
-
-@pytest.fixture(scope="module")
-def two():
-    with RankPool(2) as pool:
-        yield pool
+two = pool_of(2)
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
+    ("program", "args"),
     [
-        ("mixed", (torch.bfloat16, torch.bfloat16, None)),
-        ("mixed", (torch.bfloat16, torch.float32, None)),
-        ("accumulation", (True, False)),
-        ("prefetch", (2, 2)),
-        ("several_forwards", ()),
-        ("nested", ()),
-        ("failing_step", ()),
-        ("uneven_use", ([(0, 1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1), (0, 1, 2)],)),
-        ("uneven_use", (SKIPS,)),
-        ("holder", ((0,), True, True)),
-        ("holder", ((0, 1), True, False)),
+        (mixed, (torch.bfloat16, torch.bfloat16, None)),
+        (mixed, (torch.bfloat16, torch.float32, None)),
+        (accumulation, (True, False)),
+        (prefetch, (2, 2)),
+        (several_forwards, ()),
+        (nested, ()),
+        (failing_step, ()),
+        (uneven_use, (OTHER_ORDERS,)),
+        (uneven_use, (SKIPS,)),
+        (holder, ((0,), True, True)),
+        (holder, ((0, 1), True, False)),
     ],
 )
-def test_all_to_all_and_sum_in_all_kinds_of_programs(two, name, args):
+def test_all_to_all_and_sum_in_all_kinds_of_programs(two, program, args):
     """The sum of two parts is rounded once, as gloo does it, so the bits are the same."""
-    for result in two.run(ways.forced, "copy engine", name, *args):
+    for result in two.run(forced, "copy engine", program, *args):
         assert result["differences"] == []
         stats = result["stats"]
         assert stats["served"] > 0
         assert stats["plain"] == (3 if args == (SKIPS,) else 0)
-        if name == "holder":
+        if program is holder:
             assert result["intact"]
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
+    ("program", "args"),
     [
-        ("accumulation", (True, False)),
-        ("mixed", (torch.bfloat16, torch.bfloat16, None)),
-        ("mixed", (torch.bfloat16, torch.float32, None)),
-        ("mixed", (torch.float16, torch.float16, None)),
-        ("accumulation", (False, True)),
-        ("several_forwards", ()),
-        ("failing_step", ()),
-        ("uneven_use", ([(0, 1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1), (0, 1, 2)],)),
-        ("uneven_use", (SKIPS,)),
-        ("uneven", ()),
-        ("placements", ()),
-        ("offload", ()),
-        ("clipping", ()),
-        ("divide_factor", ()),
-        ("tied", ()),
-        ("checkpointed", (False,)),
-        ("in_backward_optimizer", ()),
+        (accumulation, (True, False)),
+        (mixed, (torch.bfloat16, torch.bfloat16, None)),
+        (mixed, (torch.bfloat16, torch.float32, None)),
+        (mixed, (torch.float16, torch.float16, None)),
+        (accumulation, (False, True)),
+        (several_forwards, ()),
+        (failing_step, ()),
+        (uneven_use, (OTHER_ORDERS,)),
+        (uneven_use, (SKIPS,)),
+        (uneven, ()),
+        (placements, ()),
+        (offload, ()),
+        (clipping, ()),
+        (divide_factor, ()),
+        (tied, ()),
+        (checkpointed, (False,)),
+        (in_backward_optimizer, ()),
     ],
 )
-def test_pushes_in_all_kinds_of_programs(two, name, args):
-    for result in two.run(ways.forced, "push", name, *args):
+def test_pushes_in_all_kinds_of_programs(two, program, args):
+    for result in two.run(forced, "push", program, *args):
         assert result["differences"] == []
         assert result["stats"]["served"] > 0
         assert result["stats"]["copies"] == 0
 
 
-@pytest.mark.further
-@pytest.mark.parametrize("name", ["hybrid", "hybrid_accumulation"])
-def test_pushes_over_two_meshes(name):
-    with RankPool(4) as four:
-        for result in four.run(ways.forced, "push", name):
-            assert result["differences"] == []
-            assert result["stats"]["plain"] == 0
+def late_sums(rank, world, blocks):
+    """A rank sums what was pushed to it long after it met its peers, who go on to push."""
+    import time
+
+    from symmplan.integrate.fsdp import push
+
+    original, count = push.sum_rows, [0]
+
+    def late(*args):
+        count[0] += 1
+        if rank == count[0] // 2 % world:
+            time.sleep(0.02)
+        original(*args)
+
+    push.sum_rows = late
+    try:
+        with forced_way("push"):
+            return both(lambda: shard(Net(blocks=blocks)), train, rank)
+    finally:
+        push.sum_rows = original
 
 
 @pytest.mark.parametrize("blocks", [3, 4])
 def test_nobody_pushes_over_what_a_peer_has_yet_to_sum(two, blocks):
     """With an even and an odd number of reductions in a step."""
-    for result in two.run(ways.late_sums, blocks):
+    for result in two.run(late_sums, blocks):
         assert result["differences"] == []
+
+
+def slots(rank, world, dtype):
+    """What the plan has for reductions in one dtype that are pushes where they can be."""
+
+    def look(handle):
+        problem = handle.plan.problem
+        reduced = [b for b in problem.buffers if "_reduce_scatter_" in b.op]
+        return sorted((b.where, b.persistent) for b in reduced)
+
+    policy = MixedPrecisionPolicy(dtype, dtype)
+    with forced_way("push"):
+        return both(lambda: shard(Net(), mp_policy=policy), train, rank, look=look)
 
 
 def test_what_is_pushed_has_two_slots(two):
     """Half floats are divided before they are reduced, so they go another way."""
     for dtype in (torch.bfloat16, torch.float16):
-        for result in two.run(ways.slots, dtype):
+        for result in two.run(slots, dtype):
             assert result["differences"] == []
             if dtype == torch.bfloat16:
                 assert result["looked"] == [("slot, push", True)] * 2
@@ -101,28 +145,127 @@ def test_what_is_pushed_has_two_slots(two):
                 assert not any("push" in where for where, _ in result["looked"])
 
 
+def summed(rank, world, dtype, reduction):
+    """An all-to-all and a local sum against the sum in 64 bits: the largest error, in roundings."""
+    from symmplan.integrate.fsdp.ops import exchanges
+
+    generator = torch.Generator().manual_seed(rank)
+    source = torch.randn(world * 1000, generator=generator).to(dtype)
+    received, output = torch.empty_like(source), source.new_empty(1000)
+    op = getattr(dist.ReduceOp, reduction)
+    act = exchanges(output, source, received, dist.group.WORLD, op)
+    if act is None:
+        return None
+    act()
+    parts = [torch.empty_like(source) for _ in range(world)]
+    dist.all_gather(parts, source)
+    mine = torch.stack([p.view(world, -1)[rank] for p in parts]).double()
+    exact = mine.sum(0) / (world if reduction == "AVG" else 1)
+    step = torch.finfo(dtype).eps * mine.abs().sum(0)
+    return float(((output.double() - exact).abs() / step).max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_16_bit_sums_are_rounded_once(dtype):
     roundings = 2.0 if dtype == torch.float32 else 0.51  # 32 bits: once for each of four ranks
     with RankPool(4) as four:
         for reduction in ("SUM", "AVG"):
-            for error in four.run(ways.summed, dtype, reduction):
+            for error in four.run(summed, dtype, reduction):
                 assert error <= roundings
-        assert four.run(ways.summed, dtype, "MAX") == [None] * 4
+        assert four.run(summed, dtype, "MAX") == [None] * 4
 
 
-@pytest.mark.parametrize("where", ["planning", "measuring"])
-def test_a_rank_that_fails_alone_fails_all_ranks_at_once(two, where):
-    """And leaves them in step: the next plan is made as if nothing had been."""
-    peer, own = two.run(ways.failing_freeze, where)
-    assert own == f"ArithmeticError: no luck in {where}"
-    assert "rank 1 failed: ArithmeticError: no luck" in peer
-    for result in two.run(ways.forced, "measure", "plain"):
+def ordinary(rank, world):
+    """Everything as FSDP2 does it."""
+
+    def look(handle):
+        stats = handle.stats
+        return stats.served, stats.plain, stats.segment_bytes, handle.plan.summary()
+
+    return both(lambda: shard(Net()), train, rank, look=look, choose="ordinary")
+
+
+def test_everything_stays_as_it_is_if_it_shall(two):
+    for result in two.run(ordinary):
         assert result["differences"] == []
+        placed, plain, segment_bytes, summary = result["looked"]
+        assert (placed, segment_bytes) == (0, 0)
+        assert plain == 3 * 11
+        assert "choose='ordinary'" in summary
+
+
+def choice(rank, world):
+    """What `choose="measure"` measured."""
+
+    def look(handle):
+        summary = handle.plan.summary()
+        return [(c.op, c.nbytes, c.ranks, c.placed) for c in handle.choices], summary
+
+    return both(lambda: shard(Net()), train, rank, look=look, choose="measure")
+
+
+def test_each_kind_and_size_is_measured_once(two):
+    for result in two.run(choice):
+        assert result["differences"] == []
+        choices, summary = result["looked"]
+        assert len(choices) == len(set(choices)) >= 4
+        assert {kind for kind, *_ in choices} == {"all_gather", "reduce_scatter"}
+        assert all(ranks == 2 for _, _, ranks, _ in choices)
+        assert ("symmetric memory was not clearly faster" in summary) != all(c[-1] for c in choices)
+
+
+def forced_choice(rank, world, kind):
+    with forced_kind(kind, rank):
+        return both(lambda: shard(Net()), train, rank, lambda h: h.plan.summary(), choose="measure")
+
+
+@pytest.mark.parametrize(("kind", "count"), [("reduce_scatter", 4), ("all_gather", 7)])
+def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, count):
+    results = two.run(forced_choice, kind)
+    stats = check(results, plain=3 * count)
+    assert stats["served"] == 3 * (11 - count)
+    reason = "symmetric memory was not clearly faster: 5 us, against 2 us in torch's own way"
+    assert stats["reasons"] == {reason: 3 * count}
+    assert stats["segment_bytes"] == stats["lower_bound_bytes"]
+    assert all(reason in r["looked"] for r in results)
+
+
+def measured_again(rank, world):
+    """A small block that the first step skipped is measured when it comes, while somebody holds
+    two buffers of the first plan.
+    """
+    kept = []
+
+    def look(handle):
+        return [(c.op, c.nbytes) for c in handle.choices], [bool(torch.equal(*k)) for k in kept]
+
+    def program(model, trace, rank):
+        from symmplan.integrate.fsdp.comms import PlannedAllGather
+
+        original = PlannedAllGather.__call__
+
+        def keeping(self, **kwargs):
+            result = original(self, **kwargs)
+            if self._runtime.planning.plan is not None and len(kept) < 2:
+                tensor = kwargs["output_tensor"]
+                kept.append((tensor, tensor.clone()))
+            return result
+
+        optimizer = sgd(model)
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, PlannedAllGather, "__call__", original)
+            PlannedAllGather.__call__ = keeping
+            for step, order in enumerate([(1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (0, 1, 2)]):
+                model.order = list(order)
+                train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    with flat():
+        return both(lambda: shard(Net()), program, rank, look=look, choose="measure")
 
 
 def test_what_is_new_is_measured_while_others_hold_their_buffers(two):
-    results = two.run(ways.measured_again)
+    results = two.run(measured_again)
     assert results[0]["looked"][0] == results[1]["looked"][0]
     for result in results:
         assert result["differences"] == []
@@ -132,3 +275,45 @@ def test_what_is_new_is_measured_while_others_hold_their_buffers(two):
         # Three blocks of three widths and the root: each has both kinds.
         assert len({nbytes for kind, nbytes in choices if kind == "all_gather"}) == 4
         assert intact == [True, True]
+
+
+def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train):
+    """One rank alone fails while the plan is made. How long this one waits, and its error."""
+    import symmplan
+    from symmplan.integrate.fsdp import choice as fsdp_choice
+    from symmplan.integrate.fsdp import planning as fsdp_planning
+    from symmplan.place import trials
+
+    trials.forget()
+
+    def fails(*args, **kwargs):
+        raise ArithmeticError(f"no luck in {where}")
+
+    target = {
+        "planning": (fsdp_planning, "problem_of"),
+        "measuring": (fsdp_choice, "gathers"),
+    }[where]
+    model = build()
+    handle = symmplan.fsdp.apply(model, choose="measure", timeout=60.0)
+    program(model, Trace(), rank, steps=1)
+    original = getattr(*target)
+    if rank == 1:
+        setattr(*target, fails)
+    try:
+        handle.freeze()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(*target, original)
+        handle.remove()
+    return ""
+
+
+@pytest.mark.parametrize("where", ["planning", "measuring"])
+def test_a_rank_that_fails_alone_fails_all_ranks_at_once(two, where):
+    """And leaves them in step: the next plan is made as if nothing had been."""
+    peer, own = two.run(failing_freeze, where)
+    assert own == f"ArithmeticError: no luck in {where}"
+    assert "rank 1 failed: ArithmeticError: no luck" in peer
+    for result in two.run(forced, "measure", plain):
+        assert result["differences"] == []

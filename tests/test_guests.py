@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 from torch import nn
 
 pytestmark = pytest.mark.ranks
@@ -205,10 +205,7 @@ def _alone(plan):
     return symmplan.plan(alone).peak_bytes
 
 
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4, timeout=200.0) as ranks:
-        yield ranks
+four = pool_of(4, timeout=200.0)
 
 
 def test_both_share_one_segment(four):

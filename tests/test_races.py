@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from race_programs import PROGRAMS
-from ranks import RankPool
+from ranks import pool_of
 
 from symmplan.memory.race_log import OPEN, Extent, RaceLog, log_nbytes
 from symmplan.model import Access, Buffer, Operation
@@ -22,15 +22,11 @@ pytestmark = pytest.mark.ranks
 _TURNS = 4
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3, timeout=40.0) as ranks:
-        ranks.run(_seed)
-        yield ranks
-
-
 def _seed(rank, world_size):
     race_programs.seed()
+
+
+pool = pool_of(3, setup=_seed, timeout=40.0)
 
 
 def _group(rank, world_size, name):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_sided_programs import Program, here, make_inputs, one_sided_programs, run
 from placed_checks import check_session
-from ranks import RankPool
+from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
@@ -24,17 +24,6 @@ EXAMPLES = int(os.environ.get("SYMMPLAN_EXAMPLES", "12"))
 WAYS = ("auto", "process group")
 TURNS = 5
 _GROUPS: list[str] = []
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(2, marks=pytest.mark.further), 3],
-    ids=["2-ranks", "3-ranks"],
-)
-def pool(request):
-    with RankPool(request.param, timeout=180.0) as ranks:
-        ranks.run(_setup)
-        yield ranks
 
 
 def _setup(rank, world_size):
@@ -45,6 +34,14 @@ def _setup(rank, world_size):
     here(rank)
     second = dist.new_group(range(world_size))
     _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
+
+
+pool = pool_of(
+    pytest.param(2, marks=pytest.mark.further, id="2-ranks"),
+    pytest.param(3, id="3-ranks"),
+    setup=_setup,
+    timeout=180.0,
+)
 
 
 def _inputs(program, rank, turn, device):

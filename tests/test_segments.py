@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import pool_of
 
 import symmplan
 
 pytestmark = pytest.mark.ranks
 
-
-@pytest.fixture(scope="module")
-def pair():
-    with RankPool(2, timeout=120.0) as ranks:
-        yield ranks
+pair = pool_of(2, timeout=120.0)
 
 
 def _users():

@@ -1,21 +1,19 @@
 """What goes wrong in shared memory: crashes at any moment, no room, foreign files, late use."""
 
 # Test code: plainness first.
-# ruff: noqa: PTH108, PTH115, PTH123, PTH208, PTH211, BLE001, PERF203, PLW0108, SIM105
+# ruff: noqa: PTH115, PTH123, PTH208, BLE001, PERF203, PLW0108, SIM105
 
 from __future__ import annotations
 
 import os
 import random
 import resource
-import socket
 import time
 
 import pytest
 from memory_plans import hand_made
-from ranks import RankPool
+from ranks import RankPool, pool_of
 
-from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory import shm_file
 
 pytestmark = pytest.mark.ranks
@@ -290,10 +288,7 @@ def test_killed_inside_a_collective():
             assert "unusable" in again
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = pool_of(2)
 
 
 def test_peers_that_may_not_open_descriptors_use_names_for_a_moment(pool):
@@ -363,123 +358,3 @@ def test_another_host_is_refused(pool):
 
 def test_another_pid_namespace_uses_names(pool):
     assert pool.run(elsewhere, "namespace") == ["met", "met"]
-
-
-# One process: the file itself.
-
-
-@pytest.fixture
-def file():
-    fd, made = shm_file.create(8192)
-    yield made
-    os.close(fd)
-
-
-def other(made, **changes):
-    import attrs
-
-    return attrs.evolve(made, **changes)
-
-
-def test_open_peer_takes_the_right_file(file):
-    fd = shm_file.open_peer(file)
-    os.pwrite(fd, b"x", 8191)
-    assert os.pread(file.fd, 1, 8191) == b"x"
-    os.close(fd)
-
-
-@pytest.mark.parametrize("key", ["inode", "device", "nbytes"])
-def test_open_peer_refuses_another_file(file, key):
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(BackendError, match="not the peer's shared memory"):
-        shm_file.open_peer(other(file, **{key: getattr(file, key) + 1}))
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_open_peer_refuses_what_others_may_read(file):
-    os.fchmod(file.fd, 0o644)
-    with pytest.raises(BackendError, match="mode differs") as caught:
-        shm_file.open_peer(file)
-    assert caught.value.expected == "0o600"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_open_peer_refuses_another_users_file(file):
-    os.fchown(file.fd, 65534, -1)
-    with pytest.raises(BackendError, match="user differs"):
-        shm_file.open_peer(file)
-
-
-def test_open_peer_refuses_what_is_no_file(file):
-    left, right = socket.socketpair()
-    read, write = os.pipe()
-    for fd in (left.fileno(), read):
-        with pytest.raises((BackendError, OSError)):
-            shm_file.open_peer(other(file, fd=fd))
-    for fd in (read, write):
-        os.close(fd)
-    left.close()
-    right.close()
-
-
-def test_open_peer_does_not_follow_links(file):
-    name = shm_file.unguessable_name()
-    os.symlink(f"/proc/self/fd/{file.fd}", f"{SHM}/{name}")
-    try:
-        with pytest.raises(OSError, match="symbolic links"):
-            shm_file.open_peer(other(file, name=name))
-    finally:
-        os.unlink(f"{SHM}/{name}")
-
-
-@pytest.mark.parametrize("name", ["../etc/passwd", "symmplan-", "symmplan-" + "g" * 32, "x"])
-def test_peers_cannot_make_up_names(file, name):
-    with pytest.raises(ValueError, match="name"):
-        other(file, name=name)
-
-
-def test_a_taken_name_is_an_error(file):
-    name = shm_file.unguessable_name()
-    shm_file.publish(file.fd, name)
-    try:
-        with pytest.raises(BackendError, match="cannot be named"):
-            shm_file.publish(file.fd, name)
-    finally:
-        shm_file.remove(name)
-
-
-def test_no_room_is_an_error_and_leaves_nothing(monkeypatch):
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OutOfSharedMemoryError) as caught:
-        shm_file.create(1 << 46)
-    assert caught.value.nbytes == 1 << 46
-    assert caught.value.free_bytes > 0
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_file_systems_without_nameless_files(monkeypatch):
-    real = os.open
-
-    def refuse(path, flags, *args, **kwargs):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    fd, made = shm_file.create(4096)
-    monkeypatch.undo()
-    info = os.fstat(fd)
-    assert (info.st_size, info.st_nlink, info.st_mode & 0o777) == (4096, 0, 0o600)
-    peer = shm_file.open_peer(made)
-    os.close(peer)
-    os.close(fd)
-
-
-def test_a_machine_without_shared_memory(monkeypatch):
-    def refuse(*_):
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(shm_file, "DIRECTORY", "/proc")
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    with pytest.raises(BackendError, match="cannot create shared memory"):
-        shm_file.create(4096)

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import time
 import warnings
@@ -215,6 +216,9 @@ def _run(job: Job, timeout: float) -> list[list[Call]]:
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as ended, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forked: the child makes no threads
+        if gc.isenabled():  # until the child has put aside what it inherits
+            gc.disable()
+            ended.callback(gc.enable)
         waiting: dict[Any, int] = {}
         for rank in range(job.ranks):
             ours, theirs = context.Pipe(duplex=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import importlib
 import os
 import random
@@ -105,6 +106,9 @@ def run_rank(job: Job, rank: int, port: int, progress: Any, results: Any) -> Non
     """
     answer: tuple[str, Any]
     parent = os.getppid()
+    # Garbage of the parent may be a server whose end waits for threads, which are not here.
+    gc.freeze()
+    gc.enable()
     try:
         answer = ("calls", _work(job, rank, port, progress))
     except BaseException as error:  # noqa: BLE001 (whatever it is, the parent says it)

@@ -90,7 +90,7 @@ def parity(rank, world, bf16, choose, after_forward):
 
 def delayed(rank, world, where, waits, choose="placed", flat=False):
     """Sleep kernels hold up one kind of stream; with ``waits`` off, reuse is not ordered."""
-    import fsdp_programs as programs
+    from fsdp_conditions import flat as in_flat_buffers
     from fsdp_models import both
 
     from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
@@ -138,7 +138,7 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     try:
         with contextlib.ExitStack() as stack:
             if flat:
-                stack.enter_context(programs.flat())
+                stack.enter_context(in_flat_buffers())
             return both(lambda: build(world), compute, rank, choose=choose)
     finally:
         for holder, name, original in undo:

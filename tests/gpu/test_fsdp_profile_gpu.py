@@ -101,7 +101,7 @@ def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, **apply):
 
 def seen_forced(rank, world, kind):
     """The same where torch's own way wins for one kind of collective."""
-    from fsdp_programs import forced_kind
+    from fsdp_conditions import forced_kind
 
     with forced_kind(kind, rank):
         return seen(rank, world, "symmplan")

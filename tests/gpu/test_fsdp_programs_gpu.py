@@ -1,4 +1,4 @@
-"""The programs of `test_fsdp_{setters,handle,user,random}.py` on real devices, through NCCL.
+"""The programs of `test_fsdp_*.py` on real devices, through NCCL.
 
     python -m pytest tests/gpu/test_fsdp_programs_gpu.py -m gpu
 
@@ -16,11 +16,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import fsdp_ways
+import test_fsdp_departures as departures
 import test_fsdp_handle as handles
 import test_fsdp_random as randoms
 import test_fsdp_setters as setters
 import test_fsdp_user as users
+from fsdp_conditions import forced, in_flat_buffers
+from fsdp_models import needs
 from hypothesis import given, settings
 from ranks import RankPool
 from torch.distributed.fsdp import FSDPModule
@@ -65,21 +67,21 @@ def finish(rank, world):
 # Parent side.
 
 
-@pytest.mark.parametrize(("name", "args"), setters.USUAL)
-def test_what_every_step_does(two, name, args):
-    setters.test_what_every_step_does(two, name, args)
+@pytest.mark.parametrize(("program", "args"), setters.USUAL + users.USUAL)
+def test_what_every_step_does(two, program, args):
+    setters.test_what_every_step_does(two, program, args)
 
 
-@pytest.mark.parametrize(("name", "args"), setters.CHANGES)
-def test_what_changes_after_the_plan_was_made(two, name, args):
-    setters.test_what_changes_after_the_plan_was_made(two, name, args)
+@pytest.mark.parametrize(("program", "args"), setters.CHANGES + users.CHANGES)
+def test_what_changes_after_the_plan_was_made(two, program, args):
+    setters.test_what_changes_after_the_plan_was_made(two, program, args)
 
 
-@setters.needs("reset_iter_state")
+@needs("reset_iter_state")
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "before backward", "backward"])
 def test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index):
-    setters.test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index)
+    departures.test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -122,16 +124,11 @@ def test_compiled_modules(two, what, when):
 
 @pytest.mark.parametrize("kind", ["forward", "no_grad", "smaller"])
 def test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind):
-    users.test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind, 2)
-
-
-@pytest.mark.parametrize(("name", "args"), users.MODELS)
-def test_kinds_of_models(two, name, args):
-    users.test_kinds_of_models(two, name, args)
+    departures.test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind, 2)
 
 
 def test_parts_of_a_model_have_a_plan_each(two):
-    users.test_parts_of_a_model_have_a_plan_each(two)
+    handles.test_parts_of_a_model_have_a_plan_each(two)
 
 
 @pytest.mark.parametrize("way", ["placed", "copy engine"])
@@ -139,7 +136,7 @@ def test_parts_of_a_model_have_a_plan_each(two):
 def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
     """A rank that is in their bytes runs what its peers run."""
     for rank, result in enumerate(
-        two.run(fsdp_ways.forced, way, "in_flat_buffers", "holder", who, True, False)
+        two.run(forced, way, in_flat_buffers, departures.holder, who, True, False)
     ):
         assert result["differences"] == []
         assert result["intact"]
@@ -164,7 +161,7 @@ def test_parameters_are_gathered_between_steps(two, way, flat):
 
 
 @settings(max_examples=20, derandomize=True)
-@given(arguments=randoms.acted())
+@given(arguments=randoms.random_acts())
 def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
     if not hasattr(FSDPModule, "reset_iter_state"):
         # After a backward pass that raised, FSDP2's later ones do not wait for their reductions.

@@ -151,12 +151,12 @@ def communicators(rank, world):
 
 
 def fail_alone(rank, world, where):
-    import fsdp_ways
+    from test_fsdp_ways import failing_freeze
 
     def program(model, trace, rank, steps):
         train(model, trace, rank, steps, dim=512)
 
-    return fsdp_ways.failing_freeze(rank, world, where, lambda: build(world, dim=512), program)
+    return failing_freeze(rank, world, where, lambda: build(world, dim=512), program)
 
 
 def loans(rank, world, waits):

@@ -1,0 +1,124 @@
+"""Conditions under which the programs of `test_fsdp*.py` run, on a rank: each holds for a while."""
+
+from __future__ import annotations
+
+import contextlib
+
+import fsdp_models
+import torch
+
+
+@contextlib.contextmanager
+def flat():
+    """FSDP2 as a torch has it in which parameter groups have other methods."""
+    from symmplan import _compat_fsdp as fsdp2
+
+    known = fsdp2.can_be_replaced
+    fsdp2.can_be_replaced = lambda _: False
+    try:
+        yield
+    finally:
+        fsdp2.can_be_replaced = known
+
+
+def in_flat_buffers(rank, world, program, *args):
+    """A program with gathers in flat buffers."""
+    with flat():
+        return program(rank, world, *args)
+
+
+@contextlib.contextmanager
+def forced_way(way):
+    before = fsdp_models.CHOOSE[0]
+    fsdp_models.CHOOSE[0] = way
+    try:
+        yield
+    finally:
+        fsdp_models.CHOOSE[0] = before
+
+
+def forced(rank, world, way, program, *args):
+    """A program with every collective in one way."""
+    with forced_way(way):
+        return program(rank, world, *args)
+
+
+@contextlib.contextmanager
+def forced_kind(kind, rank):
+    """A measurement in which torch's own way wins for one kind of collective, and no other."""
+    from symmplan.integrate.fsdp import choice as fsdp_choice
+    from symmplan.place import trials
+
+    measure, seconds_of = fsdp_choice.measure, trials.seconds_of
+
+    def forced(wanted, *args, **kwargs):
+        ops = iter([trial.choice.op for trial in wanted])
+
+        def timed(*args, **kwargs):
+            ways, chosen = seconds_of(*args, **kwargs), next(ops) == kind
+            # Ranks measure different times, as they do; the slowest counts.
+            fast, slow = 1e-6 * (rank + 1), 5e-6
+            return {w: fast if (w == "ordinary") == chosen else slow for w in ways}
+
+        trials.seconds_of = timed
+        return measure(wanted, *args, **kwargs)
+
+    trials.forget()
+    fsdp_choice.measure = forced
+    try:
+        yield
+    finally:
+        fsdp_choice.measure, trials.seconds_of = measure, seconds_of
+        trials.forget()
+
+
+@contextlib.contextmanager
+def holding(keep):
+    """``keep`` is given every buffer that symmplan handed out, once its collective is done.
+
+    Args:
+        keep: Called with the runtime and the buffer.
+    """
+    from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
+
+    def kept(call, name):
+        def keeping(self, **kwargs):
+            result = call(self, **kwargs)
+            if result is not None:
+                result.wait()
+            if kwargs[name].is_cuda:
+                torch.cuda.synchronize()
+            keep(self._runtime, kwargs[name])
+            return result
+
+        return keeping
+
+    with contextlib.ExitStack() as stack:
+        for kind, name in (
+            (PlannedAllGather, "output_tensor"),
+            (PlannedReduceScatter, "input_tensor"),
+        ):
+            stack.callback(setattr, kind, "__call__", kind.__call__)
+            kind.__call__ = kept(kind.__call__, name)
+        yield
+
+
+class Hoard:
+    """Keeps buffers until so many others came, and then looks whether they are intact."""
+
+    def __init__(self, count):
+        self.count = count
+        self.intact = []
+        self._kept = []
+
+    def keep(self, tensor):
+        self._kept.append((tensor, tensor.clone()))
+        if len(self._kept) > self.count:
+            self._look()
+
+    def end(self):
+        while self._kept:
+            self._look()
+
+    def _look(self):
+        self.intact.append(bool(torch.equal(*self._kept.pop(0))))
