@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from symmplan.registry import register_symm_mem_args as register_symm_mem_args
     from symmplan.registry import requirements as requirements
     from symmplan.registry import symm_args as symm_args
+    from symmplan.registry import unregister as unregister
 
 # Public name -> module that defines it. Loaded on first use, so that `import symmplan` is cheap
 # and does not import torch.
@@ -40,6 +41,7 @@ _HOME = {
     "requirements": "symmplan.registry",
     "segments": "symmplan.memory.held",
     "symm_args": "symmplan.registry",
+    "unregister": "symmplan.registry",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604

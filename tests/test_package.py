@@ -219,6 +219,21 @@ def test_importing_does_not_import_torch(code):
     assert _python(f"{code}\nimport sys; print('torch' in sys.modules)").endswith("False\n")
 
 
+def test_a_plain_install_has_all_modules():
+    """Without what the extras install."""
+    shown = _python(
+        "import sys; sys.modules['hypothesis'] = sys.modules['pytest'] = None\n"
+        "import symmplan.memory, symmplan.testing as t\n"
+        "print(callable(t.check_declaration), callable(t.explore), set(t.__all__) <= set(dir(t)))\n"
+        "try: t.check_packer\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    assert shown == (
+        "True True True\nsymmplan.testing.check_packer needs hypothesis: "
+        "python -m pip install 'symmplan[test]'\n"
+    )
+
+
 def test_import_is_cheap():
     code = "import sys; before = set(sys.modules); import symmplan; "
     loaded = _python(code + "print(sorted(m for m in set(sys.modules) - before))")

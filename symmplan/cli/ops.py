@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from symmplan.errors import DeclarationError
+from symmplan.errors import CommandError, SymmplanError, UnknownOpError
 from symmplan.model import DEFAULT_ALIGN
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """List what is declared, what of torch's communication ops is not and why, what is not known.
 
     Raises:
-        DeclarationError: A module cannot be imported, or a name matches nothing.
+        CommandError: A module cannot be imported.
+        UnknownOpError: A name matches nothing.
     """
     if args.imports and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for `python -m`: the current folder counts
@@ -86,10 +87,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except DeclarationError:
+    except SymmplanError:
         raise
     except Exception as error:
-        raise DeclarationError(
+        raise CommandError(
             f"module {module!r} cannot be imported",
             expected="a module that declares ops",
             got=f"{type(error).__name__}: {error}",
@@ -123,7 +124,7 @@ def _defined(name: str) -> list[Entry]:
     from symmplan.registry.schema import resolve
 
     if any(c in name for c in "*?[") or "::" not in name:
-        raise DeclarationError(
+        raise UnknownOpError(
             f"no declared op matches {name!r}",
             expected="an op, a namespace or a pattern",
             got=repr(name),

@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symmplan import __version__
-from symmplan.errors import SymmplanError
+from symmplan.errors import CommandError, SymmplanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-__all__ = ["EXIT_CODES", "CommandError", "benches", "main"]
+__all__ = ["EXIT_CODES", "benches", "main"]
 
 #: Name -> one line for ``--help``, in the order in which a newcomer needs them.
 COMMANDS = {
@@ -54,12 +54,6 @@ EXIT_CODES = (
     "exit codes: 0 done; 1 an error, or a check that failed; 2 wrong usage; "
     "130 interrupted; 143 terminated"
 )
-
-
-class CommandError(SymmplanError):
-    """A command cannot run here."""
-
-    rule = "command cannot run"
 
 
 def benches() -> dict[str, str]:

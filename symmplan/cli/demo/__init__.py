@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from symmplan.errors import DemoError
 from symmplan.report.format import count, size, table, visible
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, wait for them, put their results together."""
-    from symmplan.cli.demo.launch import DemoError, run_ranks
+    from symmplan.cli.demo.launch import run_ranks
 
     begin = time.monotonic()
     out = Path(tempfile.mkdtemp(prefix="symmplan-demo-")) if args.out is None else args.out

@@ -23,34 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from symmplan.errors import SymmplanError
+from symmplan.errors import DemoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["DemoError", "run_ranks"]
+__all__ = ["run_ranks"]
 
 #: Seconds that the other ranks get to say what they saw when one of them has ended.
 _GRACE = 5.0
 #: Errors that are about a peer, and so are hardly the cause.
 _CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
-
-
-class DemoError(SymmplanError, RuntimeError):
-    """A rank of the demo failed, or all together took too long.
-
-    Attributes:
-        others: What became of the other ranks, one line each.
-        traceback: Of the rank whose error is told, if it had one.
-    """
-
-    rule = "demo failed"
-    others: tuple[str, ...] = ()
-    traceback: str = ""
-
-    def _text(self) -> str:
-        return "\n".join([super()._text(), *(f"  then: {other}" for other in self.others)])
 
 
 class _Progress:
