@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from symmplan import fsdp as fsdp
     from symmplan.api import plan as plan
     from symmplan.integrate.compile.backend import backend as backend
+    from symmplan.integrate.compile.backend import default_backend as default_backend
     from symmplan.integrate.eager.context import eager as eager
     from symmplan.integrate.eager.context import empty as empty
     from symmplan.integrate.eager.context import out as out
@@ -30,6 +31,7 @@ _HOME = {
     "Plan": "symmplan.model",
     "Problem": "symmplan.model",
     "backend": "symmplan.integrate.compile.backend",
+    "default_backend": "symmplan.integrate.compile.backend",
     "eager": "symmplan.integrate.eager.context",
     "empty": "symmplan.integrate.eager.context",
     "errors": "symmplan.errors",

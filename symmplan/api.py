@@ -43,6 +43,7 @@ def plan(
     64
     """
     from symmplan.planner import plan as plan_problem
+    from symmplan.report.log import log_plan
 
     if not isinstance(program, Problem):
         from symmplan.capture import capture_fx
@@ -50,4 +51,5 @@ def plan(
         program = capture_fx(program, example_inputs).problem
     made = plan_problem(program, effort=effort, capacity=capacity)
     made.verify()
+    log_plan("symmplan.plan", made)
     return made

@@ -37,11 +37,11 @@ ALLOWED = {
     "capture": BASE | {"registry", "planner"},
     "memory": BASE | {"planner", "registry"},
     "place": BASE | {"registry", "planner", "capture", "memory"},
-    "integrate": BASE | {"registry", "planner", "capture", "memory", "place"},
+    "integrate": BASE | {"registry", "planner", "capture", "memory", "place", "report"},
     "testing": BASE
     | {"_compat_c10d", "registry", "planner", "capture", "memory", "place", "integrate"},
     "fsdp": BASE | {"place", "integrate"},
-    "api": BASE | {"registry", "planner", "capture", "integrate"},
+    "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},
     "cli": BASE
     | {"registry", "planner", "capture", "memory", "place", "integrate"}

@@ -91,7 +91,7 @@ class Barrier:
     buffers: tuple[str, ...] = ()
 
 
-@frozen
+@frozen(repr=False)
 class Plan:
     """Where every declared tensor of a program lives.
 
@@ -118,6 +118,11 @@ class Plan:
     bounds: tuple[Bound, ...] = ()
     live_gathers: int | None = field(default=None, eq=False)
     advisor: Callable[[], tuple[Any, ...]] | None = field(default=None, eq=False, repr=False)
+
+    def __repr__(self) -> str:
+        from symmplan.report.text import plan_line
+
+        return f"<Plan: {plan_line(self)}>"
 
     @property
     def unplanned(self) -> tuple[Unplanned, ...]:

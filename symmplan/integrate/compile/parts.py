@@ -50,6 +50,7 @@ class Part:
         writes: The bytes that it writes.
         calls: How many declared calls run in placements.
         copies: How many copies it makes into and out of placements.
+        ways: How each of its declared calls runs.
         shared: The segments that it runs in; None before it first runs.
         agreed: The first plan that showed peers what its own does.
         groups: The process groups of whatever it has in symmetric memory, once it has run.
@@ -66,6 +67,7 @@ class Part:
     writes: tuple[Placement, ...]
     calls: int
     copies: int
+    ways: tuple[str, ...]
     shared: Shared | None = field(init=False, default=None)
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
@@ -116,6 +118,7 @@ class Part:
             writes=tuple(dict.fromkeys([*writes, *(g.place for g in given if g.needed)])),
             calls=len(program.calls),
             copies=sum(i.kind.startswith("copy") for i in program.instructions),
+            ways=program.ways,
         )
 
     @property

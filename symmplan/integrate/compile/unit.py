@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +35,7 @@ from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
 from symmplan.planner.order import order_of
 from symmplan.registry import resolve_group_name, spec_for
+from symmplan.report.log import LOG, log_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Unit"]
 
-_LOG = logging.getLogger("symmplan")
-
 
 @define(eq=False)
 class Unit:
@@ -64,6 +63,7 @@ class Unit:
     settings: CompileOptions
     device: torch.device
     pool: Pool
+    on_idle: Callable[[], None]
     record: Record = field(init=False, factory=Record)
     parts: dict[str, Part] = field(init=False, factory=dict)
     lowerings: Lowerings | None = field(init=False, default=None)
@@ -127,6 +127,7 @@ class Unit:
             plan = self.record.plans[name] = self._plan(captured)
             self.residents.plan(captured, name, lowerings.memory)
             if all(s.buffer is None for s in captured.sites):
+                log_plan(f"compiled graph ({name})", plan, ["ordinary"] * len(captured.specs))
                 return None
             # Parts may run in another order than planned (two forwards, then two backwards), so
             # each also gets the barriers that it needs when it follows itself.
@@ -228,7 +229,7 @@ class Unit:
             self.pool.bounds[key] = largest
             if before is not None and now > before:
                 self.record.replanned = True
-                _LOG.warning(
+                LOG.warning(
                     "a size outgrew its plan: %s is %s, planned were up to %s; the graph is "
                     "compiled and planned again, on all ranks, for up to %s",
                     *(name, now, before, largest),
@@ -268,7 +269,7 @@ class Unit:
         Also one that follows no plan may be the backward of a part that does.
         """
         if part is None and (name != "backward" or self.reservation is None):
-            return compiled
+            return _counted(compiled, self.on_idle)
 
         def run(args: list[Any]) -> Any:
             if part is not None:
@@ -345,6 +346,8 @@ class Unit:
         )
         for each in same:
             each.shared, each.agreed = shared, agreed
+        names = ", ".join(p.name for p in same)
+        log_plan(f"compiled graph ({names})", plan, [way for p in same for way in p.ways])
         return shared
 
     def _inserted(self, plan: Plan, parts: Iterable[Part]) -> list[tuple[int, str]]:
@@ -363,6 +366,21 @@ class Unit:
             found += [(index.get(before, end), group) for before, group in part.barriers]
             found += [(end, g) for g in groups if part.saved]
         return found
+
+
+def _counted(
+    compiled: Callable[[list[Any]], Any], on_idle: Callable[[], None]
+) -> Callable[[list[Any]], Any]:
+    """A part that follows no plan; when it runs again, all of the program has been compiled."""
+    runs = itertools.count()
+
+    def run(args: list[Any]) -> Any:
+        if next(runs) == 1:
+            on_idle()
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:

@@ -26,6 +26,7 @@ from symmplan.memory.spares import give_back
 from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
+from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,7 +177,13 @@ class Session:
         self._recording = None
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.rendezvous
-        self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
+        recorded = sum(e.call.kind == "op" for e in frozen.events)
+        self._counts["recorded"] += recorded
+        if not recorded:
+            LOG.warning(
+                "nothing is in symmetric memory: the iteration called no declared op (`symmplan "
+                "ops` lists those that are, symmplan.symm_args declares others)"
+            )
         self._frozen = frozen
         make_ready(frozen.events, self._faults)
         calls = frozen.events if frozen.arena.races is None else ()  # who watches sees all ops
@@ -329,6 +336,11 @@ class Session:
         try:
             if error is None:
                 self._usable()
+                if self._state == "recording" and not self._counts["iterations"]:
+                    LOG.warning(
+                        "nothing was planned: the eager session was left and session.step() never "
+                        "came; call it at the end of each iteration"
+                    )
                 meet(self._settings, "leave the session")
             else:
                 with contextlib.suppress(SymmplanError):  # a peer's: the program has its own

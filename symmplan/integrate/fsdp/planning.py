@@ -21,6 +21,7 @@ from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.planner.advice import Advice
+from symmplan.report.log import log_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,8 @@ class Planning:
         self.plan = plan
         self._kept = list(recordings)
         self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
+        ways = ["ordinary" if p.buffer is None else p.way.name for s in stretches for p in s]
+        log_plan("FSDP2", plan, ways)
         return Schedule(plan, stretches)
 
     def _planned(
