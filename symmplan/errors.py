@@ -35,6 +35,7 @@ __all__ = [
     "SessionError",
     "SymmplanError",
     "UnknownOpError",
+    "UsageError",
     "VerificationError",
 ]
 
@@ -201,6 +202,12 @@ class CommandError(SymmplanError):
     """A command of ``symmplan`` cannot run here, or was given the wrong file."""
 
     rule = "command cannot run"
+
+
+class UsageError(CommandError):
+    """The words of a command line make no sense."""
+
+    rule = "wrong usage"
 
 
 class DemoError(SymmplanError, RuntimeError):

@@ -32,6 +32,7 @@ ALLOWED = {
     "_compat_autograd": set(),
     "_compat_fsdp": set(),
     "report": {"model", "errors"},
+    "sizes": {"errors"},
     "planner": {"model", "errors"},
     "registry": BASE,
     "capture": BASE | {"registry", "planner"},
@@ -45,7 +46,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": BASE
     | {"registry", "planner", "capture", "memory", "place", "integrate"}
-    | {"report", "testing", "api", ""},
+    | {"report", "testing", "api", "sizes", ""},
 }
 #: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
 #: functions, and nothing else may look ahead.
