@@ -44,7 +44,7 @@ function picture(plan, title, note, height, column) {
     const d = p.drag;
     if (!d) { point(p, e); return; }
     d.moved = d.moved || Math.hypot(e.offsetX - d.x, e.offsetY - d.y) > 4;
-    if (d.box) { d.lastX = e.offsetX; d.lastY = e.offsetY; overlay(p); return; }
+    if (d.box) { d.lastX = e.offsetX; d.lastY = e.offsetY; marked(); return; }
     if (!d.moved) return;
     hide();
     pan(-(e.offsetX - d.lastX) / p.inner() * (view.t - view.s));
@@ -62,9 +62,9 @@ function picture(plan, title, note, height, column) {
       if (t - s > 1e-9) [view.s, view.t] = [clamp(s, 0, 1), clamp(t, 0, 1)];
       changed();
     } else if (!d.moved) pin(p.find ? p.find(e.offsetX, e.offsetY) : null);
-    overlay(p);
+    marked();
   });
-  over.addEventListener("pointerleave", () => { if (!p.drag) { p.hover = null; hide(); overlay(p); } });
+  over.addEventListener("pointerleave", () => { if (!p.drag) { p.hover = null; hide(); marked(); } });
   over.addEventListener("dblclick", reset);
   pictures.push(p);
   return p;
@@ -235,7 +235,7 @@ function segmentPicture(plan, segment, index, column) {
   p.box = (b) => (b.plan === plan && b.segment === index
     ? [p.x(b.x0), y(b.b), Math.max(2, p.x(b.x1) - p.x(b.x0)), Math.max(2, y(b.a) - y(b.b))] : null);
   p.area = () => [LEFT, TOP, p.inner(), bottom - TOP];
-  p.show = (b) => { if (p.box(b) && (b.b > high || b.a < low)) p.whole(); };
+  p.show = (b) => { if (p.box(b) && (b.b > high || b.a < low)) { p.whole(); changed(); } };
   minimap(p, column, (c, w) => rectangles(c, plan.begin, plan.end, 0, whole, LEFT, 1, w, MAP - 2, false), () => [low / whole, high / whole]);
   const save = el("button", "SVG", p.head);
   save.type = "button"; save.className = "save"; save.title = "save what is shown as SVG";
@@ -407,16 +407,21 @@ function overlay(p) {  // what follows the pointer, so that the picture need not
     c.setLineDash([]);
   }
 }
-let queued = false;
+let queued = false, painting = false;
 const frames = { count: 0, last: 0, worst: 0 };  // milliseconds that painting took
 function changed(all) {
   if (all) for (const p of pictures) p.stale = true;
+  painting = true;
+  marked();
+}
+function marked() {  // at least what follows the pointer has changed
   if (queued) return;
   queued = true;
   requestAnimationFrame(() => {
     queued = false;
     const begin = performance.now();
-    pictures.forEach(draw);
+    pictures.forEach(painting ? draw : overlay);
+    painting = false;
     frames.last = performance.now() - begin;
     frames.worst = Math.max(frames.worst, frames.last);
     frames.count++;

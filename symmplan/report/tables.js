@@ -1,7 +1,7 @@
 // ---- what the pointer is at, and what is pinned ------------------------------------------------
 function point(p, e) {
   const found = p.find ? p.find(e.offsetX, e.offsetY) : null;
-  if (found !== p.hover) { p.hover = found; overlay(p); }
+  if (found !== p.hover) { p.hover = found; marked(); }
   const lines = p.hit(e.offsetX, e.offsetY);
   if (lines) show(lines, e); else hide();
 }
@@ -50,7 +50,7 @@ function pin(b) {
     }
     if (shown.sharers.length > MANY) el("div", `and ${number(shown.sharers.length - MANY)} more`, box);
   }
-  changed();
+  marked();
 }
 function reveal(b) {  // move there, if it is not shown
   const part = (time) => (time - b.plan.begin) / (b.plan.end - b.plan.begin);
@@ -59,6 +59,7 @@ function reveal(b) {  // move there, if it is not shown
   const wide = clamp(Math.max(width, (t - s) * 1.5), 0, 1);
   view.s = clamp((s + t - wide) / 2, 0, 1 - wide);
   view.t = view.s + wide;
+  changed();
 }
 
 // ---- keys --------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ addEventListener("keydown", (e) => {
   if (!acts[e.key]) return;
   e.preventDefault();
   acts[e.key]();
-  changed();
+  if ("npEscape/?".includes(e.key)) marked(); else changed();
 });
 function step(by) {
   const plan = shown.pinned ? shown.pinned.plan : first, some = plan.buffers.filter(matches);
