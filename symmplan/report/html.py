@@ -72,7 +72,7 @@ def plan_html(plan: Plan, beside: Plan | None = None) -> str:
     """The page as text, with a second plan ``beside`` it. Equal plans give equal texts."""
     folder = resources.files("symmplan.report")
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
-    parts = ("page.js", "picture.js", "tables.js")
+    parts = ("page.js", "picture.js", "svg.js", "tables.js")
     texts = (folder.joinpath(part).read_text(encoding="utf-8") for part in parts)
     script = '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
     # In a script element only "<" could end the data or open a comment; JSON can spell it.
