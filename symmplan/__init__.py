@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from symmplan import fsdp as fsdp
     from symmplan.api import plan as plan
     from symmplan.integrate.compile.backend import backend as backend
+    from symmplan.integrate.compile.backend import default_backend as default_backend
     from symmplan.integrate.eager.context import eager as eager
     from symmplan.integrate.eager.context import empty as empty
     from symmplan.integrate.eager.context import out as out
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from symmplan.registry import register_symm_mem_args as register_symm_mem_args
     from symmplan.registry import requirements as requirements
     from symmplan.registry import symm_args as symm_args
+    from symmplan.registry import unregister as unregister
     from symmplan.simulation import simulate as simulate
 
 # Public name -> module that defines it. Loaded on first use, so that `import symmplan` is cheap
@@ -31,6 +33,7 @@ _HOME = {
     "Plan": "symmplan.model",
     "Problem": "symmplan.model",
     "backend": "symmplan.integrate.compile.backend",
+    "default_backend": "symmplan.integrate.compile.backend",
     "eager": "symmplan.integrate.eager.context",
     "empty": "symmplan.integrate.eager.context",
     "errors": "symmplan.errors",
@@ -44,6 +47,7 @@ _HOME = {
     "segments": "symmplan.memory.held",
     "simulate": "symmplan.simulation",
     "symm_args": "symmplan.registry",
+    "unregister": "symmplan.registry",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604

@@ -48,6 +48,7 @@ def plan(
     """
     from symmplan.planner import plan as plan_problem
     from symmplan.planner.budget import bytes_of
+    from symmplan.report.log import log_plan
 
     nbytes = bytes_of(capacity)
     if not isinstance(program, Problem):
@@ -57,4 +58,5 @@ def plan(
         program = captured.problem
     made = plan_problem(program, effort=effort, capacity=nbytes)
     made.verify()
+    log_plan("symmplan.plan", made)
     return made

@@ -19,7 +19,10 @@ __all__ = [
     "BackendError",
     "CapacityError",
     "CaptureError",
+    "CommandError",
     "DeclarationError",
+    "DemoError",
+    "NotSymmetricError",
     "OutOfSharedMemoryError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -29,8 +32,11 @@ __all__ = [
     "RaceError",
     "ReleasedError",
     "RunError",
+    "SessionError",
     "SimulationError",
     "SymmplanError",
+    "UnknownOpError",
+    "UsageError",
     "VerificationError",
 ]
 
@@ -95,6 +101,12 @@ class DeclarationError(SymmplanError, ValueError):
     """A declaration does not fit the op's schema, or contradicts an earlier one."""
 
     rule = "declaration does not fit the op"
+
+
+class UnknownOpError(DeclarationError):
+    """A name names no op that this process has, or none that is declared."""
+
+    rule = "no such op"
 
 
 class CaptureError(SymmplanError, ValueError):
@@ -173,6 +185,46 @@ class RunError(SymmplanError, RuntimeError):
     """A program departs from its plan at run time."""
 
     rule = "program departs from its plan"
+
+
+class NotSymmetricError(RunError, ValueError):
+    """A tensor that must lie in a segment does not."""
+
+    rule = "tensor is not in symmetric memory"
+
+
+class SessionError(RunError, ReleasedError):
+    """An eager session is used outside its with-block, or inside another one's."""
+
+    rule = "eager session is not open"
+
+
+class CommandError(SymmplanError):
+    """A command of ``symmplan`` cannot run here, or was given the wrong file."""
+
+    rule = "command cannot run"
+
+
+class UsageError(CommandError):
+    """The words of a command line make no sense."""
+
+    rule = "wrong usage"
+
+
+class DemoError(SymmplanError, RuntimeError):
+    """A rank of ``symmplan demo`` failed, or all together took too long.
+
+    Attributes:
+        others: What became of the other ranks, one line each.
+        traceback: Of the rank whose error is told, if it had one.
+    """
+
+    rule = "demo failed"
+    others: tuple[str, ...] = ()
+    traceback: str = ""
+
+    def _text(self) -> str:
+        return "\n".join([super()._text(), *(f"  then: {other}" for other in self.others)])
 
 
 class RaceAccess(NamedTuple):

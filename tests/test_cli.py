@@ -14,7 +14,8 @@ import pytest
 
 from symmplan import Plan, Problem, __version__
 from symmplan.cli import main, shell
-from symmplan.errors import SymmplanError
+from symmplan.errors import PlanningError, SymmplanError
+from symmplan.planner.budget import bytes_of
 
 CSV = "id,lower,upper,size\na,0,4,1024\nb,2,6,2048\nc,4,8,1024\n"
 
@@ -72,6 +73,12 @@ def test_wrong_usage_is_2(words, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "usage: symmplan" in err
+    assert " _" not in err, "a private name"
+    assert main([*words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["ok"], err) == (False, "")
+    assert told["error"]["fix"].startswith("usage: symmplan")
 
 
 @pytest.mark.parametrize("name", sorted(shell.COMMANDS))
@@ -206,6 +213,52 @@ def test_plan_reads_json_whatever_its_name(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["buffers"] == 1
 
 
+def test_a_file_of_the_other_command_is_sent_there(csv, tmp_path, capsys):
+    saved, problem = tmp_path / "plan.json", tmp_path / "problem.json"
+    problem.write_text(Problem.from_csv(csv).to_json())
+    assert main(["plan", str(csv), "-o", str(saved)]) == 0
+    capsys.readouterr()
+    for words, fix in (
+        (["plan", saved], f"symmplan show {saved}"),
+        (["show", csv], f"symmplan plan {csv}"),
+        (["show", problem], f"symmplan plan {problem}"),
+    ):
+        assert main([*map(str, words), "--json"]) == 1
+        out, err = capsys.readouterr()
+        assert json.loads(out)["error"]["fix"] == fix
+        assert "CommandError" in out or "PlanFormatError" in out
+        assert err == ""
+        assert main([*map(str, words)]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"fix: {fix}\n" in err
+
+
+def test_an_op_that_is_not_there(capsys):
+    assert main(["ops", "symm_mem::nothing"]) == 1
+    assert capsys.readouterr().err.startswith("symmplan: no such op: ")
+    assert main(["ops", "--import", "symmtest_none"]) == 1
+    assert capsys.readouterr().err.startswith("symmplan: command cannot run: ")
+
+
+@pytest.mark.parametrize("words", [["ops"], ["doctor"], ["demo", "--help"], ["--help"]])
+def test_eighty_columns_are_enough(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("3145728", 3 << 20), ("3MiB", 3 << 20), ("3 mib", 3 << 20), ("10MB", 10**7), ("1.5k", 1500)],
+)
+def test_sizes(text, nbytes):
+    assert bytes_of(text) == nbytes
+    for bad in (f"{text}x", f"-{text}", f"{text}{text}i"):
+        with pytest.raises(PlanningError, match="fix: write it like 512MiB"):
+            bytes_of(bad)
+
+
 def test_effort_and_capacity(csv, capsys):
     assert main(["plan", str(csv), "--effort", "optimal", "--capacity", "3KiB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["effort"] == "optimal"
@@ -220,6 +273,7 @@ def test_effort_and_capacity(csv, capsys):
         ("id,lower,upper,size\na,0,x,1\n", "x"),
         ("id,lower,upper,size\na,2,1,1\n", "'a'"),
         ("", "id"),
+        ("id,lower,upper,size\n", "has no buffers"),
         ("{", "not a symmplan plan"),
         ("[]", "not a symmplan plan"),
         ("{}", "not a symmplan plan"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ class Demo:
             text=True,
         )
         self.lines: list[str] = []
+        self.pids: list[int] = []
 
     def __enter__(self):
         return self
@@ -46,21 +46,25 @@ class Demo:
         for line in self.process.stderr:
             self.lines.append(line)
             if mark in line:
+                self.pids = _ranks_of(self.process.pid)
                 return
         pytest.fail(f"no {mark!r} in:\n{''.join(self.lines)}")
-
-    @property
-    def pids(self) -> list[int]:
-        return [
-            int(pid)
-            for pid in re.findall(r"^rank \d+ pid (\d+)$", "".join(self.lines), re.MULTILINE)
-        ]
 
     def finish(self, timeout: float = PATIENCE) -> tuple[int, str]:
         """Exit code and the error; everything that belonged to it must be gone."""
         _, rest = self.process.communicate(timeout=timeout)
         wait_until_gone(self.pids)
         return self.process.returncode, "".join(self.lines) + rest
+
+
+def _ranks_of(demo: int) -> list[int]:
+    """The processes of a demo's ranks, by rank."""
+    found = {}
+    for child in Path(f"/proc/{demo}/task/{demo}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"symmplan.cli.demo.worker" in words:
+            found[json.loads(words[-2])["rank"]] = int(child)
+    return [found[rank] for rank in sorted(found)]
 
 
 def _sessions() -> dict[int, str]:
@@ -93,7 +97,7 @@ def result(tmp_path_factory) -> dict:
     """One whole demo, as a user runs it."""
     out = tmp_path_factory.mktemp("demo")
     with Demo(out, "--json") as demo:
-        demo.wait_for("rank 1 pid")
+        demo.wait_for("start 2 ranks")
         text, rest = demo.process.communicate(timeout=PATIENCE)
         wait_until_gone(demo.pids)
     assert text, rest
@@ -163,8 +167,14 @@ def test_the_plan_is_written_and_is_the_one_that_ran(result):
 @pytest.mark.further
 def test_the_report_tells_it_all(result):
     from symmplan.cli.demo import render
+    from symmplan.cli.screen import fitted
 
-    text = render(result)
+    text = fitted(render(result), 80)
+    paths = tuple(result["written"].values())
+    assert all(len(line) <= 80 or line.endswith(paths) for line in text.splitlines())
+    assert f"done in {result['seconds']:.0f} s" in text
+    slow = {**result["collectives"][0], "symmplan_s": 3.0, "gloo_s": 1.0}
+    assert "  3.0 x slower" in render({**result, "collectives": [slow]})
     for word in ("parity holds", "placed", "left out", "rendezvous: 1", "lower bound", "gloo"):
         assert word in text
     for path in result["written"].values():
@@ -225,7 +235,7 @@ def test_a_difference_is_seen():
 
 SLOW = pytest.mark.slow
 MARKS = [
-    pytest.param("rank 1 pid", 0, marks=SLOW),
+    pytest.param("start 2 ranks", 0, marks=SLOW),
     ("meet the other ranks", 1),
     pytest.param("step 1 of 3 without symmplan", 1, marks=SLOW),
     ("step 1 of 3 with symmplan", 0),
@@ -257,7 +267,7 @@ def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
 def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):
     (tmp_path / "plan.json" / "in the way").mkdir(parents=True)
     with Demo(tmp_path, "--inner", "eager", "--steps", "1") as demo:
-        demo.wait_for("rank 1 pid")
+        demo.wait_for("start 2 ranks")
         code, told = demo.finish()
     assert code == 1
     assert "demo failed: rank 0 " in told
@@ -268,7 +278,7 @@ def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):
 def test_the_timeout_ends_the_demo(tmp_path):
     words = ["--inner", "eager", "--steps", "9999", "--timeout", "0.5"]
     with Demo(tmp_path, *words) as demo:
-        demo.wait_for("rank 1 pid")
+        demo.wait_for("start 2 ranks")
         code, told = demo.finish(timeout=30)
     assert code == 1
     assert "demo failed: not finished after 0.5 s" in told
@@ -314,6 +324,23 @@ def test_out_must_be_a_folder(tmp_path, capsys):
 
 
 # ---- whose error is told ---------------------------------------------------------------------
+
+
+def test_a_long_wait_is_no_silence(monkeypatch, capsys):
+    from symmplan.cli.demo import launch
+
+    progress, now = launch._Progress(), time.monotonic()
+    progress.mark("compile")
+    for later in (1.0, 9.0, 11.0, 12.0, 22.0):
+        monkeypatch.setattr(launch.time, "monotonic", lambda later=later: now + later)
+        progress.beat()
+    said = capsys.readouterr().err
+    assert [line.partition("s  ")[2] for line in said.splitlines()] == [
+        "compile",
+        "compile (11 s so far)",
+        "compile (22 s so far)",
+    ]
+    assert "pid" not in said
 
 
 def test_a_death_is_told_before_what_others_saw_and_a_cause_before_its_consequences():

@@ -144,19 +144,27 @@ def test_replan(pool):
 
 def _leaves(rank, world_size):
     import symmplan
-    from symmplan.errors import ReleasedError, SymmplanError
+    from symmplan.errors import ReleasedError, SessionError, SymmplanError
 
     x = torch.ones(4, 8)
-    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+    session = symmplan.eager(timeout=TIMEOUT, memory="shm")
+    for act in (session.step, session.replan):
+        with pytest.raises(SessionError, match="not open: the session was used before it was"):
+            act()
+    with pytest.raises(SymmplanError, match=r"fix: call the op inside `with symmplan\.eager"):
+        symmplan.handle(x)
+    with session:
         for _ in range(2):
             _program(x)
             session.step()
         held = _gather(x)
     for act in (session.step, session.replan, session.__enter__):
-        with pytest.raises(ReleasedError):
+        with pytest.raises(ReleasedError, match="not open: the session was used after it was"):
             act()
     with pytest.raises(SymmplanError, match="no live segment"):
         symmplan.handle(held)
+    inside = "choices copies plan release replan stats step"
+    assert " ".join(n for n in dir(session) if not n.startswith("_")) == inside
     assert bool((held == 1).all())
     assert _gather(x).shape == (8, 8)
     del held

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -99,3 +101,13 @@ def test_every_value_is_kept(what, expected, fields):
     for name, value in fields.items():
         assert getattr(error, name) == value
     assert what in str(error)
+
+
+def test_every_error_class_of_the_package_is_here():
+    """So that whoever catches one finds it, whatever raises it."""
+    known = {"Exception", "SymmplanError", *errors.__all__}
+    for path in Path(errors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and path.name != "errors.py":
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                assert not bases & known, f"{path.name}: {node.name}"

@@ -40,14 +40,14 @@ ALLOWED = {
     "capture": BASE | {"registry", "planner"},
     "memory": BASE | {"planner", "registry"},
     "place": BASE | {"registry", "planner", "capture", "memory"},
-    "integrate": BASE | {"registry", "planner", "capture", "memory", "place"},
+    "integrate": BASE | {"registry", "planner", "capture", "memory", "place", "report"},
     "simulation": BASE
     | {"_compat_simulate", "report", "registry", "planner", "capture", "memory", "place"}
     | {"integrate"},
     "testing": BASE
     | {"_compat_c10d", "registry", "planner", "capture", "memory", "place", "integrate"},
     "fsdp": BASE | {"place", "integrate"},
-    "api": BASE | {"registry", "planner", "capture", "integrate"},
+    "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},
     "cli": BASE
     | {"registry", "planner", "capture", "memory", "place", "integrate"}
@@ -223,6 +223,21 @@ def _python(code: str) -> str:
 )
 def test_importing_does_not_import_torch(code):
     assert _python(f"{code}\nimport sys; print('torch' in sys.modules)").endswith("False\n")
+
+
+def test_a_plain_install_has_all_modules():
+    """Without what the extras install."""
+    shown = _python(
+        "import sys; sys.modules['hypothesis'] = sys.modules['pytest'] = None\n"
+        "import symmplan.memory, symmplan.testing as t\n"
+        "print(callable(t.check_declaration), callable(t.explore), set(t.__all__) <= set(dir(t)))\n"
+        "try: t.check_packer\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    assert shown == (
+        "True True True\nsymmplan.testing.check_packer needs hypothesis: "
+        "python -m pip install 'symmplan[test]'\n"
+    )
 
 
 def test_import_is_cheap():

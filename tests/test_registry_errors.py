@@ -7,7 +7,7 @@ import torch
 
 import symmplan
 from symmplan import registry
-from symmplan.errors import DeclarationError
+from symmplan.errors import DeclarationError, UnknownOpError
 from symmplan.model import Requirement
 
 LIB = torch.library.Library("symmtest_errors", "FRAGMENT")
@@ -32,7 +32,7 @@ def refused(op, *where, **options):
         symmplan.register_symm_mem_args(op, where, **options)
     assert isinstance(caught.value, ValueError)
     text = str(caught.value)
-    prefix = "declaration does not fit the op: "
+    prefix = f"{type(caught.value).rule}: "
     assert text.startswith(prefix)
     return text.removeprefix(prefix), caught.value
 
@@ -182,9 +182,8 @@ def test_alignment_of_one_requirement():
 def test_op_that_is_not_defined_yet():
     text, error = refused("symmtest_errors::later", "x")
     assert text.splitlines()[0] == "no op named symmtest_errors::later is defined"
-    assert text.splitlines()[2] == (
-        "  fix: import or define symmtest_errors::later before you declare it"
-    )
+    assert text.splitlines()[2] == ("  fix: import or define symmtest_errors::later first")
+    assert isinstance(error, UnknownOpError)
     assert error.op == "symmtest_errors::later"
     assert "symmtest_errors::f" in error.existing
 
@@ -192,8 +191,8 @@ def test_op_that_is_not_defined_yet():
 def test_op_that_is_misspelt():
     text, _ = refused("symmtest_errors::no_gruop", "x")
     assert text.splitlines()[2] == (
-        "  fix: import or define symmtest_errors::no_gruop before you declare it; "
-        "did you mean 'symmtest_errors::no_group'?"
+        "  fix: did you mean 'symmtest_errors::no_group'? "
+        "If not, import or define symmtest_errors::no_gruop first"
     )
 
 
@@ -250,7 +249,8 @@ def test_contradiction():
         "symmtest_errors::f.default is already declared, and differently\n"
         "  expected input@256 group='group_name' handshake; "
         "got input@16+pad, return.0@256 group='group_name'\n"
-        "  fix: keep one of the two declarations, or unregister the first"
+        "  fix: keep one of the two declarations, or call "
+        "symmplan.unregister('symmtest_errors::f.default') first"
     )
     assert error.earlier.handshake
     assert not error.later.handshake
@@ -275,3 +275,19 @@ def test_out_variant_of_an_op_without_results():
 def test_out_variant_that_is_unknown():
     text, _ = refused(F, "input", out="symmtest_errors::f_oot")
     assert text.startswith("no op named symmtest_errors::f_oot is defined")
+
+
+@pytest.mark.parametrize("given", [lambda x: x, 3, torch.ops.aten.add])
+def test_the_decorator_without_parentheses(given):
+    with pytest.raises(DeclarationError, match="where names of arguments belong") as caught:
+        symmplan.symm_args(given)
+    assert caught.value.fix == "write the names in parentheses behind symm_args"
+
+
+def test_what_a_message_advises_can_be_called():
+    symmplan.register_symm_mem_args(F, ["input"])
+    with pytest.raises(DeclarationError, match=r"symmplan\.unregister") as caught:
+        symmplan.register_symm_mem_args(F, ["return"])
+    assert symmplan.unregister(caught.value.op)
+    symmplan.register_symm_mem_args(F, ["return"])
+    assert not symmplan.unregister("symmtest_errors::g")

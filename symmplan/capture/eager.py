@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorded", "Recorder", "Scratch", "Storage", "opaque", "signature"]
 
+#: So many frames of a call are remembered.
+_DEEPEST = 8
+
 
 def opaque(*_args: Any) -> None:
     """Stands for a collective that has no functional form: it may write all that it is given."""
@@ -300,7 +303,8 @@ class Recorder(TorchDispatchMode):
         name = self.graph._target_to_str(packet.__name__)  # as make_fx names it
         node = self.graph.create_node("call_function", target, *given, name)
         self.timeline.ran(node.name)
-        self.lines[node] = _line()
+        stack = node.meta["symmplan_stack"] = _stack()
+        self.lines[node] = stack[-1].partition(" in ")[0] if stack else ""
         node.meta["val"] = self._results(node, result, ())
         return node
 
@@ -425,12 +429,19 @@ def signature(value: Any) -> Any:
     return value
 
 
-def _line() -> str:
-    """The innermost frame that is neither torch's nor symmplan's."""
+def _stack() -> list[str]:
+    """The frames that are neither torch's nor symmplan's, the innermost last."""
+    found: list[str] = []
     frame: Any = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and len(found) < _DEEPEST:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("symmplan", "torch"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            code = frame.f_code
+            found.insert(0, f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
-    return ""
+    return found
+
+
+def _line() -> str:
+    """The innermost of them, ``"file:line"``."""
+    return next((frame.partition(" in ")[0] for frame in _stack()[-1:]), "")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "is_pure_view",
     "is_wait",
     "overload_of",
+    "stack_of",
     "target_name",
     "tensor_leaves",
     "written_arguments",
@@ -43,6 +45,17 @@ __all__ = [
 Path: TypeAlias = tuple[int, ...]
 #: A tensor of a graph: the node that returns it, and where in the node's result it sits.
 Value: TypeAlias = tuple[fx.Node, Path]
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+
+
+def stack_of(node: fx.Node) -> tuple[str, ...]:
+    """Where the program makes a call, ``"file:line in function"``, the innermost last."""
+    if "symmplan_stack" in node.meta:
+        return tuple(node.meta["symmplan_stack"])
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return tuple(f"{file}:{line} in {name}" for file, line, name in found)
 
 
 def overload_of(target: Any) -> torch._ops.OpOverload | None:

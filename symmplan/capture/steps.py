@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import define, evolve, field
 
-from symmplan.capture.graphs import argument_nodes, called
+from symmplan.capture.graphs import argument_nodes, called, stack_of
 from symmplan.capture.sites import Step
 from symmplan.model import Access, Operation, OpSpec, Problem
 from symmplan.registry import bind_arguments
@@ -79,6 +79,7 @@ class Steps:
                     release=spec.release,
                     meets=spec.meets,
                     op=spec.op,
+                    stack=stack_of(node),
                 ),
                 Step("launch", node),
             )
@@ -87,7 +88,9 @@ class Steps:
         elif touched or copied or node in self.held:
             op = getattr(node.target, "name", lambda: str(node.target))()
             ends = tuple(self.ends.pop(node, ()))
-            self._operation(Operation(name, ends=ends, op=op), Step("use", node))
+            self._operation(
+                Operation(name, ends=ends, op=op, stack=stack_of(node)), Step("use", node)
+            )
         for buffer, write in touched.items():
             self._merge(Access(name, buffer, write=write))
         for site in copied:
@@ -164,7 +167,10 @@ class Steps:
     def _copy(self, kind: CopyKind, site: Site, source: str | None, target: str | None) -> None:
         """A copy; None is ordinary memory."""
         name = copy_name(kind, self.decider.prefix, site)
-        self._operation(Operation(name, op="aten::copy_"), Step(kind, site.node, site))
+        self._operation(
+            Operation(name, op="aten::copy_", stack=stack_of(site.node)),
+            Step(kind, site.node, site),
+        )
         if source is not None:
             self._merge(Access(name, source))
         if target is not None:

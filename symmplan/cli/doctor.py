@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,8 @@ from attrs import asdict, frozen
 
 from symmplan import __version__
 from symmplan.cli import group
-from symmplan.report.format import size, table
+from symmplan.cli.screen import columns
+from symmplan.report.format import size
 
 if TYPE_CHECKING:
     import argparse
@@ -29,6 +31,8 @@ __all__ = ["Check", "add_arguments", "cxx_compiler", "render", "run"]
 
 #: Where POSIX shared memory lives on Linux.
 _SHM = Path("/dev/shm")  # noqa: S108
+#: Column of what was found.
+_DETAILS = 30
 #: Below this, two ranks' segments of an ordinary model do not fit.
 _SHM_WANTED = 256 << 20
 
@@ -86,12 +90,17 @@ def render(result: dict[str, Any]) -> str:
     """One line per check, and the fix under it."""
     if "topology" in result:
         return group.render(result)
-    rows = [(c["status"], c["name"], c["detail"]) for c in result["checks"]]
     lines = [f"symmplan {result['symmplan']}"]
-    for line, check in zip(table(rows), result["checks"], strict=True):
-        lines.append(line)
-        if check["fix"]:
-            lines.append(f"           fix: {check['fix']}")
+    for check in result["checks"]:
+        head = f"  {check['status']:7}  {check['name']}"
+        if len(head) > _DETAILS - 2:
+            lines.append(head)
+            head = ""
+        told = [check["detail"], *([f"fix: {check['fix']}"] if check["fix"] else [])]
+        for text in told:
+            for part in textwrap.wrap(text, max(30, columns() - _DETAILS)):
+                lines.append(f"{head:{_DETAILS}}{part}")
+                head = ""
     return "\n".join(lines)
 
 

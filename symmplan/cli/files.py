@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from symmplan.errors import PlanFormatError
+from symmplan.model import Plan
 from symmplan.report import plan_facts, plan_summary
 
 if TYPE_CHECKING:
     import argparse
     from typing import Any
 
-    from symmplan.model import Plan
+__all__ = [
+    "add_output_arguments",
+    "kind_of",
+    "plan_result",
+    "read_text",
+    "render_plan",
+    "write_text",
+]
 
-__all__ = ["add_output_arguments", "plan_result", "read_text", "render_plan", "write_text"]
+
+#: In JSON no name can look like this: its quotes would be escaped.
+_FORMAT = re.compile(r'"format"\s*:\s*"symmplan\.(\w+)"')
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--html`` and ``-o``, which `plan_result` serves."""
+    """``--html``, ``-o`` and the rest that `plan_result` serves."""
     parser.add_argument("--html", metavar="OUT", type=Path, help="write a picture of the plan")
+    parser.add_argument(
+        "--beside", metavar="PLAN", type=Path, help="another plan's JSON, drawn beside it in --html"
+    )
+    parser.add_argument(
+        "--perfetto", metavar="OUT", type=Path, help="write a trace for ui.perfetto.dev"
+    )
+    parser.add_argument(
+        "--memory-viz", metavar="OUT", type=Path, help="write a snapshot for pytorch.org/memory_viz"
+    )
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write the plan as JSON")
 
 
@@ -28,8 +48,15 @@ def plan_result(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """What a command says of a verified plan, once what the options ask for is written."""
     written: dict[str, Any] = {}
     if args.html is not None:
-        plan.to_html(args.html)
+        beside = None if args.beside is None else Plan.from_json(read_text(args.beside))
+        plan.to_html(args.html, beside)
         written["html"] = str(args.html)
+    if args.perfetto is not None:
+        plan.to_perfetto(args.perfetto)
+        written["perfetto"] = str(args.perfetto)
+    if args.memory_viz is not None:
+        plan.to_memory_viz(args.memory_viz)
+        written["memory_viz"] = str(args.memory_viz)
     if args.output is not None:
         write_text(args.output, plan.to_json())
         written["plan"] = str(args.output)
@@ -58,6 +85,14 @@ def write_text(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def kind_of(text: str) -> str:
+    """What a file is meant to be: ``"plan"``, ``"problem"``, other ``"JSON"`` or a ``"CSV"``."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return "CSV"
+    found = set(_FORMAT.findall(text))  # a plan has its problem inside
+    return next((kind for kind in ("plan", "problem") if kind in found), "JSON")
 
 
 def read_text(path: Path) -> str:

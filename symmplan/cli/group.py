@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from symmplan.cli.shell import CommandError
+from symmplan.errors import CommandError
 from symmplan.report.format import table
 
 if TYPE_CHECKING:

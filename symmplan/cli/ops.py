@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
-import shutil
 import sys
 import textwrap
 from itertools import zip_longest
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from symmplan.errors import DeclarationError
+from symmplan.cli import screen
+from symmplan.errors import CommandError, SymmplanError, UnknownOpError
 from symmplan.model import DEFAULT_ALIGN
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _LEGEND = (
     "name@16: aligned to 16 bytes instead of 256."
 )
 _MAX_SYMMETRIC = 26  # columns
+_MIN_FOLDED = 10  # columns that a folded cell keeps
 _MIN_NOTE = 40  # columns; where fewer are left, a note gets a line of its own
 
 
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """List what is declared, what of torch's communication ops is not and why, what is not known.
 
     Raises:
-        DeclarationError: A module cannot be imported, or a name matches nothing.
+        CommandError: A module cannot be imported.
+        UnknownOpError: A name matches nothing.
     """
     if args.by_collective:
         from symmplan.place.collectives import by_collective
@@ -96,10 +98,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except DeclarationError:
+    except SymmplanError:
         raise
     except Exception as error:
-        raise DeclarationError(
+        raise CommandError(
             f"module {module!r} cannot be imported",
             expected="a module that declares ops",
             got=f"{type(error).__name__}: {error}",
@@ -133,7 +135,7 @@ def _defined(name: str) -> list[Entry]:
     from symmplan.registry.schema import resolve
 
     if any(c in name for c in "*?[") or "::" not in name:
-        raise DeclarationError(
+        raise UnknownOpError(
             f"no declared op matches {name!r}",
             expected="an op, a namespace or a pattern",
             got=repr(name),
@@ -160,7 +162,7 @@ def render(result: Mapping[str, Any]) -> str:
     """The result as a table for people, as wide as the terminal allows."""
     if "collectives" in result:
         return "\n\n".join(map(_section, result["collectives"]))
-    columns = shutil.get_terminal_size((160, 24)).columns
+    columns = screen.columns()
     parts = []
     if result["ops"]:
         parts += _tables(result["ops"], columns)
@@ -211,8 +213,18 @@ def _tables(ops: list[dict[str, Any]], columns: int) -> list[str]:
 def _table(namespace: str, ops: list[dict[str, Any]], columns: int) -> str:
     heading = [f"{namespace}::", *_HEADINGS]
     rows = [_cells(op) for op in ops]
+    common = ""
+    if _width(heading, rows) > columns:  # what is the same in all lines is said once
+        same = [i for i in range(2, len(heading)) if len({row[i] for row in rows}) == 1]
+        common = ", ".join(f"{heading[i]} {rows[0][i]}" for i in same)
+        heading = [cell for i, cell in enumerate(heading) if i not in same]
+        rows = [[cell for i, cell in enumerate(row) if i not in same] for row in rows]
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     widths[1] = min(widths[1], _MAX_SYMMETRIC)
+    folded = [1, *(i for i, name in enumerate(heading) if name == "facts")]
+    for i in folded:
+        over = max(0, sum(widths) + 2 * (len(widths) - 1) - columns)
+        widths[i] = max(widths[i] - over, min(widths[i], _MIN_FOLDED))
     room = columns - sum(widths) - 2 * len(widths)
     below = room < _MIN_NOTE
     widths.append(0)
@@ -220,12 +232,18 @@ def _table(namespace: str, ops: list[dict[str, Any]], columns: int) -> str:
     lines.append("-" * len(lines[0]))
     for cells, op in zip(rows, ops, strict=True):
         wrapped = [[cell] for cell in cells]
-        wrapped[1] = textwrap.wrap(cells[1], widths[1])
+        for i in folded:
+            wrapped[i] = textwrap.wrap(cells[i], widths[i])
         wrapped.append([] if below else textwrap.wrap(op["note"], room))
         lines += [_line(shown, widths) for shown in zip_longest(*wrapped, fillvalue="")]
         if below and op["note"]:
             lines += _indented(op["note"], columns)
-    return "\n".join(lines)
+    return "\n".join([*textwrap.wrap(f"all: {common}", columns), *lines] if common else lines)
+
+
+def _width(heading: list[str], rows: list[list[str]]) -> int:
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    return sum(widths) + 2 * (len(widths) - 1) - max(0, widths[1] - _MAX_SYMMETRIC)
 
 
 def _cells(op: Mapping[str, Any]) -> list[str]:

@@ -7,19 +7,17 @@ by code that did not make it.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from symmplan.cli.files import add_output_arguments, plan_result, read_text
+from symmplan.cli.files import add_output_arguments, kind_of, plan_result, read_text
 from symmplan.cli.files import render_plan as render
-from symmplan.errors import PlanningError
+from symmplan.errors import CommandError, PlanningError
 from symmplan.model import Problem
 from symmplan.planner.budget import bytes_of
-
-if TYPE_CHECKING:
-    import argparse
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -35,18 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--capacity",
-        metavar="BYTES",
-        type=_bytes,
-        help="fail if the segments need more; text such as 40GiB, 512MiB or 10MB will do",
+        metavar="SIZE",
+        type=_capacity,
+        help="fail if the segments need more: bytes, or a size such as 40GiB or 10MB",
     )
     add_output_arguments(parser)
 
 
-def _bytes(text: str) -> int | None:
+def _capacity(text: str) -> int | None:
     try:
         return bytes_of(text)
     except PlanningError as error:
-        raise ValueError(error.what) from error
+        raise argparse.ArgumentTypeError(f"expected {error.expected}; got {error.got}") from None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,8 +52,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from symmplan.planner import plan as make_plan
 
     text = read_text(args.file)
-    is_json = text.lstrip()[:1] in ("{", "[")
-    problem = Problem.from_json(text) if is_json else Problem.from_csv(args.file)
+    kind = kind_of(text)
+    if kind == "plan":
+        raise CommandError(
+            f"{args.file} is a plan already",
+            expected="a CSV of buffers, or what Problem.to_json wrote",
+            got="what Plan.to_json wrote",
+            fix=f"symmplan show {args.file}",
+        )
+    problem = Problem.from_json(text) if kind != "CSV" else Problem.from_csv(args.file)
     what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
     print(what, file=sys.stderr, flush=True)
     begin = time.perf_counter()

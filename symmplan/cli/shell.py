@@ -13,7 +13,8 @@ and a command that cannot be imported does not break the others.
 Exit codes:
     0: the command did what it was asked to do.
     1: an error that symmplan reports on purpose, a file that cannot be read or written, or a
-       result that says ``"ok": false`` (a check that failed). The message is on stderr.
+       result that says ``"ok": false`` (a check that failed). The message is on stderr, or with
+       ``--json`` an object under ``"error"`` on stdout.
     2: wrong usage.
     130: interrupted by Ctrl-C; 143: ended by SIGTERM.
 
@@ -29,17 +30,19 @@ import importlib.util
 import json
 import os
 import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan import __version__
-from symmplan.errors import SymmplanError
+from symmplan.cli.screen import fitted
+from symmplan.errors import CommandError, SymmplanError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-__all__ = ["EXIT_CODES", "CommandError", "benches", "main"]
+__all__ = ["EXIT_CODES", "benches", "main"]
 
 #: Name -> one line for ``--help``, in the order in which a newcomer needs them.
 COMMANDS = {
@@ -56,12 +59,6 @@ EXIT_CODES = (
     "exit codes: 0 done; 1 an error, or a check that failed; 2 wrong usage; "
     "130 interrupted; 143 terminated"
 )
-
-
-class CommandError(SymmplanError):
-    """A command cannot run here."""
-
-    rule = "command cannot run"
 
 
 def benches() -> dict[str, str]:
@@ -99,16 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser(command, module)
         try:
             args = parser.parse_args(words)
-        except SystemExit as stop:  # argparse has printed help or a usage error
+        except SystemExit as stop:  # argparse has printed help or the version
             return stop.code if isinstance(stop.code, int) else 2
         if module is None:
             parser.print_help(sys.stderr)
             return 2
         return _print(module, args, module.run(args))
+    except UsageError as error:
+        if "--json" not in words:
+            print(error.fix, file=sys.stderr)
+        return _fail(f"{error.rule}: {error.what}", words, error, code=2)
     except SymmplanError as error:
         if debug:
             raise
-        return _fail(str(error))
+        return _fail(str(error), words, error)
     except BrokenPipeError:
         # `symmplan show plan.json | head`: the reader has seen enough. Python would complain once
         # more when it flushes stdout at exit.
@@ -117,15 +118,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug:
             raise
-        return _fail(f"cannot use {error.filename or 'a file'}: {error.strerror or error}")
+        return _fail(f"cannot use {error.filename or 'a file'}: {error.strerror or error}", words)
     except KeyboardInterrupt:
         print("symmplan: interrupted", file=sys.stderr)
         return 130
 
 
-def _fail(message: str) -> int:
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """A mistake in the words."""
+        raise UsageError(message, fix=self.format_usage().strip())
+
+
+def _fail(
+    message: str,
+    words: Sequence[str],
+    error: SymmplanError | None = None,
+    *,
+    code: int = 1,
+) -> int:
+    """Say what is wrong: on stderr, or with ``--json`` as the result."""
+    if "--json" in words:
+        told: dict[str, Any] = {"kind": type(error).__name__ if error else None, "what": message}
+        told |= {"expected": None, "got": None, "fix": None}
+        if error is not None:
+            parts = {k: getattr(error, k) for k in ("what", "expected", "got", "fix")}
+            told |= {k: None if v is None else str(v) for k, v in parts.items()}
+            told["rule"] = error.rule
+        print(json.dumps({"ok": False, "error": told}, indent=2))
+        return code
     print(f"symmplan: {message}", file=sys.stderr)
-    return 1
+    return code
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Fills paragraphs to the width of the terminal; what is indented or listed stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = []
+        for part in text.strip().split("\n\n"):
+            lines = part.splitlines()
+            plain = not any(line.startswith((" ", "- ", "|")) for line in lines)
+            parts.append(textwrap.fill(part, width) if plain else part)
+        return textwrap.indent("\n\n".join(parts), indent)
 
 
 def _find(words: list[str]) -> str:
@@ -170,17 +207,18 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
             help=line,
             description=(chosen.__doc__ if chosen else None) or line,
             epilog=EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             parents=parents,
         )
         if chosen is not None:
             chosen.add_arguments(parser)
         return parser
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="symmplan",
         description="Declare, plan and place tensors in symmetric memory.",
         epilog=EXIT_CODES,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=f"symmplan {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -201,7 +239,7 @@ def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any] 
     if args.json:
         text = json.dumps(result, indent=2)
     elif hasattr(module, "render"):
-        text = str(module.render(result))
+        text = fitted(str(module.render(result)))
     else:
         text = "\n".join(f"{key}: {value}" for key, value in result.items())
     sys.stdout.write(text if text.endswith("\n") else text + "\n")

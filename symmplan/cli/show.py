@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import add_output_arguments, plan_result, read_text
+from symmplan.cli.files import add_output_arguments, kind_of, plan_result, read_text
 from symmplan.cli.files import render_plan as render
+from symmplan.errors import PlanFormatError
 from symmplan.model import Plan
 
 if TYPE_CHECKING:
@@ -26,4 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Read, verify, write."""
-    return plan_result(Plan.from_json(read_text(args.file)), args)
+    text = read_text(args.file)
+    if kind_of(text) in ("CSV", "problem"):
+        raise PlanFormatError(
+            f"{args.file} is not a plan",
+            expected="what `symmplan plan -o` or Plan.to_json wrote",
+            got="a problem to be planned" if text.strip() else "an empty file",
+            fix=f"symmplan plan {args.file}",
+        )
+    return plan_result(Plan.from_json(text), args)

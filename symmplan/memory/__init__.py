@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from symmplan.errors import NotSymmetricError as NotSymmetricError
 from symmplan.memory import ops as ops  # registers torch.ops.symmplan.*
 from symmplan.memory.agreement import agree as agree
 from symmplan.memory.arena import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
@@ -11,7 +12,6 @@ from symmplan.memory.backends import BACKENDS as BACKENDS
 from symmplan.memory.backends import Backend as Backend
 from symmplan.memory.backends import resolve_backend as resolve_backend
 from symmplan.memory.segment import Health as Health
-from symmplan.memory.segment import NotSymmetricError as NotSymmetricError
 from symmplan.memory.segment import PlacedTensor as PlacedTensor
 from symmplan.memory.segment import Rendezvous as Rendezvous
 from symmplan.memory.segment import Segment as Segment

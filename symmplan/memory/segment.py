@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
-from symmplan.errors import BackendError, ReleasedError, RunError
+from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
 from symmplan.memory.groups import Group, group_key
 
 if TYPE_CHECKING:
@@ -401,8 +401,8 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
     segment, offset = located(
         tensor,
         "a tensor",
-        fix="let the plan place it: declare it with symmplan.symm_args, or copy it into "
-        "a placement",
+        fix="call the op inside `with symmplan.eager()` or in a model compiled with "
+        'backend="symmplan": they place what symmplan.symm_args declares',
     )
     rendezvous = segment.meeting(group)
     return PlacedTensor(
@@ -413,10 +413,6 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
         world_size=rendezvous.group.size,
         rendezvous=rendezvous,
     )
-
-
-class NotSymmetricError(RunError, ValueError):
-    """A tensor that must lie in a segment does not."""
 
 
 def _released(segment: Segment) -> ReleasedError:

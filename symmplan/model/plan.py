@@ -128,7 +128,7 @@ class Budget:
     gave_way: tuple[GaveWay, ...] = ()
 
 
-@frozen
+@frozen(repr=False)
 class Plan:
     """Where every declared tensor of a program lives.
 
@@ -158,6 +158,11 @@ class Plan:
     budget: Budget | None = field(default=None, eq=False)
     live_gathers: int | None = field(default=None, eq=False)
     advisor: Callable[[], tuple[Any, ...]] | None = field(default=None, eq=False, repr=False)
+
+    def __repr__(self) -> str:
+        from symmplan.report.text import plan_line
+
+        return f"<Plan: {plan_line(self)}>"
 
     @property
     def unplanned(self) -> tuple[Unplanned, ...]:
@@ -228,11 +233,40 @@ class Plan:
 
         return plan_summary(self)
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a self-contained HTML page: segments as byte-over-time rectangles."""
+    def to_html(self, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
+        """Write a self-contained HTML page: segments as byte-over-time rectangles.
+
+        Args:
+            path: Where to; the folder must exist.
+            beside: Another plan to be drawn beside it, on the same scale of bytes.
+        """
         from symmplan.report.html import write_plan_html
 
-        write_plan_html(self, path)
+        write_plan_html(self, path, beside)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace, which ui.perfetto.dev opens: streams, buffers, live bytes.
+
+        A plan knows order and no durations: each operation is as long as the others.
+        """
+        from symmplan.report.viewers import write_perfetto
+
+        write_perfetto(self, path)
+
+    def to_memory_viz(self, path: str | os.PathLike[str]) -> None:
+        """Write a memory snapshot, which pytorch.org/memory_viz opens.
+
+        The file is a pickle of plain values, the only form that the page reads.
+        """
+        from symmplan.report.viewers import write_memory_viz
+
+        write_memory_viz(self, path)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from symmplan.report.html import plan_frame
+
+        return plan_frame(self)
 
     def advice(self) -> tuple[Any, ...]:
         """What would save bytes, largest saving first; each piece verified by planning again."""

@@ -31,6 +31,9 @@ class Operation:
         ends: Names of operations before it: the calls that began there end here. It states no facts
             of its own then.
         op: Qualified op name, for people; takes no part in planning.
+        stack: Where the program calls it, ``"file:line in function"``, the innermost last; for
+            people.
+        time: ``(begin, end)`` on the program's own clock, half-open, if it has one; for people.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Operation:
     meets: bool = False
     ends: tuple[str, ...] = ()
     op: str = ""
+    stack: tuple[str, ...] = ()
+    time: tuple[int, ...] = ()
 
 
 @frozen

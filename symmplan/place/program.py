@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture.sites import Captured, CopyKind, Site
-    from symmplan.model import Barrier, OpSpec, Plan
+    from symmplan.model import Barrier, OpSpec, Plan, WayName
     from symmplan.place.ways import Lowering, Lowerings
 
 __all__ = ["Instruction", "PlacedCall", "PlacedProgram", "place"]
@@ -132,6 +132,16 @@ class PlacedProgram:
     plan: Plan
     calls: Mapping[fx.Node, PlacedCall]
     instructions: Sequence[Instruction] = field(factory=tuple)
+
+    @property
+    def ways(self) -> tuple[WayName, ...]:
+        """The way of each declared call, those that are left out included."""
+        return tuple(
+            ("copy engine" if self.calls[node].engine else "symmetric")
+            if node in self.calls
+            else "ordinary"
+            for node in self.captured.specs
+        )
 
 
 def place(

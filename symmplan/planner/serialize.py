@@ -21,6 +21,7 @@ import csv
 import functools
 import json
 import typing
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -355,7 +356,10 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
             accesses.append(Access(last, name))
     return Problem(
         buffers=tuple(Buffer(name=n, nbytes=size, align=1) for n, _, _, size in rows),
-        operations=tuple(Operation(name) for name in names[:-1]),
+        operations=tuple(
+            Operation(name, time=between)
+            for name, between in zip(names[:-1], pairwise(times), strict=True)
+        ),
         accesses=tuple(accesses),
     )
 
@@ -421,4 +425,11 @@ def _rows(
                 column="size",
             )
         rows.append((str(row["id"]).strip(), values[0], values[1], values[2]))
+    if not rows:
+        raise ProblemError(
+            f"{path} has no buffers",
+            expected="a line for each buffer under the header",
+            got="a header alone",
+            fix="write the buffers below the header, one a line",
+        )
     return rows

@@ -151,8 +151,20 @@ def symm_args(
         unchanged.
 
     Raises:
-        DeclarationError: As for `register_symm_mem_args`, when the op is given.
+        DeclarationError: Something else than names is given; and, when the op is given, as for
+            `register_symm_mem_args`.
     """
+    bare = [w for w in where if not isinstance(w, str | Requirement)]
+    if bare:
+        raise DeclarationError(
+            f"symm_args was given {bare[0]!r} where names of arguments belong",
+            expected='names, such as @symmplan.symm_args("input", "return")',
+            got="the decorator without parentheses"
+            if callable(bare[0])
+            else type(bare[0]).__name__,
+            fix="write the names in parentheses behind symm_args",
+            where=bare[0],
+        )
 
     def declare(op: T) -> T:
         register_symm_mem_args(
@@ -258,7 +270,8 @@ class _Store:
                     f"{spec.op} is already declared, and differently",
                     expected=_describe(earlier.spec),
                     got=_describe(spec),
-                    fix="keep one of the two declarations, or unregister the first",
+                    fix="keep one of the two declarations, or call "
+                    f"symmplan.unregister({spec.op!r}) first",
                     op=spec.op,
                     earlier=earlier.spec,
                     later=spec,

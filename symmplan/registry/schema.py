@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import frozen
 
-from symmplan.errors import CaptureError, DeclarationError
+from symmplan.errors import CaptureError, DeclarationError, UnknownOpError
 from symmplan.registry import _upstream
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _by_name(name: str) -> tuple[OpOverload, ...]:
     base, dot, overload = rest.partition(".")
     parts = [namespace, base, *([overload] if dot else [])]
     if not (colons and all(part.isidentifier() for part in parts)):
-        raise DeclarationError(
+        raise UnknownOpError(
             f"{name!r} is not a qualified op name",
             expected='"namespace::name" or "namespace::name.overload"',
             got=repr(name),
@@ -201,7 +201,7 @@ def _by_name(name: str) -> tuple[OpOverload, ...]:
         return _overloads(packet)
     existing = tuple(packet.overloads())
     if overload not in existing:
-        raise DeclarationError(
+        raise UnknownOpError(
             f"{namespace}::{base} has no overload {overload!r}",
             expected=f"one of {', '.join(existing)}",
             got=repr(overload),
@@ -218,7 +218,7 @@ def _packet(namespace: str, base: str) -> OpOverloadPacket | None:
     return _upstream.as_packet(getattr(getattr(torch.ops, namespace), base, None))
 
 
-def _unknown_op(name: str, namespace: str, base: str) -> DeclarationError:
+def _unknown_op(name: str, namespace: str, base: str) -> UnknownOpError:
     existing = sorted({s.name for s in _upstream.all_schemas()})
     same = [n for n in existing if n.startswith(f"{namespace}::")]
     if same:  # compare without the namespace: being equal, it would make everything look close
@@ -226,14 +226,14 @@ def _unknown_op(name: str, namespace: str, base: str) -> DeclarationError:
         guess = f"{namespace}::{close}" if close else None
     else:
         guess = _closest(f"{namespace}::{base}", existing)
-    return DeclarationError(
+    return UnknownOpError(
         f"no op named {namespace}::{base} is defined",
         expected=f"one of the {len(same)} ops of namespace {namespace!r}"
         if same
         else f"a namespace that has ops; {namespace!r} has none",
         got=repr(name),
-        fix=f"import or define {namespace}::{base} before you declare it"
-        + (f"; did you mean {guess!r}?" if guess else ""),
+        fix=(f"did you mean {guess!r}? If not, " if guess else "")
+        + f"import or define {namespace}::{base} first",
         op=name,
         existing=tuple(same),
     )

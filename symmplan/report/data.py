@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -71,11 +72,16 @@ def drawing(plan: Plan) -> dict[str, Any]:
     order = topological(problem)
     live = live_ranges(problem, order)
     position = {problem.operations[i].name: at for at, i in enumerate(order)}
+    index = {buffer.name: i for i, buffer in enumerate(problem.buffers)}
+    uses: list[list[int]] = [[] for _ in problem.buffers]
+    for access in problem.accesses:
+        uses[index[access.buffer]].append(position[access.operation])
+    frames: dict[str, int] = {}
     streams = list(dict.fromkeys(operation.stream for operation in problem.operations))
     kinds = sorted({buffer.op for buffer in problem.buffers})
     segments = [segment.name for segment in plan.segments]
     buffers = []
-    for buffer in problem.buffers:
+    for buffer, used in zip(problem.buffers, uses, strict=True):
         placement = plan.placements[buffer.name]
         begin, end = live[buffer.name]
         buffers.append(
@@ -90,10 +96,12 @@ def drawing(plan: Plan) -> dict[str, Any]:
                 "s": begin,
                 "t": end,
                 "persistent": buffer.persistent,
+                "uses": sorted(set(used)),
             }
         )
     buffers.sort(key=lambda b: (b["segment"], b["a"], b["s"], b["name"]))
-    return {
+    shown = {
+        "fingerprint": plan.fingerprint[:12],
         "kinds": kinds,
         "streams": streams,
         "operations": [
@@ -102,6 +110,8 @@ def drawing(plan: Plan) -> dict[str, Any]:
                 "op": operation.op,
                 "stream": streams.index(operation.stream),
                 "group": operation.group or "",
+                # Frames are numbers: many operations share them.
+                "stack": [frames.setdefault(f, len(frames)) for f in operation.stack],
             }
             for operation in (problem.operations[i] for i in order)
         ],
@@ -115,6 +125,9 @@ def drawing(plan: Plan) -> dict[str, Any]:
             for segment in plan.segments
         ],
         "buffers": buffers,
+        "edges": sorted({(position[a], position[b]) for a, b in problem.edges}),
+        "together": [sorted(pair) for pair in sorted(problem.together)],
+        "times": _times([problem.operations[i].time for i in order]),
         "barriers": [
             {
                 "before": barrier.before,
@@ -126,6 +139,16 @@ def drawing(plan: Plan) -> dict[str, Any]:
         ],
         "unplanned": [asdict(u) for u in plan.unplanned],
     }
+    shown["frames"] = list(frames)
+    return shown
+
+
+def _times(clock: list[tuple[int, ...]]) -> list[int]:
+    """Where each operation begins on the program's own clock, and the end; empty without one."""
+    whole = all(len(time) == 2 for time in clock) and clock
+    if not whole or any(a[1] != b[0] for a, b in pairwise(clock)):
+        return []
+    return [*(time[0] for time in clock), clock[-1][1]]
 
 
 def _type(dtype: str, shape: tuple[int, ...]) -> str:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan
 
-__all__ = ["plan_html", "write_plan_html"]
+__all__ = ["plan_frame", "plan_html", "write_plan_html"]
+
+#: A notebook keeps what it shows; larger pictures belong into a file.
+_MOST_IN_NOTEBOOK = 5_000
 
 _PAGE = """\
 <!doctype html>
@@ -41,13 +44,15 @@ script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; img-src data
 <body>
 <header>
 <h1>symmplan <code>{fingerprint}</code></h1>
-<dl>{tiles}</dl>
+{tiles}
 </header>
 <main>
 <div id="tools" hidden>
 <input id="filter" type="search" placeholder="filter by buffer, op or type" aria-label="filter">
 <button id="reset" type="button">whole picture</button>
-<span class="hint">drag over a picture to zoom in, double-click to zoom out</span>
+<span class="hint">wheel: zoom in time, with shift: in bytes; drag: move, with shift: zoom; \
+click: pin; <kbd>?</kbd> keys</span>
+<div id="keys" hidden></div>
 <div id="legend"></div>
 </div>
 <div id="pictures"></div>
@@ -55,6 +60,7 @@ script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; img-src data
 <details open id="summary"><summary>Summary</summary><pre>{summary}</pre></details>
 </main>
 <div id="tip" role="status" hidden></div>
+<aside id="pin" aria-label="pinned buffer" hidden></aside>
 <script type="application/json" id="plan">{data}</script>
 <script>{script}</script>
 </body>
@@ -62,17 +68,20 @@ script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; img-src data
 """
 
 
-def plan_html(plan: Plan) -> str:
-    """The page as text. Equal plans give equal texts."""
+def plan_html(plan: Plan, beside: Plan | None = None) -> str:
+    """The page as text, with a second plan ``beside`` it. Equal plans give equal texts."""
     folder = resources.files("symmplan.report")
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
-    script = folder.joinpath("page.js").read_text(encoding="utf-8")
+    parts = ("page.js", "picture.js", "svg.js", "tables.js")
+    texts = (folder.joinpath(part).read_text(encoding="utf-8") for part in parts)
+    script = '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
     # In a script element only "<" could end the data or open a comment; JSON can spell it.
-    data = json.dumps(drawing(plan), separators=(",", ":")).replace("<", "\\u003c")
+    shown = {**drawing(plan), "beside": None if beside is None else drawing(beside)}
+    data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.format(
         fingerprint=escape(plan.fingerprint[:12]),
-        tiles=_tiles(plan),
-        summary=escape(plan_summary(plan)),
+        tiles="".join(f"<dl>{_tiles(p)}</dl>" for p in (plan, beside) if p is not None),
+        summary=escape("\n\n".join(plan_summary(p) for p in (plan, beside) if p is not None)),
         data=data,
         style=style,
         script=script,
@@ -81,13 +90,23 @@ def plan_html(plan: Plan) -> str:
     )
 
 
-def write_plan_html(plan: Plan, path: str | os.PathLike[str]) -> None:
+def plan_frame(plan: Plan) -> str:
+    """The page in a frame of its own, for notebooks; of a large plan its summary alone."""
+    if len(plan.placements) > _MOST_IN_NOTEBOOK:
+        advice = f"{plan_summary(plan)}\n\nplan.to_html(path) draws it."
+        return f"<pre>{escape(advice)}</pre>"
+    page = escape(plan_html(plan))
+    look = "width:100%;height:640px;border:0"
+    return f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{page}"></iframe>'
+
+
+def write_plan_html(plan: Plan, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
     """Write the page of ``plan``, which is not verified here; the folder must exist.
 
     Raises:
         OSError: It cannot be written.
     """
-    Path(path).write_text(plan_html(plan), encoding="utf-8", newline="\n")
+    Path(path).write_text(plan_html(plan, beside), encoding="utf-8", newline="\n")
 
 
 def _tiles(plan: Plan) -> str:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from symmplan.report.format import count, size, table, visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from symmplan.model import Plan, Unplanned
 
-__all__ = ["plan_summary"]
+__all__ = ["plan_line", "plan_summary", "reasons_line"]
 
 #: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
 #: page have all of them.
@@ -40,6 +42,22 @@ def plan_summary(plan: Plan) -> str:
     for part in (_budget_lines, _segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
         lines += part(plan)
     return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])
+
+
+def plan_line(plan: Plan) -> str:
+    """Buffers, segments, bytes and the bound, on one line."""
+    held = f"{count(len(plan.placements), 'buffer')} in {count(len(plan.segments), 'segment')}"
+    reached = plan.peak_bytes == plan.lower_bound_bytes
+    bound = "the minimum" if reached else f"the minimum is {size(plan.lower_bound_bytes)} or more"
+    return f"{held}, {size(plan.peak_bytes)} ({bound})"
+
+
+def reasons_line(unplanned: Iterable[Unplanned], shown: int = 2) -> str:
+    """How many tensors were left out, and why, the most frequent reasons first; on one line."""
+    reasons = Counter(visible(tensor.reason) for tensor in unplanned)
+    first = [f"{n:,} x {reason}" for reason, n in reasons.most_common(shown)]
+    more = reasons.total() - sum(n for _, n in reasons.most_common(shown))
+    return "; ".join([*first, *([f"{more:,} more"] if more else [])])
 
 
 def _quality(plan: Plan) -> str:

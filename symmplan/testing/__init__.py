@@ -1,64 +1,77 @@
 """For tests of planners, ours and others': strategies, oracles and a conformance kit.
 
+What draws random problems needs Hypothesis, which the extra ``test`` installs; all else does not.
+
 >>> from symmplan.planner import plan
 >>> from symmplan.testing import check_packer
 >>> check_packer(lambda p: {n: x.offset for n, x in plan(p).placements.items()}, examples=5)
 """
 
-from symmplan.testing.conformance import (
-    Packer,
-    check_offsets,
-    check_packer,
-    interval_lists,
-    interval_problems,
-    problems,
-)
-from symmplan.testing.declaration import (
-    Contradiction,
-    DeclarationReport,
-    Fact,
-    check_declaration,
-)
-from symmplan.testing.explorer.program import (
-    TinyBuffer,
-    TinyCall,
-    TinyPlan,
-    TinyProgram,
-    Verdict,
-    WrongRead,
-    explore,
-)
-from symmplan.testing.oracles import (
-    conflicts,
-    happens_before,
-    heaviest_set,
-    linear_extensions,
-    lowest_peak,
-    unsynchronised,
-)
+from __future__ import annotations
 
-__all__ = [
-    "Contradiction",
-    "DeclarationReport",
-    "Fact",
-    "Packer",
-    "TinyBuffer",
-    "TinyCall",
-    "TinyPlan",
-    "TinyProgram",
-    "Verdict",
-    "WrongRead",
-    "check_declaration",
-    "check_offsets",
-    "check_packer",
-    "conflicts",
-    "explore",
-    "happens_before",
-    "heaviest_set",
-    "interval_lists",
-    "interval_problems",
-    "linear_extensions",
-    "lowest_peak",
-    "problems",
-    "unsynchronised",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from symmplan.testing.conformance import Packer as Packer
+    from symmplan.testing.conformance import check_offsets as check_offsets
+    from symmplan.testing.conformance import check_packer as check_packer
+    from symmplan.testing.conformance import interval_lists as interval_lists
+    from symmplan.testing.conformance import interval_problems as interval_problems
+    from symmplan.testing.conformance import problems as problems
+    from symmplan.testing.declaration import Contradiction as Contradiction
+    from symmplan.testing.declaration import DeclarationReport as DeclarationReport
+    from symmplan.testing.declaration import Fact as Fact
+    from symmplan.testing.declaration import check_declaration as check_declaration
+    from symmplan.testing.explorer.program import TinyBuffer as TinyBuffer
+    from symmplan.testing.explorer.program import TinyCall as TinyCall
+    from symmplan.testing.explorer.program import TinyPlan as TinyPlan
+    from symmplan.testing.explorer.program import TinyProgram as TinyProgram
+    from symmplan.testing.explorer.program import Verdict as Verdict
+    from symmplan.testing.explorer.program import WrongRead as WrongRead
+    from symmplan.testing.explorer.program import explore as explore
+    from symmplan.testing.oracles import conflicts as conflicts
+    from symmplan.testing.oracles import happens_before as happens_before
+    from symmplan.testing.oracles import heaviest_set as heaviest_set
+    from symmplan.testing.oracles import linear_extensions as linear_extensions
+    from symmplan.testing.oracles import lowest_peak as lowest_peak
+    from symmplan.testing.oracles import unsynchronised as unsynchronised
+
+_MODULES = {
+    "conformance": (
+        *("Packer", "check_offsets", "check_packer"),
+        *("interval_lists", "interval_problems", "problems"),
+    ),
+    "declaration": ("Contradiction", "DeclarationReport", "Fact", "check_declaration"),
+    "explorer.program": (
+        *("TinyBuffer", "TinyCall", "TinyPlan", "TinyProgram"),
+        *("Verdict", "WrongRead", "explore"),
+    ),
+    "oracles": (
+        *("conflicts", "happens_before", "heaviest_set"),
+        *("linear_extensions", "lowest_peak", "unsynchronised"),
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'symmplan.testing' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"symmplan.testing.{_HOME[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        raise ModuleNotFoundError(
+            f"symmplan.testing.{name} needs hypothesis: python -m pip install 'symmplan[test]'",
+            name=error.name,
+        ) from error
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

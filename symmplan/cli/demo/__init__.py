@@ -11,21 +11,22 @@ collective_speedup_vs_gloo. The exit code is 1 if the two runs differ.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from symmplan.errors import DemoError
 from symmplan.report.format import count, size, table, visible
-
-if TYPE_CHECKING:
-    import argparse
 
 __all__ = ["add_arguments", "render", "run"]
 
+#: So many of the first and of the last steps are shown.
+_SHOWN = 5
 #: Ranks. The model's sizes would do for four, but two cores would not.
 WORLD = 2
 
@@ -54,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more; got {text!r}")
     return int(text)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, wait for them, put their results together."""
-    from symmplan.cli.demo.launch import DemoError, run_ranks
+    from symmplan.cli.demo.launch import run_ranks
 
     begin = time.monotonic()
     out = Path(tempfile.mkdtemp(prefix="symmplan-demo-")) if args.out is None else args.out
@@ -121,7 +122,7 @@ def render(result: dict[str, Any]) -> str:
         _tensors(result),
         ["", *result["summary"].splitlines()],
         _time(result),
-        ["", *(f"wrote {path}" for path in result["written"].values())],
+        _next(result),
     ]
     return "\n".join(line for block in blocks for line in block)
 
@@ -136,11 +137,11 @@ def _heading(result: dict[str, Any]) -> list[str]:
 
 def _losses(result: dict[str, Any]) -> list[str]:
     planned, plain = result["losses"]["symmplan"], result["losses"]["plain"]
-    rows = [
-        ("step", *(f"{i:>7}" for i in range(1, len(plain) + 1))),
-        ("loss with symmplan", *(f"{loss:7.4f}" for loss in planned)),
-        ("loss without", *(f"{loss:7.4f}" for loss in plain)),
-    ]
+    steps = range(len(plain))
+    if len(plain) > 2 * _SHOWN:
+        steps = [*steps[:_SHOWN], *steps[-_SHOWN:]]  # type: ignore[assignment]
+    rows = [("step", "loss with symmplan", "loss without")]
+    rows += [(f"{i + 1:4}", f"{planned[i]:18.4f}", f"{plain[i]:12.4f}") for i in steps]
     return ["", *table(rows)]
 
 
@@ -179,6 +180,31 @@ def _tensors(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def faster(ratio: float) -> str:
+    """In words: ``2.0 x faster``, ``1.5 x slower``, or about as fast.
+
+    >>> faster(2.0), faster(0.5), faster(1.01)
+    ('  2.0 x faster', '  2.0 x slower', 'about as fast')
+    """
+    if 0.95 < ratio < 1.05:
+        return "about as fast"
+    return f"{ratio:5.1f} x faster" if ratio > 1 else f"{1 / ratio:5.1f} x slower"
+
+
+def _next(result: dict[str, Any]) -> list[str]:
+    """How long it took, and what to do with what is there now."""
+    plan, page = result["written"]["plan"], result["written"]["html"]
+    return [
+        "",
+        f"done in {result['seconds']:.0f} s. Next:",
+        f"  look at the plan:  open {page} in a browser",
+        f"  read it as text:   symmplan show {plan}",
+        '  your own model:    torch.compile(model, backend="symmplan"),',
+        "                     symmplan.fsdp.apply(model), or with symmplan.eager():",
+        "  what is it doing:  TORCH_LOGS=symmplan python train.py",
+    ]
+
+
 def _time(result: dict[str, Any]) -> list[str]:
     rows = [
         (
@@ -187,7 +213,7 @@ def _time(result: dict[str, Any]) -> list[str]:
             size(call["nbytes"]),
             f"{1e6 * call['symmplan_s']:8.0f} us",
             f"gloo {1e6 * call['gloo_s']:8.0f} us",
-            f"{call['gloo_s'] / call['symmplan_s']:5.1f} x faster",
+            faster(call["gloo_s"] / call["symmplan_s"]),
         )
         for call in result["collectives"]
     ]
@@ -199,6 +225,6 @@ def _time(result: dict[str, Any]) -> list[str]:
         "collectives of one step, one by one, median:",
         *table(rows),
         f"  together {1e3 * ours:.2f} ms, gloo {1e3 * theirs:.2f} ms"
-        + ("" if speedup is None else f": {speedup:.1f} x faster"),
+        + ("" if speedup is None else f": {faster(speedup).strip()}"),
         f"a training step: {ours_step} ms with symmplan, {plain_step} ms without",
     ]

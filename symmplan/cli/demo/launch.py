@@ -23,34 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from symmplan.errors import SymmplanError
+from symmplan.errors import DemoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["DemoError", "run_ranks"]
+__all__ = ["run_ranks"]
 
 #: Seconds that the other ranks get to say what they saw when one of them has ended.
 _GRACE = 5.0
+#: Seconds after which a line says that what was begun goes on.
+_HEARTBEAT = 10.0
 #: Errors that are about a peer, and so are hardly the cause.
 _CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
-
-
-class DemoError(SymmplanError, RuntimeError):
-    """A rank of the demo failed, or all together took too long.
-
-    Attributes:
-        others: What became of the other ranks, one line each.
-        traceback: Of the rank whose error is told, if it had one.
-    """
-
-    rule = "demo failed"
-    others: tuple[str, ...] = ()
-    traceback: str = ""
-
-    def _text(self) -> str:
-        return "\n".join([super()._text(), *(f"  then: {other}" for other in self.others)])
 
 
 class _Progress:
@@ -58,7 +44,8 @@ class _Progress:
 
     def __init__(self) -> None:
         self._live, self._open = sys.stderr.isatty(), False
-        self._begin = time.monotonic()
+        self._begin = self._since = self._last = time.monotonic()
+        self._where = ""
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -67,7 +54,19 @@ class _Progress:
 
     def mark(self, where: str) -> None:
         """The ranks are at ``where``."""
-        text = f"{time.monotonic() - self._begin:5.1f} s  {where}"
+        self._since = time.monotonic()
+        self._where = where
+        self._show(where)
+
+    def beat(self) -> None:
+        """Nothing new: say now and then that it goes on, so that a long wait is not a silence."""
+        now = time.monotonic()
+        if self._where and now - self._last >= (1.0 if self._live else _HEARTBEAT):
+            self._show(f"{self._where} ({now - self._since:.0f} s so far)")
+
+    def _show(self, what: str) -> None:
+        self._last = time.monotonic()
+        text = f"{self._last - self._begin:5.1f} s  {what}"
         if not self._live:
             self.line(text)
             return
@@ -122,8 +121,9 @@ def run_ranks(setup: dict[str, Any], *, world: int, timeout: float) -> list[dict
         progress = _Progress()
         try:
             for rank in range(world):
-                ranks.append(_start(setup, rank, world, Path(folder), timeout))
-                progress.line(f"rank {rank} pid {ranks[-1].process.pid}")
+                # One by one: what was started must be ended if the next cannot be.
+                ranks.append(_start(setup, rank, world, Path(folder), timeout))  # noqa: PERF401
+            progress.mark(f"start {world} ranks")
             _watch(ranks, time.monotonic() + timeout, progress)
             _raise_if_failed(ranks, timeout)
             return [rank.result for rank in ranks if rank.result is not None]
@@ -169,6 +169,7 @@ def _watch(ranks: list[_Rank], deadline: float, progress: _Progress) -> None:
     """Read what the ranks say until all have ended, or one has failed and its grace is over."""
     talking: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
     while talking and (left := deadline - time.monotonic()) > 0:
+        progress.beat()
         for pipe in wait([*talking], min(left, 0.2)):
             if not _read(talking[pipe], progress):
                 talking.pop(pipe).process.wait()  # its end of the pipe closes when it ends

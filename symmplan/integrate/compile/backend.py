@@ -26,6 +26,9 @@ from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options, known
 from symmplan.place.stats import Stats
+from symmplan.report.format import count
+from symmplan.report.log import LOG
+from symmplan.report.text import reasons_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from symmplan.place.choice import Choice, Choose
     from symmplan.place.ways import Collectives
 
-__all__ = ["CompileBackend", "CompileOptions", "backend", "symmplan"]
+__all__ = ["CompileBackend", "CompileOptions", "backend", "default_backend", "symmplan"]
 
 
 @frozen(kw_only=True)
@@ -76,6 +79,7 @@ class CompileBackend:
         self._graphs = 0
         self._device: torch.device | None = None
         self._checked = Checked()
+        self._told = False
         self._records: list[Record] = []
         self._pool = Pool(settings.timeout, settings.debug is True)
 
@@ -198,6 +202,25 @@ class CompileBackend:
         self._pool.release()
         self._pool = Pool(self.settings.timeout, self.settings.debug is True)
 
+    def _idle(self) -> None:
+        """A graph without placements ran again: say so once, if no graph has any."""
+        if self._told or any(how for record in self._records for *_, how, _ in record.sites):
+            return
+        self._told = True
+        left = [tensor for plan in self.plans for tensor in plan.unplanned]
+        graphs = count(self._graphs, "compiled graph")
+        if left and self.settings.choose != "ordinary":
+            LOG.warning(
+                "nothing is in symmetric memory: all %s of %s were left out: %s",
+                *(count(len(left), "declared tensor"), graphs, reasons_line(left)),
+            )
+        elif not left:
+            LOG.warning(
+                "nothing is in symmetric memory: no declared op is called in %s (`symmplan ops` "
+                "lists those that are, symmplan.symm_args declares others)",
+                graphs,
+            )
+
     def __call__(
         self,
         module: fx.GraphModule,
@@ -223,7 +246,7 @@ class CompileBackend:
             world.join(self)
         self._graphs += 1
         self._device = _device_of(module)
-        unit = Unit(self.settings, self._device, self._pool)
+        unit = Unit(self.settings, self._device, self._pool, self._idle)
         self._records.append(unit.record)
         if self.settings.inner == "eager" or world is not None:
             _refuse_mode(mode, ("default",))
@@ -408,6 +431,17 @@ def _device_of(module: fx.GraphModule) -> torch.device:
             if fake.device.type != "cpu":
                 return fake.device  # type: ignore[no-any-return]
     return torch.device("cpu")
+
+
+def default_backend() -> CompileBackend:
+    """The backend behind ``torch.compile(model, backend="symmplan")``, one in each process.
+
+    Its ``.stats`` and ``.plans`` say whether and how symmplan is engaged; ``.release()`` gives its
+    segments back.
+
+    Collective: no.
+    """
+    return symmplan
 
 
 #: The backend behind the name ``"symmplan"`` in ``torch.compile``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "alike",
     "checked_plan",
     "copy_of",
+    "counted",
     "declared",
     "inserted",
     "keep_away",
@@ -65,6 +67,7 @@ class Part:
         calls: How many declared calls run in placements.
         expected: How those of them that are collectives are to run.
         copies: How many copies it makes into and out of placements.
+        ways: How each of its declared calls runs.
         shared: The segments that it runs in; None before it first runs.
         agreed: The first plan that showed peers what its own does.
         groups: The process groups of whatever it has in symmetric memory, once it has run.
@@ -83,6 +86,7 @@ class Part:
     calls: int
     expected: tuple[Expected, ...]
     copies: int
+    ways: tuple[str, ...]
     shared: Shared | None = field(init=False, default=None)
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
@@ -136,6 +140,7 @@ class Part:
             calls=len(program.calls),
             expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
             copies=sum(i.kind.startswith("copy") for i in program.instructions),
+            ways=program.ways,
         )
 
     def run_plainly(self, args: list[Any]) -> Any:
@@ -329,3 +334,18 @@ def keeps(parts: Iterable[Part], before: Plan, plan: Plan) -> bool:
 def points_of(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
     """Before what, and over which group, each of them is."""
     return ((b.before, b.group) for b in barriers)
+
+
+def counted(
+    compiled: Callable[[list[Any]], Any], on_idle: Callable[[], None]
+) -> Callable[[list[Any]], Any]:
+    """A part that follows no plan; when it runs again, all of the program has been compiled."""
+    runs = itertools.count()
+
+    def run(args: list[Any]) -> Any:
+        if next(runs) == 1:
+            on_idle()
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

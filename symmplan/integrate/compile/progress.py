@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +40,7 @@ from symmplan.memory.exchange import Exchange, processes_of
 from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
+from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from symmplan.place.guests import CarveOut
 
 __all__ = ["Progress"]
-
-_LOG = logging.getLogger("symmplan")
 
 #: More plannings than this are not caught up with: what a peer says is bounded.
 _MOST_MISSED = 8
@@ -235,7 +233,7 @@ def _make(group: Group, timeout: float) -> Arena | None:
     try:
         return realize(plan_problem(problem), memory="shm", groups=groups, timeout=timeout)
     except (SymmplanError, OSError) as error:  # on all ranks; the program needs none
-        _LOG.info("no shared memory to see peers in: %s", error)
+        LOG.info("no shared memory to see peers in: %s", error)
         return None
 
 

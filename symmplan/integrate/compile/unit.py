@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
 import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +24,7 @@ from symmplan.integrate.compile.parts import (
     Record,
     alike,
     checked_plan,
+    counted,
     declared,
     inserted,
     keep_away,
@@ -51,6 +51,7 @@ from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.budget import within
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
+from symmplan.report.log import LOG, log_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,8 +70,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Unit"]
 
-_LOG = logging.getLogger("symmplan")
-
 
 @define(eq=False)
 class Unit:
@@ -84,6 +83,7 @@ class Unit:
     settings: CompileOptions
     device: torch.device
     pool: Pool
+    on_idle: Callable[[], None]
     record: Record = field(init=False, factory=Record)
     parts: dict[str, Part] = field(init=False, factory=dict)
     lowerings: Lowerings | None = field(init=False, default=None)
@@ -164,6 +164,7 @@ class Unit:
             self.record.plans[name] = plan
             self.residents.plan(captured, name, lowerings.memory)
             if all(s.buffer is None for s in captured.sites):
+                log_plan(f"compiled graph ({name})", plan, ["ordinary"] * len(captured.specs))
                 return None
             # Parts may run in another order than planned (two forwards, then two backwards), so
             # each also gets the barriers that it needs when it follows itself.
@@ -309,7 +310,7 @@ class Unit:
             self.pool.bounds[key] = largest
             if before is not None and now > before:
                 self.record.replanned = True
-                _LOG.warning(
+                LOG.warning(
                     "a size outgrew its plan: %s is %s, planned were up to %s; the graph is "
                     "compiled and planned again, on all ranks, for up to %s",
                     *(name, now, before, largest),
@@ -350,7 +351,7 @@ class Unit:
         if part is not None:
             part.plain = plain
         if part is None and (name != "backward" or self.reservation is None):
-            return compiled
+            return counted(compiled, self.on_idle)
 
         def run(args: list[Any]) -> Any:
             if part is not None:
@@ -444,4 +445,6 @@ class Unit:
             return None
         for each in same:
             each.shared, each.agreed = found
+        names = ", ".join(p.name for p in same)
+        log_plan(f"compiled graph ({names})", plan, [way for p in same for way in p.ways])
         return found[0]

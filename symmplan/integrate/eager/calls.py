@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Event
 
-__all__ = ["METHODS", "MISS", "is_tensors", "make_ready", "serve", "stands_for"]
+__all__ = ["METHODS", "MISS", "counted", "is_tensors", "make_ready", "serve", "stands_for"]
 
 #: What a short way returns if the call is not the expected one.
 MISS: Any = object()
@@ -336,3 +337,12 @@ def _ready_memory(event: Event, faults: Faults) -> None:
         return run(make, args, kwargs)
 
     event.short = short
+
+
+def counted(events: Sequence[Event]) -> Counter[str]:
+    """What the calls of ``events`` add to `Stats`."""
+    return Counter(
+        served=sum(e.tape is not None for e in events),
+        plain=sum(e.call.kind == "op" and e.tape is None for e in events),
+        copies=sum(e.copies for e in events),
+    )

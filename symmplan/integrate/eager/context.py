@@ -106,7 +106,7 @@ def empty(
     """
     if torch.compiler.is_compiling() or not ACTIVE:
         return torch.empty(*size, dtype=dtype, device=device)  # type: ignore[arg-type]
-    return ACTIVE[0].memory("empty", torch.empty, size, {"dtype": dtype, "device": device})
+    return ACTIVE[0]._memory("empty", torch.empty, size, {"dtype": dtype, "device": device})
 
 
 def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,7 +129,7 @@ def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Ten
     """
     if torch.compiler.is_compiling() or not ACTIVE or _differentiates(args, kwargs):
         return fn(*args, **kwargs)
-    return ACTIVE[0].memory("out", fn, args, kwargs)
+    return ACTIVE[0]._memory("out", fn, args, kwargs)
 
 
 def _differentiates(args: Any, kwargs: Any) -> bool:

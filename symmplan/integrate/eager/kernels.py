@@ -93,7 +93,7 @@ def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
     `symmplan.integrate.eager.calls`. They are removed when ``stack`` is closed.
     """
     libraries: dict[str, torch.library.Library] = {}
-    cursor = session.cursor
+    cursor = session._cursor
     stack.callback(cursor.forget)
 
     def add(op: Any, kernel: Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
         except AttributeError:
             continue
         add(op, _kernel(cursor, op))
-    if session.leaving:
+    if session._leaving:
         op = torch.ops._c10d_functional.wait_tensor.default
         add(op, _wait_kernel(cursor, op))
     for op in dict.fromkeys(ops):
@@ -141,7 +141,7 @@ def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
         if OWN.depth or session is None:
             return redispatch(behind, *args, **kwargs)
         result = MISS if kwargs or caught_before else cursor.take(op, behind, args)
-        return session.serve(op, behind, args, kwargs) if result is MISS else result
+        return session._serve(op, behind, args, kwargs) if result is MISS else result
 
     return kernel
 
@@ -153,7 +153,7 @@ def _wait_kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
         result = redispatch(keys & after, tensor)
         session = cursor.session
         if session is not None and not OWN.depth:
-            session.waited(tensor)
+            session._waited(tensor)
         return result
 
     return kernel

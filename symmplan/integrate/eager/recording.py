@@ -32,6 +32,7 @@ from symmplan.place.stakes import Stakes
 from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.budget import within
+from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ __all__ = ["Frozen", "Recording", "Settings", "meet"]
 
 #: Ops of the process group itself take any memory.
 _TAKE_ANY = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "c10d::")
+#: More declared calls than an iteration has.
+_LONG = 10_000
 #: Arguments of all-to-alls that differ from rank to rank.
 _SPLITS = ("output_split_sizes", "input_split_sizes")
 
@@ -248,6 +251,7 @@ class Recording:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._calls = 0
         self._scratch = _Scratch(
             settings.lowerings.memory, settings.device, settings.options.timeout
         )
@@ -266,6 +270,13 @@ class Recording:
 
         How many rows go to whom is each rank's own affair.
         """
+        self._calls += 1
+        if self._calls == _LONG:
+            LOG.warning(
+                "%d declared calls were recorded and session.step() has not come: call it at the "
+                "end of each iteration, or nothing is planned",
+                _LONG,
+            )
         names = [a.name for a in op._schema.arguments]
         args = [x for name, x in zip(names, args, strict=False) if name not in _SPLITS]
         kwargs = {name: x for name, x in kwargs.items() if name not in _SPLITS}
@@ -312,6 +323,7 @@ class Recording:
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
+        log_plan("eager session", plan, program.ways)
         return Frozen(
             plan,
             captured,

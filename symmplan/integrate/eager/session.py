@@ -10,8 +10,8 @@ from attrs import evolve
 
 from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
-from symmplan.errors import ReleasedError, RunError, SymmplanError
-from symmplan.integrate.eager.calls import MISS, make_ready, serve
+from symmplan.errors import SessionError, SymmplanError
+from symmplan.integrate.eager.calls import MISS, counted, make_ready, serve
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
@@ -27,9 +27,10 @@ from symmplan.place.observe import Checked, check, checking, launching
 from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
+from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
     from typing_extensions import Self
@@ -59,17 +60,17 @@ class Session:
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
         self._serving = contextlib.ExitStack()  # ends what catches the program's calls
-        self.cursor = Cursor(None, Roles(None))
+        self._cursor = Cursor(None, Roles(None))
         #: ``{storage: call}`` of pending results that are copied out when they are waited for.
-        self.leaving: dict[int, Event] = {}
+        self._leaving: dict[int, Event] = {}
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
         self._checked = Checked()
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
-        self.faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
+        self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
 
     def __repr__(self) -> str:
-        state = "failed" if self.faults.failed else self._state
+        state = "failed" if self._faults.failed else self._state
         return f"<symmplan.eager session: {state}, {len(self._events)} calls planned>"
 
     @property
@@ -81,7 +82,7 @@ class Session:
     def stats(self) -> Stats:
         """See `Stats`."""
         frozen = self._frozen
-        counts: dict[str, Any] = self._counts + _counted(self._events[: self.cursor.at])
+        counts: dict[str, Any] = self._counts + counted(self._events[: self._cursor.at])
         if frozen is None:
             return Stats(**counts)
         sites, plan = frozen.captured.sites, frozen.plan
@@ -119,7 +120,7 @@ class Session:
 
     def __enter__(self) -> Self:
         if ACTIVE:
-            raise RunError(
+            raise SessionError(
                 "two eager sessions at a time",
                 expected="at most one in a process",
                 got="one inside another",
@@ -138,8 +139,8 @@ class Session:
         return self
 
     def _record(self, keys: SessionKeys) -> None:
-        self.faults = Faults(keys, self._stop_serving, self._rescue)
-        self.faults.listen()
+        self._faults = Faults(keys, self._stop_serving, self._rescue)
+        self._faults.listen()
         self._state = "recording"
         self._recording = Recording(self._settings)
 
@@ -151,7 +152,7 @@ class Session:
         Raises:
             AgreementError: Ranks recorded different programs; raised on every rank.
             RunError: The iteration made fewer calls than planned.
-            ReleasedError: The session was left.
+            SessionError: The call is not inside the session's with-block.
 
         Collective: yes, but in a frozen session nobody waits unless the plan has a barrier there.
         """
@@ -161,31 +162,37 @@ class Session:
             self._counts["iterations"] += 1
             return
         assert self._frozen is not None
-        if self.cursor.at != len(self._events):
-            event = self._events[self.cursor.at]
-            self.faults.depart(
-                f"the iteration ended before call {self.cursor.at}, {event.name}",
+        if self._cursor.at != len(self._events):
+            event = self._events[self._cursor.at]
+            self._faults.depart(
+                f"the iteration ended before call {self._cursor.at}, {event.name}",
                 expected=f"{len(self._events)} declared calls",
-                got=self.cursor.at,
+                got=self._cursor.at,
                 event=event,
             )
-        self.cursor.roles.join()
-        self.faults.perform(self._frozen.tail)
-        self.cursor.roles.part()
-        self._counts += _counted(self._events)
+        self._cursor.roles.join()
+        self._faults.perform(self._frozen.tail)
+        self._cursor.roles.part()
+        self._counts += counted(self._events)
         self._counts["iterations"] += 1
-        self.cursor.start_again()
+        self._cursor.start_again()
 
     def _freeze(self, recording: Recording) -> None:
         self._recording = None
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.rendezvous
-        self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
+        recorded = sum(e.call.kind == "op" for e in frozen.events)
+        self._counts["recorded"] += recorded
+        if not recorded:
+            LOG.warning(
+                "nothing is in symmetric memory: the iteration called no declared op (`symmplan "
+                "ops` lists those that are, symmplan.symm_args declares others)"
+            )
         self._frozen = frozen
-        make_ready(frozen.events, self.faults)
+        make_ready(frozen.events, self._faults)
         calls = frozen.events if frozen.arena.races is None else ()  # who watches sees all ops
-        self.cursor = Cursor(self, Roles(self._settings.streams), calls)
-        self.leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
+        self._cursor = Cursor(self, Roles(self._settings.streams), calls)
+        self._leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
         install(self, [e.call.op for e in frozen.events if e.call.op is not None], self._serving)
         if frozen.arena.races is not None:
@@ -210,13 +217,13 @@ class Session:
         Collective: as ``iteration``.
         """
         self._usable()
-        cursor, calls = self.cursor, self.cursor.calls
+        cursor, calls = self._cursor, self._cursor.calls
         cursor.calls = ()  # all calls come through `serve`
         try:
             planned = self._frozen is not None
             self._checked = check(iteration, self._settings.device if planned else None)
         finally:
-            if cursor is self.cursor and not self.faults.failed:
+            if cursor is self._cursor and not self._faults.failed:
                 cursor.calls = calls
         return self._checked
 
@@ -237,7 +244,7 @@ class Session:
 
     # Serving.
 
-    def serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
+    def _serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
         """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours.
 
         The long way, which finds out what is wrong; see `symmplan.integrate.eager.calls`.
@@ -247,20 +254,20 @@ class Session:
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
         expected = evolve(event.expected) if checking() and event.expected else None
         with launching(expected):
-            result = serve(event, self.faults, behind, args, kwargs, form)
-        self.cursor.at += 1
+            result = serve(event, self._faults, behind, args, kwargs, form)
+        self._cursor.at += 1
         return result
 
-    def waited(self, tensor: torch.Tensor) -> None:
+    def _waited(self, tensor: torch.Tensor) -> None:
         """A tensor was waited for: a result that leaves the iteration is copied out now.
 
         Whoever holds the tensor, as asynchronous tensors of torch do, holds the copy from now on.
         """
-        event = self.leaving.get(tensor.untyped_storage()._cdata)
+        event = self._leaving.get(tensor.untyped_storage()._cdata)
         if event is None:
             return
         assert event.tape is not None
-        with self.faults.guarded():
+        with self._faults.guarded():
             for step in in_order(event.tape.away):
                 step([])
             copy = tensor.clone()
@@ -268,18 +275,18 @@ class Session:
 
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
         name = f"symmplan.{kind}" if op is None else op.name()
-        if self.cursor.at >= len(self._events):
-            self.faults.depart(
+        if self._cursor.at >= len(self._events):
+            self._faults.depart(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
                 got=name,
                 event=None,
                 op=name,
             )
-        event = self._events[self.cursor.at]
+        event = self._events[self._cursor.at]
         if op is not event.call.op or kind != event.call.kind:
-            self.faults.depart(
-                f"call {self.cursor.at} is another op than planned",
+            self._faults.depart(
+                f"call {self._cursor.at} is another op than planned",
                 expected=f"{event.name} ({event.call.line})",
                 got=name,
                 event=event,
@@ -287,15 +294,15 @@ class Session:
             )
         difference = event.differs(args, kwargs)
         if difference is not None:
-            self.faults.depart(
-                f"call {self.cursor.at}, {name}, has other arguments than planned",
+            self._faults.depart(
+                f"call {self._cursor.at}, {name}, has other arguments than planned",
                 expected=public(difference[0]),
                 got=public(difference[1]),
                 event=event,
             )
-        if not self.cursor.roles.fits(event.call.stream):
-            self.faults.depart(
-                f"call {self.cursor.at}, {name}, runs on another stream than planned",
+        if not self._cursor.roles.fits(event.call.stream):
+            self._faults.depart(
+                f"call {self._cursor.at}, {name}, runs on another stream than planned",
                 expected=f"the stream that was {event.call.stream!r} when it was recorded",
                 got="one that is another in this iteration",
                 event=event,
@@ -303,7 +310,7 @@ class Session:
         overdue = event.overdue()
         if overdue is not None:
             buffer, other = overdue
-            self.faults.depart(
+            self._faults.depart(
                 f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
                 "held",
                 expected="no tensor on it any more, as in the recorded iteration",
@@ -316,19 +323,19 @@ class Session:
 
     def _stop_serving(self, error: BaseException) -> None:
         """The first failure, here or elsewhere: nothing is in its placement any more."""
-        self.cursor.calls = ()
+        self._cursor.calls = ()
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
 
     def _rescue(self, group: Group, key: str, patience: float) -> None:
         """Nobody shall wait for a planned collective that this rank did not come to."""
-        made = self.cursor.before + self.cursor.at
+        made = self._cursor.before + self._cursor.at
         catch_up(group, key, made, self._events, self._settings.device, patience)
 
     # Memory.
 
-    def memory(
+    def _memory(
         self,
         kind: Literal["empty", "out"],
         make: Callable[..., torch.Tensor],
@@ -336,7 +343,7 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
-        tensor: torch.Tensor = self.cursor.take(None, kind, make, args, kwargs)
+        tensor: torch.Tensor = self._cursor.take(None, kind, make, args, kwargs)
         if tensor is not MISS:
             return tensor
         if OWN.depth or self._state not in ("recording", "frozen"):
@@ -347,7 +354,7 @@ class Session:
         event = self._expect(None, (make, *args), kwargs, kind)
         assert event.run is not None
         tensor = event.run(make, args, kwargs)
-        self.cursor.at += 1
+        self._cursor.at += 1
         return tensor
 
     # The end.
@@ -361,25 +368,30 @@ class Session:
         try:
             if error is None:
                 self._usable()
+                if self._state == "recording" and not self._counts["iterations"]:
+                    LOG.warning(
+                        "nothing was planned: the eager session was left and session.step() never "
+                        "came; call it at the end of each iteration"
+                    )
                 meet(self._settings, "leave the session")
             else:
                 with contextlib.suppress(SymmplanError):  # a peer's: the program has its own
-                    self.faults.give_up(error)
+                    self._faults.give_up(error)
         except BaseException as failure:
             if error is None:
-                self.faults.give_up(failure)
+                self._faults.give_up(failure)
             raise
         finally:
             self.release()
 
     def _let_go(self) -> None:
-        self.faults.close()
+        self._faults.close()
         self._forget()
         frozen = self._frozen
-        if frozen is None or not self.faults.at_rest(self._settings.device):
+        if frozen is None or not self._faults.at_rest(self._settings.device):
             return
         lent = [x for e in frozen.events for x in (*e.lent.values(), *e.leaving.values())]
-        if self.faults.failed or any(x.held for x in lent):
+        if self._faults.failed or any(x.held for x in lent):
             frozen.arena.release()
         else:
             give_back([frozen.arena])
@@ -390,9 +402,9 @@ class Session:
             self._recording.stop()
             self._recording = None
         self._serving.close()
-        self._counts += _counted(self._events[: self.cursor.at])
-        self.cursor = Cursor(None, Roles(None))
-        self.leaving = {}
+        self._counts += counted(self._events[: self._cursor.at])
+        self._cursor = Cursor(None, Roles(None))
+        self._leaving = {}
 
     def release(self) -> None:
         """Give everything back; done when the context is left. Idempotent.
@@ -419,32 +431,19 @@ class Session:
         if self._state == "released":
             raise self._released()
         if self._keys is None:
-            raise RunError(
-                "an eager session was used before it was entered",
-                fix="use it inside its with-block",
-                group=self._settings.group.name,
-                rank=self._settings.group.rank,
-            )
+            fix = "write `with session:` around the loop, and call session.step() in it"
+            raise self._misused("the session was used before it was entered", fix)
         return self._keys
 
     def _usable(self) -> None:
         self._entered()
         self._settings.group.require_own()
-        self.faults.usable()
+        self._faults.usable()
 
-    def _released(self) -> ReleasedError:
-        return ReleasedError(
-            "an eager session was used after it was left",
-            fix="use it inside its with-block, or make a new one",
-            group=self._settings.group.name,
-            rank=self._settings.group.rank,
-        )
+    def _released(self) -> SessionError:
+        fix = "call session.step() inside the with-block, or make a new session"
+        return self._misused("the session was used after it was left", fix)
 
-
-def _counted(events: Sequence[Event]) -> Counter[str]:
-    """What the calls of ``events`` add to `Stats`."""
-    return Counter(
-        served=sum(e.tape is not None for e in events),
-        plain=sum(e.call.kind == "op" and e.tape is None for e in events),
-        copies=sum(e.copies for e in events),
-    )
+    def _misused(self, what: str, fix: str) -> SessionError:
+        group = self._settings.group
+        return SessionError(what, fix=fix, group=group.name, rank=group.rank)

@@ -24,6 +24,7 @@ from symmplan.memory.topology import unreached
 from symmplan.place.attempt import attempt, warn
 from symmplan.planner.advice import Advice
 from symmplan.planner.budget import within
+from symmplan.report.log import log_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,8 @@ class Planning:
         self.plan = plan
         self._kept = list(recordings)
         self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
+        ways = ["ordinary" if p.buffer is None else p.way.name for s in stretches for p in s]
+        log_plan("FSDP2", plan, ways)
         return Schedule(plan, stretches)
 
     def _undo(self, made: _Prepared) -> None:

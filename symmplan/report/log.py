@@ -1,0 +1,47 @@
+"""What symmplan does, in the log: one line for each plan, one warning where there is nothing to do.
+
+The logger is named ``symmplan``, so ``TORCH_LOGS=symmplan`` shows what is made (INFO) and
+``TORCH_LOGS=+symmplan`` also each plan's summary (DEBUG); so does `logging`, however it is set up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from symmplan.report.format import count
+from symmplan.report.text import plan_line, plan_summary, reasons_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from symmplan.model import Plan
+
+__all__ = ["LOG", "log_plan"]
+
+LOG = logging.getLogger("symmplan")
+
+
+def log_plan(what: str, plan: Plan, ways: Iterable[str] = ()) -> None:
+    """One line: what is planned, its bytes and their bound, the ways, what is left out and why.
+
+    Args:
+        what: Whose plan it is.
+        plan: The plan.
+        ways: How each of its declared calls runs, where that is known.
+
+    Collective: no.
+    """
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    said = [plan_line(plan) if plan.segments else "nothing is placed"]
+    counted = Counter(ways)
+    if counted:
+        said.append("ways: " + ", ".join(f"{n} {way}" for way, n in sorted(counted.items())))
+    if plan.barriers:
+        said.append(count(len(plan.barriers), "barrier"))
+    if plan.unplanned:
+        said.append(f"left out: {reasons_line(plan.unplanned)}")
+    LOG.info("%s: plan %s: %s", what, plan.fingerprint[:12], "; ".join(said))
+    LOG.debug("%s", plan_summary(plan))
