@@ -32,7 +32,7 @@ from symmplan.place.stakes import Stakes
 from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.budget import within
-from symmplan.report.log import LOG
+from symmplan.report.log import LOG, log_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
