@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ __all__ = [
     "has_nvshmem",
     "nccl_version",
 ]
+
+#: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED.
+_MULTICAST = 132
 
 
 def cpp_compiler() -> str:
@@ -59,15 +64,24 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def has_multicast(device: torch.device) -> bool:
-    """Whether a CUDA device takes part in NVLink multicast."""
-    try:
-        from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _SymmetricMemory
+    """Whether a CUDA device takes part in NVLink multicast.
 
-        asked: Any = _SymmetricMemory.has_multicast_support
-        return bool(asked(DeviceType.CUDA, _index(device)))
-    except (ImportError, AttributeError, RuntimeError):
+    Asked of the driver, as torch does: torch's own question would settle which allocator its
+    symmetric memory has, before NCCL's can be chosen.
+
+    Source: cuDeviceGetAttribute in CUDA's driver API, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED.
+    """
+    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") not in ("", "0"):
         return False
+    torch.cuda.init()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    number, found = ctypes.c_int(0), ctypes.c_int(0)
+    failed = driver.cuDeviceGet(ctypes.byref(number), _index(device))
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(found), _MULTICAST, number)
+    return not failed and bool(found.value)
 
 
 def device_uuid(device: torch.device) -> str:

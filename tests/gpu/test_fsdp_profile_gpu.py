@@ -60,7 +60,7 @@ def finish(rank, world):
     dist.destroy_process_group()
 
 
-def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, **apply):
+def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, count=LAYERS, **apply):
     """What ran on the device in a step after the plan was made."""
     import attrs
     import torch.distributed as dist
@@ -73,7 +73,7 @@ def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, **apply):
         "ranks": world,
         "device": "cuda",
         "model": "llama",
-        "layers": LAYERS,
+        "layers": count,
         "dim": DIM,
         "dtype": "bfloat16",
         "reduce": "bfloat16",
@@ -176,18 +176,23 @@ def test_measured_collectives_run_as_the_choices_say(pool):
 
 def seen_live(rank, world, live, ahead):
     """With so many products that the host is ahead of the device, under the profiler, too."""
-    more = {"tokens": 8 * TOKENS, "ahead": ahead, "live_gathers": live}
+    more = {"tokens": 8 * TOKENS, "count": 2 * LAYERS, "ahead": ahead, "live_gathers": live}
     return seen(rank, world, "symmplan", "copy engine", **more)
 
 
 @pytest.mark.parametrize(("live", "ahead"), [(3, 0), (3, 1), (4, 0), (4, 2), (5, 2)])
 @pytest.mark.parametrize("pool", [ranks(2)], indirect=True)
 def test_gathers_run_beside_products_however_many_are_alive(pool, live, ahead):
-    """All in forward but the first: the root's, and that of the first layer."""
+    """In forward all but the root's, the first layer's, and what is gathered ahead of that.
+
+    A copy engine may gather a module in several pieces.
+    """
     for found in pool.run(seen_live, live, ahead):
         print(found)
         assert found["stats"]["plain"] == found["stats"]["replans"] == 0
-        assert found["forward"]["beside"] >= found["forward"]["gathers"] - 2
+        gathers, beside = found["forward"]["gathers"], found["forward"]["beside"]
+        pieces = -(-gathers // (2 * LAYERS + 1))
+        assert gathers - beside <= (2 + ahead) * pieces
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
