@@ -82,14 +82,26 @@ def on_budget(rank, world, choose, capacity):
 
 def crowded(rank, world, choose, left):
     """One rank's device has ``left`` bytes free while the plan is made."""
-    hog = None
-    if rank == world - 1:
+    from symmplan.integrate.fsdp.planning import Planning
+
+    original = Planning.make
+
+    def make(self, recording):
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         hog = torch.empty(max(0, free - left), dtype=torch.uint8, device="cuda")
-    result = _program(rank, world, choose=choose)
-    del hog
-    torch.cuda.empty_cache()
-    return result
+        try:
+            return original(self, recording)
+        finally:
+            del hog
+            torch.cuda.empty_cache()
+
+    if rank == world - 1:
+        Planning.make = make
+    try:
+        return _program(rank, world, choose=choose)
+    finally:
+        Planning.make = original
 
 
 def failing(rank, world, stage, victim, choose):

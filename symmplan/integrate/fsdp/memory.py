@@ -54,12 +54,14 @@ class Held:
         engines: Communicators for copy engines that know them.
         rendezvous: How many were made for them.
         settled: Whether parameters stay in the segments before.
+        needed: Whether the plan has segments; there may be some from before.
     """
 
     arena: Arena
     engines: dict[str, Engines]
     rendezvous: int
     settled: bool
+    needed: bool
 
 
 class Memory:
@@ -341,7 +343,7 @@ class Memory:
         except BaseException:
             give_back([arena])
             raise
-        return Held(arena, engines, arena.rendezvous - met, settled)
+        return Held(arena, engines, arena.rendezvous - met, settled, bool(plan.segments))
 
     def undo(self, held: Held | None) -> None:
         """Give back what `prepare` made. Collective: no."""
@@ -361,7 +363,7 @@ class Memory:
             return
         arena = held.arena
         asked = self._options.chosen(self.device) == "copy engine" and current() is None
-        if asked and arena.segments:
+        if asked and held.needed:
             try:
                 require(self.reached, held.engines, arena.memory)
             except BaseException:
