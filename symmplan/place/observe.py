@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from bisect import bisect_right
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,13 @@ def profiled(act: Callable[[], Any], *, cuda: bool, host: bool = True) -> Profil
                 done.append((name, begin, end))
         elif not name.startswith(("Memset", "FSDP::", _MARK)) and not _annotates(event):
             on_device.append((name, begin, end, event.correlation_id()))
-    events = (Event(n, b, e, launches.get(c)) for n, b, e, c in on_device)
+    # CUPTI tells nothing of batched copies but their numbers, which grow with time: such a copy was
+    # launched right after the call with the next smaller number.
+    numbers = sorted(launches)
+    events = []
+    for name, begin, end, number in on_device:
+        at = bisect_right(numbers, number)
+        events.append(Event(name, begin, end, launches[numbers[at - 1]] if at else None))
     return Profile(tuple(events), tuple(done))
 
 
