@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -45,10 +46,8 @@ def configs(draw, kind):
 
 @pytest.fixture(scope="module")
 def pools():
-    made: dict[int, RankPool] = {}
-    yield lambda ranks: made.setdefault(ranks, RankPool(ranks))
-    for pool in made.values():
-        pool.close()
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda ranks: stack.enter_context(RankPool(ranks)))
 
 
 def check(pools, config):
@@ -58,7 +57,6 @@ def check(pools, config):
 
 
 @pytest.mark.ranks
-@pytest.mark.all_cases
 @pytest.mark.parametrize("kind", ["fsdp", "interleaved"])
 def test_each_rank_plans_what_it_plans_in_a_real_world(kind, pools):
     check(pools, Config(kind, ranks=4, steps=2, widths=(1, 3)))

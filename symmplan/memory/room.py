@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan import _compat
 from symmplan.memory.backends import BACKENDS
 from symmplan.memory.shm_file import DIRECTORY
+from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell
 
 if TYPE_CHECKING:
@@ -78,10 +79,13 @@ def agreed_room(
         timeout: Seconds that ranks wait for each other.
 
     Returns:
-        The least of what the ranks have, also of those that meet through others.
+        The least of what the ranks have, also of those that meet through others. What this machine
+        has free is nothing to a simulated world: without ``given`` that has room for all.
 
     Collective: yes, over those groups.
     """
+    if current() is not None:
+        return sys.maxsize if given is None else given
     mine = given
     if mine is None:
         free = free_bytes(memory, device)

@@ -23,6 +23,7 @@ from attrs import frozen
 
 from symmplan import _compat as compat
 from symmplan.memory.backends import BACKENDS, REACHES
+from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell
 
 if TYPE_CHECKING:
@@ -122,8 +123,12 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
     Raises:
         PeerTimeoutError: A rank did not come within the timeout.
 
-    Collective: yes, over the groups that were not asked before.
+    Collective: yes, over the groups that were not asked before. A simulated world is not asked: it
+    is on one host, which every backend serves that it may have.
     """
+    if current() is not None:
+        sizes = {n: 1 if g is None else g.size() for n, g in groups.items()}
+        return {n: Topology(ranks=size, device=device.type) for n, size in sizes.items()}
     alone = {n for n, g in groups.items() if g is None or g.size() == 1}
     asked = {n: g for n, g in groups.items() if n not in alone}
     new = {n: g for n, g in asked.items() if device.type not in _KNOWN.get(g, {})}
