@@ -5,8 +5,9 @@
 
 Blocks marked ``python`` share one namespace, those marked ``sh`` are commands in the working
 directory, where the examples are. The next block, if it is marked ``text``, is what was printed;
-"..." in it stands for anything. Blocks without a mark are drawings. On several ranks commands run,
-and output is compared, on the first.
+"..." in it stands for anything. Blocks without a mark are drawings; those marked ``console`` are
+commands that need a cluster, or minutes. On several ranks commands run, and output is compared, on
+the first.
 """
 
 from __future__ import annotations

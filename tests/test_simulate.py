@@ -20,7 +20,9 @@ from simulate_programs import Config, program, real, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
+from symmplan.cli import main
 from symmplan.errors import BackendError, SimulationError
+from symmplan.memory import room, topology
 from symmplan.place.table import Row, Table
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +81,7 @@ def plans_of(kind="fsdp", **options):
     return symmplan.simulate(functools.partial(program, config), ranks=config.ranks, **options)
 
 
-def wide():
+def wide(capacity=None):
     """A model whose modules are large enough for devices' ways."""
     from torch.distributed.fsdp import fully_shard
 
@@ -90,7 +92,7 @@ def wide():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    symmplan.fsdp.apply(model)
+    symmplan.fsdp.apply(model, capacity=capacity)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         model(torch.randn(4, 1024)).sum().backward()
@@ -106,6 +108,18 @@ def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number(
     assert {c.ranks for c in many.collectives} == {4096}
     assert many.ordinary_bytes.parameters < eight.ordinary_bytes.parameters
     assert eight.ordinary_bytes.optimizer >= 2 * eight.ordinary_bytes.parameters > 0
+
+
+def test_what_this_machine_has_and_is_says_nothing_of_another_world(monkeypatch):
+    def never(*_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(room, "free_bytes", never)
+    monkeypatch.setattr(topology, "facts_of", never)
+    assert symmplan.simulate(wide, ranks=8).plans[0].budget is None
+    planned = symmplan.simulate(functools.partial(wide, capacity=0), ranks=8).plans[0]
+    assert planned.budget is not None
+    assert not planned.peak_bytes
 
 
 def test_text_of_a_plan_does_not_grow_with_the_ranks():
@@ -230,10 +244,9 @@ def test_the_command(tmp_path):
     assert page.exists()
 
 
-def test_the_command_names_what_is_missing():
-    done = command("test_simulate:nothing", "--ranks", "64")
-    assert done.returncode == 1
-    assert "has no function" in done.stderr
+def test_the_command_names_what_is_missing(capsys):
+    assert main(["simulate", "test_simulate:nothing", "--ranks", "64"]) == 1
+    assert "has no function" in capsys.readouterr().err
 
 
 @pytest.mark.slow
