@@ -190,7 +190,7 @@ def test_fsdp_without_memory_on_one_rank_runs_as_ever(
 @pytest.mark.ranks
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
-    "seeds", [range(6), pytest.param(range(6, 206), marks=pytest.mark.further)], ids=["few", "many"]
+    "seeds", [range(6), pytest.param(range(6, 206), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_fsdp_with_random_faults_and_budgets(seeds, shared_memory_is_left_clean):
     with RankPool(2, timeout=300) as pool:

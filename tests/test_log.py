@@ -142,7 +142,9 @@ def test_a_plan_is_one_line(problem, left):
     assert len(repr(plan)) < 120
 
 
-@pytest.mark.parametrize("logs", ["", "symmplan", "+symmplan"])
+@pytest.mark.parametrize(
+    "logs", ["symmplan", *(pytest.param(x, marks=pytest.mark.further) for x in ("", "+symmplan"))]
+)
 def test_torch_logs_sets_how_much_is_said(logs):
     code = (
         "import torch, symmplan\nsymmplan.plan(symmplan.Problem.from_intervals([('a', 0, 1, 8)]))"

@@ -112,7 +112,10 @@ def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
 @pytest.mark.parametrize(
     ("seeds", "choose"),
     [(range(12), "auto"), (range(12, 20), "measure"), (range(20, 24), "ordinary")]
-    + [(range(at, at + 60), "auto") for at in range(100, 400, 60)],
+    + [
+        pytest.param(range(at, at + 60), "auto", marks=pytest.mark.slow)
+        for at in range(100, 400, 60)
+    ],
 )
 def test_rows_go_where_they_are_meant_to(pool, seeds, choose):
     first, *others = pool.run(random_calls, seeds, choose)
@@ -269,6 +272,7 @@ def _company(rank, world_size):
     backend.release()
 
 
+@pytest.mark.further
 def test_beside_graphs_and_sessions(pool):
     pool.run(_company)
 

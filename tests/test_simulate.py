@@ -66,7 +66,10 @@ def test_each_rank_plans_what_it_plans_in_a_real_world(kind, pools):
 
 @pytest.mark.ranks
 @pytest.mark.further
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:])],
+)
 def test_random_programs_plan_what_they_plan_in_a_real_world(kind, pools):
     @settings(max_examples=4, suppress_health_check=list(HealthCheck))
     @given(configs(kind))
@@ -235,6 +238,7 @@ def command(*words):
     )
 
 
+@pytest.mark.further
 def test_the_command(tmp_path):
     page = tmp_path / "report.html"
     done = command("test_simulate:wide", "--ranks", "64", "--rank", "17", "--html", page, "--json")
