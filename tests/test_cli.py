@@ -255,7 +255,7 @@ def test_eighty_columns_are_enough(words, monkeypatch, capsys):
 def test_sizes(text, nbytes):
     assert bytes_of(text) == nbytes
     for bad in (f"{text}x", f"-{text}", f"{text}{text}i"):
-        with pytest.raises(PlanningError, match="fix: write it like 512MiB"):
+        with pytest.raises(PlanningError, match="fix: pass bytes as int, or such a text"):
             bytes_of(bad)
 
 

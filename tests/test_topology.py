@@ -304,7 +304,7 @@ def test_a_doctor_of_a_group_wants_a_launcher(monkeypatch, capsys):
     assert "torchrun --nproc-per-node 2 -m symmplan doctor --group" in capsys.readouterr().err
 
 
-def _doctored(rank, size, port, apart, *argv):
+def _doctored(rank, size, port, apart, columns, *argv):
     """What the command prints on this rank, and its exit code."""
     import contextlib
     import io
@@ -313,6 +313,7 @@ def _doctored(rank, size, port, apart, *argv):
     from symmplan.cli import main
 
     env = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env["COLUMNS"] = columns
     os.environ.update({name: str(value) for name, value in env.items()})
     if apart:
         os.environ["NCCL_HOSTID"] = f"host {rank}"
@@ -333,7 +334,7 @@ def _port():
 @pytest_ranks
 def test_a_doctor_says_what_runs_between_ranks():
     with RankPool(2, init=None, timeout=120.0) as ranks:
-        (code, text), other = ranks.run(_doctored, _port(), False, "--json")
+        (code, text), other = ranks.run(_doctored, _port(), False, 80, "--json")
         assert other == (0, "")
         found = json.loads(text)
         assert (code, found["ok"], found["memory"]) == (0, True, "shm")
@@ -341,9 +342,11 @@ def test_a_doctor_says_what_runs_between_ranks():
         collectives = {row["collective"]: row for row in found["collectives"]}
         assert collectives["all-gather"]["ways"] == ["ordinary", "symmetric"]
         assert {row["tried"]["symmetric"] for row in collectives.values()} == {"symmetric"}
-        (code, text), other = ranks.run(_doctored, _port(), True)
-        assert (code, other) == (0, (0, ""))
-        assert "2 ranks on 2 hosts without NVLink between them, cpu" in text
-        (line,) = [line for line in text.splitlines() if "all-reduce" in line]
-        assert line.split()[1] == "ordinary"
-        assert "farther than memory='shm' reaches" in line
+        for columns in (80, 200):
+            (code, text), other = ranks.run(_doctored, _port(), True, columns)
+            assert (code, other) == (0, (0, ""))
+            assert max(map(len, text.splitlines())) <= columns
+            words = " ".join(text.split())  # lines may be wrapped
+            assert "2 ranks on 2 hosts without NVLink between them, cpu" in words
+            why = "its ranks are on 2 hosts without NVLink between them, farther than memory='shm'"
+            assert f"all-reduce ordinary - {why} reaches" in words

@@ -138,6 +138,7 @@ def capture_fx(
         steps=steps,
         homes=tuple(decider.homes.values()),
         specs=specs,
+        groups=groups,
         waits=waits,
         values=values,
         prefix=prefix,

@@ -129,6 +129,7 @@ class Captured:
         steps: ``{operation of the problem: what it does}``; marks of streams do nothing.
         homes: Every storage that is made in its placement.
         specs: What is declared of the nodes that have sites.
+        groups: The process group that each of them runs over; empty if none can be told.
         waits: ``{asynchronous node: {path of a result: its wait node}}``.
         values: The graph's tensors.
         prefix: What operation and buffer names start with.
@@ -143,6 +144,7 @@ class Captured:
     steps: Mapping[str, Step]
     homes: tuple[Home, ...]
     specs: dict[fx.Node, OpSpec]
+    groups: Mapping[fx.Node, str]
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]
     values: Values
     prefix: str = ""

@@ -30,7 +30,7 @@ from symmplan.place.table import ruled
 from symmplan.place.trials import Trial, choices_of, measure, room_for
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
-from symmplan.registry import bind_arguments, resolve_group_name
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -186,11 +186,7 @@ def _apart(
 
     Collective: yes, over the groups that were not asked before what they are.
     """
-    calls: dict[fx.Node, str] = {}
-    for node in dict.fromkeys(s.node for s in captured.sites if s.buffer is not None):
-        spec, overload = captured.specs[node], overload_of(node.target)
-        assert overload is not None
-        calls[node] = resolve_group_name(spec, overload, node.args, node.kwargs)
+    calls = {s.node: captured.groups[s.node] for s in captured.sites if s.buffer is not None}
     groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
     why = unreached(groups, memory, device, timeout)
     return {node: why[group] for node, group in calls.items() if group in why}
@@ -244,7 +240,7 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
     name = "inputs" if row.each else "input"
     given = bound.pop(name)
     fakes = [n.meta["val"] for n in (given if row.each else [given])]
-    group = resolve_group_name(spec, overload, node.args, node.kwargs)
+    group = captured.groups[node]
     assert spec.group is not None  # collectives name theirs
     for argument in (spec.group, "out", *_SPLITS):
         bound.pop(argument, None)

@@ -19,7 +19,7 @@ from symmplan.capture.sites import Step
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
 from symmplan.place.observe import Expected
-from symmplan.registry import bind_arguments, resolve_group_name
+from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -189,9 +189,7 @@ def _calls(
         assert overload is not None
         row = lowerings.row(spec)
         results = {s.path: s.buffer for s in mine if s.kind == "result" and s.buffer is not None}
-        group = ""
-        if row is not None:
-            group = resolve_group_name(spec, overload, node.args, node.kwargs)
+        group = "" if row is None else captured.groups[node]
         found[node] = PlacedCall(
             node=node,
             operation=captured.prefix + node.name,
