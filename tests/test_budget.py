@@ -166,7 +166,7 @@ def test_fsdp_keeps_to_the_least_budget(two, choose):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [*programs.STAGES, *programs.MEASURING])
 def test_fsdp_without_memory_on_one_rank_runs_as_ever(
     two, stage, victim, shared_memory_is_left_clean
@@ -230,7 +230,10 @@ def test_sessions_and_graphs_keep_to_the_least_budget(two, program):
         ("eager", "allocate", 1),
         ("compiled", "allocate", 1),
         *(
-            pytest.param(name, stage, victim, marks=pytest.mark.further)
+            pytest.param(
+                *(name, stage, victim),
+                marks=pytest.mark.further if stage == "rendezvous" else pytest.mark.slow,
+            )
             for name in ("eager", "compiled")
             for stage in (*programs.STAGES, *programs.MEASURING)
             for victim in (0, 1)
