@@ -29,8 +29,18 @@ def _name(path):
     return path.relative_to(ROOT).as_posix()
 
 
+#: Whose code runs in CI; that of the others by hand, as each page starts processes of its own.
+OFTEN = ("README.md", "tour.md", "fsdp2.md", "eager.md")
+
+
 @pytest.mark.parametrize(
-    "path", [p for p in PAGES if _code(p) and p.name not in ELSEWHERE], ids=_name
+    "path",
+    [
+        pytest.param(p, marks=[] if p.name in OFTEN else pytest.mark.slow)
+        for p in PAGES
+        if _code(p) and p.name not in ELSEWHERE
+    ],
+    ids=_name,
 )
 @pytest.mark.ranks
 def test_the_code_of_a_page_runs_and_prints_what_it_says(path, tmp_path):

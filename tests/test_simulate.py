@@ -59,7 +59,7 @@ def check(pools, config):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["fsdp", "interleaved"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_each_rank_plans_what_it_plans_in_a_real_world(kind, pools):
     check(pools, Config(kind, ranks=4, steps=2, widths=(1, 3)))
 
@@ -238,7 +238,7 @@ def command(*words):
     )
 
 
-@pytest.mark.further
+@pytest.mark.slow
 def test_the_command(tmp_path):
     page = tmp_path / "report.html"
     done = command("test_simulate:wide", "--ranks", "64", "--rank", "17", "--html", page, "--json")
