@@ -16,7 +16,7 @@ from attrs import define, evolve, field, frozen
 from symmplan._compat import is_registered
 from symmplan._compat_autograd import static_inputs
 from symmplan.integrate.compile.places import check_others
-from symmplan.integrate.compile.pool import released
+from symmplan.integrate.compile.pool import group_names, released
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell
@@ -118,9 +118,11 @@ class Residents:
         known = self._parts.get(part)
         return () if known is None else [b for p in known.plans.values() for b in p.barriers]
 
-    def groups(self, part: str) -> list[str]:
-        """Names of the process groups of a part's kept inputs."""
-        return list(self._parts[part].plans) if part in self._parts else []
+    def groups(self, part: str, plan: Plan) -> dict[str, Any]:
+        """``{name: process group}`` of a part's plan and kept inputs."""
+        kept = self._parts[part].plans if part in self._parts else ()
+        found = resolve_groups([*group_names(plan), *kept])
+        return {name: group.process_group for name, group in found.items()}
 
     def settle(self, part: str, args: Sequence[Any]) -> bool:
         """Before a part first runs: find or make the placements of its kept inputs.

@@ -33,7 +33,7 @@ from symmplan.integrate.compile.parts import (
     points_of,
     protect,
 )
-from symmplan.integrate.compile.pool import group_names, structure_of
+from symmplan.integrate.compile.pool import structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS, resolve_backend
@@ -419,9 +419,8 @@ class Unit:
             self.record.refuse(self.pool.refusal.reason)
             return None
         if new:
-            names = [*group_names(part.agreed), *self.residents.groups(part.name)]
-            members = resolve_groups(names).values()
-            part.groups = [g.process_group for g in members if g.process_group is not None]
+            groups = self.residents.groups(part.name, part.agreed).values()
+            part.groups = [group for group in groups if group is not None]
         return shared
 
     def _take(self, part: Part) -> Shared | None:
@@ -430,8 +429,7 @@ class Unit:
             return None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
-        groups = {n: g.process_group for n, g in resolve_groups(group_names(plan)).items()}
-        survey(groups, self.device, self.settings.timeout)
+        survey(self.residents.groups(part.name, plan), self.device, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
         found = self.pool.take(
             plan,
