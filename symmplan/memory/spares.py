@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from symmplan.memory import agree, realize
+from symmplan.memory.groups import resolve_groups
 from symmplan.memory.streams import synchronize
 from symmplan.memory.tell import leaders, tell
 
@@ -84,7 +85,8 @@ def obtain(
 
     Args:
         plan: What must fit.
-        groups: ``{name: process group}`` of all groups of the program.
+        groups: ``{name: process group}`` of who is asked: together all ranks of the program. Other
+            groups of the plan are torch's.
         memory: Name of the memory backend.
         device: Where it must lie.
         timeout: Seconds that ranks wait for each other.
@@ -192,13 +194,13 @@ def give_back(arenas: list[Arena]) -> None:
 
 
 def _serves(spare: _Spare, plan: Plan, memory: str, groups: Mapping[str, Any]) -> bool:
-    return (
-        memory in ("auto", spare.arena.memory)
-        and fits(plan, spare.arena)
-        # A group may have been destroyed and made again under its old name.
-        and all(
-            spare.arena.segments[spec.name].rendezvous[name].group.process_group is groups[name]
-            for spec in plan.segments
-            for name in spec.groups
-        )
+    if memory not in ("auto", spare.arena.memory) or not fits(plan, spare.arena):
+        return False
+    # A group may have been destroyed and made again under its old name.
+    now = resolve_groups((name for spec in plan.segments for name in spec.groups), groups)
+    return all(
+        spare.arena.segments[spec.name].rendezvous[name].group.process_group
+        is now[name].process_group
+        for spec in plan.segments
+        for name in spec.groups
     )
