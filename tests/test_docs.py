@@ -90,16 +90,12 @@ def _texts():
 def _unknown(messages):
     """Those that no text of the code is: "..." stands for what is put in."""
     texts = "\n".join({text for text in _texts() if "\n" not in text})
-    return [
-        message
-        for message in messages
-        if not re.search(
-            "[^\n]*".join(
-                re.escape(part) for part in re.split(r" ?\.\.\. ?|'shm'|'nccl'", message)
-            ),
-            texts,
-        )
-    ]
+
+    def pattern(message):
+        parts = re.split(r" ?\.\.\. ?|'shm'|'nccl'", message)
+        return "[^\n]*".join(re.escape(part) for part in parts if part)
+
+    return [message for message in messages if not re.search(pattern(message), texts)]
 
 
 def test_messages_of_the_page_are_those_of_the_code():

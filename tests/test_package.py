@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import os
@@ -63,6 +64,7 @@ LOOKS_AHEAD = {
 WITHOUT_TORCH = {"errors", "model", "planner", "report"}
 
 
+@functools.cache
 def _imports(source: str, package: str) -> list[tuple[str, int, bool]]:
     """``(module, line, inside a function)`` of every import, for types alone or not."""
     found = []
@@ -165,6 +167,16 @@ def test_the_check_of_the_direction_can_fail(path, source, says):
 WITHOUT_CIRCLES = ("memory", "capture", "place", "integrate")
 
 
+@functools.cache
+def _lines_for_types(source: str) -> set[int]:
+    return {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+
+
 def circles(files: dict[str, str]) -> list[list[str]]:
     """The circles in which files of these layers import each other, but for types."""
     graph = nx.DiGraph()
@@ -173,12 +185,7 @@ def circles(files: dict[str, str]) -> list[list[str]]:
         if path.split("/")[0] not in WITHOUT_CIRCLES:
             continue
         package = ".".join(["symmplan", *path.split("/")[:-1]])
-        types = {
-            line
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-            for line in range(node.lineno, (node.end_lineno or 0) + 1)
-        }
+        types = _lines_for_types(source)
         for module, line, _ in _imports(source, package):
             where = "/".join(module.split(".")[1:])
             other = names.get(where) or names.get(where.rpartition("/")[0])
