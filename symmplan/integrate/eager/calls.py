@@ -94,10 +94,10 @@ def _fitting(
     for i, want in enumerate(wants):
         if is_tensor(want):
             tensors.append((i, *want))
-        elif isinstance(want, _WORDS):
-            words.append((i, want.__class__, want))
         elif want is float:
             words.append((i, float, None))
+        elif isinstance(want, _WORDS) or callable(want):
+            words.append((i, want.__class__, want))
         else:
             others.append((i, want))
     places, uses = tuple(addresses.items()), compat.storage_use_count
@@ -154,13 +154,16 @@ def _ready_call(event: Event, faults: Faults) -> None:
         event.short = _front(event, fits, run)
         return
     defaults = [a.default_value for a in event.overload._schema.arguments]
-
-    needs_keys = event.tape.needs_keys
+    needs_keys, frame_of = event.tape.needs_keys, event.frame
 
     def short(behind: Any, args: Any) -> Any:
-        if len(args) > len(defaults) or (needs_keys and behind is None):
+        if len(args) != len(defaults):
+            if len(args) > len(defaults):
+                return MISS
+            args = (*args, *defaults[len(args) :])
+        if needs_keys and behind is None:
             return MISS
-        frame = event.frame((*args, *defaults[len(args) :]), behind)
+        frame = frame_of(args, behind)
         return run(frame) if fits(frame) else MISS
 
     event.short = short
@@ -311,7 +314,8 @@ def _ready_memory(event: Event, faults: Faults) -> None:
     writes, before, after = event.call.kind == "out", event.before, event.after
 
     def run(make: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        faults.perform(before)
+        if before:
+            faults.perform(before)
         if place is None:
             result: torch.Tensor = make(*args, **kwargs)
         else:
@@ -319,7 +323,8 @@ def _ready_memory(event: Event, faults: Faults) -> None:
                 with own_work:
                     make(*args, **kwargs, out=place)
             result = place.detach()
-        faults.perform(after)
+        if after:
+            faults.perform(after)
         return result
 
     event.run = run

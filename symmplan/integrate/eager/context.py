@@ -134,7 +134,8 @@ def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Ten
 
 def _differentiates(args: Any, kwargs: Any) -> bool:
     """Whether autograd would follow the call, which no ``out=`` can do."""
-    given = (*args, *kwargs.values())
-    return torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in given
-    )
+    if torch.is_grad_enabled():
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False

@@ -187,5 +187,5 @@ class Event:
         for i in self.lists:
             frame += values[i] or ()
         frame.append(behind)
-        frame += [None] * (self.tape.size - len(frame))
+        frame += self.tape.rest
         return frame

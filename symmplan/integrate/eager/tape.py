@@ -4,7 +4,8 @@
     A call is lowered once, when the plan is made (see `symmplan.place.lower`). What stands for a
     tensor then is either the placement itself or a slot of a frame, which is filled anew for each
     call: the op's arguments in the order of its schema, the elements of those that are lists, the
-    dispatch keys behind the session's, and what is made on the way.
+    dispatch keys behind the session's, and behind them placements, other constants, and what is
+    made on the way. So a step finds all it needs at places of the frame.
 
     A collective of the process group is launched by the group's backend, past the dispatcher, as
     its own kernel would launch it. Somebody who watches all ops gets to see it: then it is called.
@@ -59,8 +60,8 @@ class Tape:
         view: Gives a placement as a tensor like one of the program's.
         shapes: The stand-ins of the program's tensors.
         device: Where tensors lie.
-        size: How many slots the frame has before the tape adds to it; the last is for the dispatch
-            keys.
+        first: How many slots the frame has before those of the tape; the last of them is for the
+            dispatch keys.
         watched: Whether somebody watches all ops.
         direct: Whether functional collectives can be launched past the dispatcher.
         works: For a ``c10d::`` call, which gets the work of what it launches: whether that is
@@ -72,7 +73,7 @@ class Tape:
         away: The same for results that are copied out when the program waits for them.
         result: What the op itself returned, or the work of what was launched; None if nothing of
             the kind was called.
-        size: How many slots the frame has.
+        rest: What the slots of the tape hold when a call begins.
         needs_keys: Whether a step needs the dispatch keys.
     """
 
@@ -81,7 +82,7 @@ class Tape:
         view: Callable[[str, Value, bool], torch.Tensor],
         shapes: Mapping[Value, Any],
         device: torch.device,
-        size: int,
+        first: int,
         *,
         watched: bool,
         direct: bool,
@@ -91,12 +92,13 @@ class Tape:
         self.late: Section = {}
         self.away: Section = {}
         self.result: Slot | None = None
-        self.size = size
+        self.rest: list[Any] = []
         self.needs_keys = False
         self._view = view
         self._shapes = shapes
         self._device = device
-        self._behind = Slot(size - 1)
+        self._first = first
+        self._behind = Slot(first - 1)
         self._watched = watched
         self._direct = direct and not watched
         self._works = works
@@ -157,21 +159,30 @@ class Tape:
 
     def do(self, function: Callable[..., Any], *values: Any, **named: Any) -> Slot:
         """Call a function of slots and other values; the slot of what it returns."""
-        at, get = self.size, getter(list(values))
-        self.size += 1
-        if named:
-            names = {name: getter(value) for name, value in named.items()}
+        given = [self._place(value) for value in values]
+        names = {name: self._place(value) for name, value in named.items()}
+        at = self._slot(None)
+        self._steps.append(_step(function, given, names, at))
+        return Slot(at)
 
-            def step(frame: list[Any]) -> None:
-                more = {name: value(frame) for name, value in names.items()}
-                frame[at] = function(*get(frame), **more)
-        else:
+    def _slot(self, value: Any) -> int:
+        """A new slot of the frame, that holds this when a call begins."""
+        self.rest.append(value)
+        return self._first + len(self.rest) - 1
 
-            def step(frame: list[Any]) -> None:
-                frame[at] = function(*get(frame))
+    def _place(self, value: Any) -> int:
+        """Where in the frame a value is found."""
+        if isinstance(value, Slot):
+            return value.index
+        if not (isinstance(value, list) and any(isinstance(x, (Slot, list)) for x in value)):
+            return self._slot(value)
+        at, get = self._slot(None), getter(value)
+
+        def step(frame: list[Any]) -> None:
+            frame[at] = get(frame)
 
         self._steps.append(step)
-        return Slot(at)
+        return at
 
     def _launcher(self, op: Any, given: dict[str, Any]) -> Callable[..., Any] | None:
         """What launches a collective of the process group, if it needs not be called."""
@@ -185,6 +196,31 @@ class Tape:
         if register is None or start is None:
             return None
         return lambda out, source: register(out, start(out, source))
+
+
+def _step(function: Callable[..., Any], given: list[int], names: dict[str, int], at: int) -> Step:
+    """Calls a function with what a frame has at some places, and leaves the result at one."""
+    if names:
+
+        def step(frame: list[Any]) -> None:
+            more = {name: frame[place] for name, place in names.items()}
+            frame[at] = function(*[frame[place] for place in given], **more)
+    elif not given:
+
+        def step(frame: list[Any]) -> None:
+            frame[at] = function()
+    elif len(given) == 1:
+        (only,) = given
+
+        def step(frame: list[Any]) -> None:
+            frame[at] = function(frame[only])
+    else:
+        take = operator.itemgetter(*given)
+
+        def step(frame: list[Any]) -> None:
+            frame[at] = function(*take(frame))
+
+    return step
 
 
 def _watched(op: Any, *args: Any, **kwargs: Any) -> Any:
