@@ -269,10 +269,11 @@ def realize(
             races = backend.races = RaceDetector(*world())
         compare_notes(plan, exchange, memory=backend.name)
         for spec in plan.segments:
-            segments[spec.name] = backend.allocate(
+            met = [members[group] for group in spec.groups]
+            segments[spec.name] = Segment(
                 spec,
-                device,
-                groups=[members[group] for group in spec.groups],
+                backend.name,
+                *backend.allocate(spec, device, met, health),  # not named: errors hold this frame
                 timeout=timeout,
                 health=health,
             )
