@@ -107,7 +107,7 @@ class Part:
     rendezvous: dict[str, Rendezvous] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.tensor = lend(self.host.tensor[self.place.offset : self.place.end], _nothing)
+        self.tensor = lend(self.host.tensor[self.place.offset : self.place.end])
         mine = {id(self.host.rendezvous[group]) for group in self.spec.groups}
         self.rendezvous = {n: r for n, r in self.host.rendezvous.items() if id(r) in mine}
 
@@ -206,7 +206,3 @@ def overlapping(args: Sequence[Any], begin: int, end: int) -> list[int]:
             if first < end and begin < first + storage.nbytes():
                 found.append(i)
     return found
-
-
-def _nothing() -> None:
-    """The arena outlives its guests' runs."""

@@ -91,7 +91,7 @@ class _Builder:
 
     def _lend(self, buffer: str, value: Value) -> Lent:
         like = self.captured.values.tensors[value]
-        flat = lend(self._bytes(buffer).view(like.dtype), lambda: None)  # uses are counted
+        flat = lend(self._bytes(buffer).view(like.dtype))  # uses are counted
         tensor = flat.as_strided(like.shape, like.stride(), 0)
         del flat
         return Lent(tensor)
