@@ -83,6 +83,18 @@ def outside_graphs(fn: Any) -> Any:
     return torch._disable_dynamo(fn)  # type: ignore[attr-defined]
 
 
+def dispatch_key(name: str) -> Any:
+    """One of the dispatcher's keys."""
+    return getattr(torch._C.DispatchKey, name)
+
+
+def is_floor_division(expr: Any) -> bool:
+    """Whether an expression of sizes is a quotient that is rounded down."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return isinstance(expr, FloorDiv)
+
+
 def world_name() -> str:
     """The name of the default process group."""
     group = dist.group.WORLD

@@ -9,7 +9,7 @@ import torch
 from torch import _guards
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -72,6 +72,13 @@ def keep_inputs(indices: Collection[int]) -> None:
     donated = getattr(_metadata(), "bw_donated_idxs", None)
     if donated:
         donated[:] = [i for i in donated if i not in indices]
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The fake mode of the inputs, or a new one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return _guards.detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def tracing(fake_mode: Any) -> AbstractContextManager[Any]:

@@ -54,7 +54,7 @@ from torch._inductor.virtualized import V
 from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.parts import copy_of
-from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
+from symmplan.integrate.compile.refresh import note, refresh_changed
 from symmplan.place.watching import run_by_nodes
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         name = "backward"
     elif kwargs.get("is_inference"):
         name = "inference"
-    mode = fake_mode_of(inputs)
+    mode = compat.fake_mode_of(inputs)
     if not unit.declares(gm):
         unit.rewrite(gm, name, mode)
         return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name)
