@@ -167,7 +167,8 @@ class Arena:
             How many rendezvous were made.
 
         Raises:
-            BackendError: A segment cannot be registered; raised on every rank of the group.
+            BackendError: A segment cannot be registered; raised on every rank of the group, and
+                none of them has met any group of the call.
             PeerTimeoutError, PeerLostError: As `realize`.
 
         Collective: yes, over those groups.
@@ -195,6 +196,8 @@ class Arena:
             exchange.finish()
         except BaseException as error:
             exchange.fail(error)
+            for segment, name, _ in new:  # some rank has not met them
+                segment.forget(name)
             raise
         self.rendezvous += len(new)
         return len(new)

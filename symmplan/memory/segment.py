@@ -184,6 +184,11 @@ class Segment:
         self.rendezvous[rendezvous.group.name] = rendezvous
         self.rendezvous[rendezvous.group.torch_name] = rendezvous
 
+    def forget(self, group: str) -> None:
+        """It has not met that group after all. Nothing if it never seemed to."""
+        gone = self.rendezvous.get(group)
+        self.rendezvous = {n: met for n, met in self.rendezvous.items() if met is not gone}
+
     def meeting(self, group: str | Any | None = None) -> Rendezvous:
         """The rendezvous with ``group``, a name (the plan's or torch's) or torch's group.
 
