@@ -132,3 +132,12 @@ def load() -> None:
 
 
 _KEEP: list[torch.library.Library] = []
+#: Names of two groups of all ranks, once they have met.
+GROUPS: list[str] = []
+
+
+def meet(rank, world_size):
+    """Define the ops, and make the groups; what a pool of ranks begins with."""
+    load()
+    second = dist.new_group(range(world_size))
+    GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
