@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan._compat_c10d import (  # noqa: F401 (one name for both, for who asks)
+    GROUP_METHODS,
     all_to_all,
     collective_options,
     deregister_nccl_pool,

@@ -27,6 +27,7 @@ __all__ = [
     "Value",
     "Values",
     "argument_nodes",
+    "at_path",
     "called",
     "example_values",
     "hidden_calls",
@@ -151,6 +152,13 @@ def argument_nodes(argument: Any) -> Iterator[tuple[Path, fx.Node]]:
 def tensor_leaves(value: Any) -> Iterator[tuple[Path, Any]]:
     """Yield ``(path, tensor)`` of every tensor in nested lists and tuples."""
     return _leaves(value, torch.Tensor, ())
+
+
+def at_path(value: Any, path: Path) -> Any:
+    """What sits at a path of nested lists and tuples."""
+    for i in path:
+        value = value[i]
+    return value
 
 
 def _leaves(value: Any, kind: type, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -131,6 +131,7 @@ class Arena:
                 f"the plan places no buffer {name!r}",
                 expected=f"one of {sorted(self.plan.placements)}",
                 got=repr(name),
+                fix="ask for a buffer of arena.plan.placements",
                 buffer=name,
             )
         flat = self.segments[placement.segment].tensor[placement.offset : placement.end]
@@ -149,6 +150,7 @@ class Arena:
                 expected=f"at most {placement.nbytes} bytes, offset a multiple of "
                 f"{wanted.itemsize}",
                 got=f"{nbytes} bytes",
+                fix="ask for fewer elements, or plan a larger buffer with a larger align",
                 buffer=name,
                 segment=placement.segment,
             )

@@ -377,6 +377,7 @@ class PlacedTensor:
                 f"no rank {rank} in group {self._rendezvous.group.name!r}",
                 expected=f"0 to {len(peers) - 1}",
                 got=rank,
+                fix="pass a rank of the group, not of the world",
                 group=self._rendezvous.group.name,
                 rank=self.rank,
             )

@@ -281,6 +281,7 @@ def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
             f"rank {rank} made the segment of another size",
             expected=f"{mine.nbytes} bytes",
             got=f"{theirs.nbytes} bytes",
+            fix="run the same version of symmplan on every rank",
             **group.here,
         )
     if theirs.process.host != mine.process.host:
