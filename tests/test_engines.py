@@ -8,6 +8,7 @@ import pytest
 
 from symmplan.model import SegmentSpec
 from symmplan.place.engines import register
+from symmplan.place.guests import CarveOut
 
 
 def _arena(names, met):
@@ -35,3 +36,18 @@ def test_segments_are_registered_in_the_order_in_which_they_met_their_groups(nam
     register(arena, engines)
     wanted = ["row gather", "row exchange", "column gather", "column exchange"]
     assert joined == [("s0", wanted)]
+
+
+def test_parts_of_one_segment_join_the_communicators_of_each_other():
+    """A guest whose segments have groups of their own may get all of its parts in one segment."""
+    joined = []
+    host = SimpleNamespace(guests=[], join=joined.append)
+    hosts = {"tensor": "s0", "context": "s0", "expert": "s1"}
+    parts = {
+        name: SimpleNamespace(host=SimpleNamespace(spec=SimpleNamespace(name=there)))
+        for name, there in hosts.items()
+    }
+    carved = CarveOut(host, parts, "graphs", lambda _: lambda: None)
+    carved.join({name: {f"{name} gather": name} for name in hosts})
+    tensor, context, expert = ({f"{name} gather": name} for name in hosts)
+    assert joined == [{"s0": {**tensor, **context}, "s1": expert}]

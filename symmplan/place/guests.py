@@ -160,7 +160,10 @@ class CarveOut:
 
     def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
         """As of an arena. Collective."""
-        return self.host.join({self.segments[n].host.spec.name: g for n, g in more.items()})
+        wanted: dict[str, dict[str, Any]] = {}
+        for name, groups in more.items():  # several parts may lie in one segment
+            wanted.setdefault(self.segments[name].host.spec.name, {}).update(groups)
+        return self.host.join(wanted)
 
     def release(self) -> None:
         """The guest moves out. Idempotent. The arena goes, too, if it was left for its guests."""
