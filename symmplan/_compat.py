@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from symmplan._compat_c10d import (  # noqa: F401 (one name for both, for who asks)
+    GROUP_METHODS,
     all_to_all,
     collective_options,
     deregister_nccl_pool,
@@ -81,6 +82,18 @@ def group_name(group: ProcessGroup) -> str:
 def outside_graphs(fn: Any) -> Any:
     """A function that compilers do not look into: a graph ends before it."""
     return torch._disable_dynamo(fn)  # type: ignore[attr-defined]
+
+
+def dispatch_key(name: str) -> Any:
+    """One of the dispatcher's keys."""
+    return getattr(torch._C.DispatchKey, name)
+
+
+def is_floor_division(expr: Any) -> bool:
+    """Whether an expression of sizes is a quotient that is rounded down."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return isinstance(expr, FloorDiv)
 
 
 def world_name() -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import _guards
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -21,21 +21,23 @@ def autograd_cache_off() -> Iterator[None]:
     """
     from torch._functorch import aot_autograd, config
 
-    module: Any = aot_autograd
     names = ("should_use_local_autograd_cache", "should_use_remote_autograd_cache")
-    saved = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    with config.patch(enable_autograd_cache=False):
+    off = replaced(aot_autograd, **dict.fromkeys(names, lambda: False))
+    with config.patch(enable_autograd_cache=False), off:
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Other attributes for a while; names that a torch does not have are left out."""
+    saved = {name: getattr(owner, name) for name in attributes if hasattr(owner, name)}
+    try:
         for name in saved:
-            setattr(module, name, _no)
-        try:
-            yield
-        finally:
-            for name, function in saved.items():
-                setattr(module, name, function)
-
-
-def _no() -> bool:
-    return False
+            setattr(owner, name, attributes[name])
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(owner, name, value)
 
 
 def _metadata() -> Any:
@@ -72,6 +74,13 @@ def keep_inputs(indices: Collection[int]) -> None:
     donated = getattr(_metadata(), "bw_donated_idxs", None)
     if donated:
         donated[:] = [i for i in donated if i not in indices]
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The fake mode of the inputs, or a new one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return _guards.detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def tracing(fake_mode: Any) -> AbstractContextManager[Any]:

@@ -33,7 +33,7 @@ _GROUP_OPTIONS = {
 }
 
 #: The functional collective that writes a given tensor -> the method of a group that it calls.
-_FUNCTIONAL = {
+GROUP_METHODS = {
     "all_reduce_": "allreduce",
     "broadcast_": "broadcast",
     "all_gather_into_tensor_out": "_allgather_base",
@@ -57,7 +57,7 @@ def collective_options(name: str, *, reduction: object, root: object) -> tuple[s
     Returns:
         The method's name and its options; None if this is not known.
     """
-    method = _FUNCTIONAL.get(name)
+    method = GROUP_METHODS.get(name)
     if method is None:
         return None
     options: Any = group_options(method)()

@@ -5,12 +5,14 @@ into the next rank's memory, through an out variant and without a handshake: the
 barriers. ``bump`` updates its argument in place. ``peer_sum`` cannot write its declared result into
 given memory; ``scale`` can, through an out variant that returns what it was given. ``mix`` is
 ``peer_mean`` times another tensor. ``peer_mean``, ``mix`` and ``push_next`` fall back to c10d when
-their tensors have no placement, so that the same program runs without symmplan.
+their tensors have no placement, so that the same program runs without symmplan. ``late_sum`` reads
+its peers late on all ranks but the first.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 
 import torch
 import torch.distributed as dist
@@ -77,6 +79,19 @@ def _under_way(x):
     return x.new_full((1,), torch._C._distributed_c10d._get_work_registry_size())
 
 
+def _late_sum(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    import symmplan
+
+    placed = symmplan.handle(x, group_name)
+    placed.barrier()
+    time.sleep(0.3 * placed.rank)
+    return torch.stack([placed.peer(r) for r in range(placed.world_size)]).sum(0)
+
+
+def _same(x, *_others):
+    return torch.empty_like(x)
+
+
 @functools.cache
 def load() -> None:
     """Define and declare the ops, once per process."""
@@ -84,61 +99,45 @@ def load() -> None:
 
     lib = torch.library.Library("symmplan_test", "FRAGMENT")
     _KEEP.append(lib)
-    lib.define("peer_mean(Tensor x, str group_name) -> Tensor")
-    lib.define("push_next(Tensor x, str group_name) -> Tensor")
-    lib.define("push_next_out(Tensor x, str group_name, *, Tensor(a!) out) -> ()")
-    lib.define("bump(Tensor(a!) x, str group_name) -> ()")
-    lib.define("peer_sum(Tensor x, str group_name) -> Tensor")
-    lib.impl("peer_sum", _peer_sum, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "symmplan_test::peer_sum", lambda x, _g: torch.empty_like(x), lib=lib
-    )
-    symmplan.register_symm_mem_args("symmplan_test::peer_sum", ["return"], group="group_name")
-    lib.define("scale(Tensor x, str group_name) -> Tensor")
-    lib.define("scale.out(Tensor x, str group_name, *, Tensor(a!) out) -> Tensor(a!)")
-    lib.impl("scale", lambda x, _g: x * 3, "CompositeExplicitAutograd")
-    lib.impl("scale.out", _scale_out, "CompositeExplicitAutograd")
-    torch.library.register_fake("symmplan_test::scale", lambda x, _g: torch.empty_like(x), lib=lib)
-    torch.library.register_fake("symmplan_test::scale.out", lambda _x, _g, *, out: out, lib=lib)
-    lib.define("mix(Tensor x, Tensor y, str group_name) -> Tensor")
-    lib.impl("mix", _mix, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "symmplan_test::mix", lambda x, _y, _g: torch.empty_like(x), lib=lib
-    )
-    symmplan.register_symm_mem_args("symmplan_test::mix", ["x"], group="group_name", handshake=True)
-    lib.define("under_way(Tensor x) -> Tensor")
-    lib.impl("under_way", _under_way, "CompositeExplicitAutograd")
-    torch.library.register_fake("symmplan_test::under_way", lambda x: x.new_empty(1), lib=lib)
-    lib.impl("bump", _bump, "CompositeExplicitAutograd")
-    torch.library.register_fake("symmplan_test::bump", lambda _x, _g: None, lib=lib)
-    lib.impl("peer_mean", _peer_mean, "CompositeExplicitAutograd")
-    lib.impl("push_next", _push_next, "CompositeExplicitAutograd")
-    lib.impl("push_next_out", _push_next_out, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "symmplan_test::peer_mean", lambda x, _g: torch.empty_like(x), lib=lib
-    )
-    torch.library.register_fake(
-        "symmplan_test::push_next",
-        lambda x, _g: torch.empty_like(x, memory_format=torch.contiguous_format),
-        lib=lib,
-    )
-    torch.library.register_fake(
-        "symmplan_test::push_next_out", lambda _x, _g, *, out: None, lib=lib
-    )
-    symmplan.register_symm_mem_args(
-        "symmplan_test::peer_mean", ["x"], group="group_name", handshake=True
-    )
-    symmplan.register_symm_mem_args(
-        "symmplan_test::scale", ["return"], group="group_name", out="symmplan_test::scale.out"
-    )
-    symmplan.register_symm_mem_args("symmplan_test::bump", ["x"], group="group_name")
-    symmplan.register_symm_mem_args(
-        "symmplan_test::push_next",
-        ["return"],
-        group="group_name",
+
+    def define(schema, run, fake=_same, where=(), **facts):
+        name = schema.partition("(")[0]
+        lib.define(schema)
+        lib.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"symmplan_test::{name}", fake, lib=lib)
+        if where:
+            op = f"symmplan_test::{name}"
+            symmplan.register_symm_mem_args(op, list(where), group="group_name", **facts)
+
+    one, out = "Tensor x, str group_name", "Tensor x, str group_name, *, Tensor(a!) out"
+    define(f"peer_mean({one}) -> Tensor", _peer_mean, where=["x"], handshake=True)
+    define(f"late_sum({one}) -> Tensor", _late_sum, where=["x"], handshake=True)
+    define(f"peer_sum({one}) -> Tensor", _peer_sum, where=["return"])
+    mixed = "mix(Tensor x, Tensor y, str group_name) -> Tensor"
+    define(mixed, _mix, where=["x"], handshake=True)
+    define("bump(Tensor(a!) x, str group_name) -> ()", _bump, lambda *_: None, where=["x"])
+    define("under_way(Tensor x) -> Tensor", _under_way, lambda x: x.new_empty(1))
+    define(f"push_next_out({out}) -> ()", _push_next_out, lambda *_, out: None)
+    define(
+        f"push_next({one}) -> Tensor",
+        _push_next,
+        lambda x, _: torch.empty_like(x, memory_format=torch.contiguous_format),
+        where=["return"],
         release=True,
         out="symmplan_test::push_next_out",
     )
+    define(f"scale.out({out}) -> Tensor(a!)", _scale_out, lambda *_, out: out)
+    out = "symmplan_test::scale.out"
+    define(f"scale({one}) -> Tensor", lambda x, _: x * 3, where=["return"], out=out)
 
 
 _KEEP: list[torch.library.Library] = []
+#: Names of two groups of all ranks, once they have met.
+GROUPS: list[str] = []
+
+
+def meet(rank, world_size):
+    """Define the ops, and make the groups; what a pool of ranks begins with."""
+    load()
+    second = dist.new_group(range(world_size))
+    GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]

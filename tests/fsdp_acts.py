@@ -40,17 +40,15 @@ class Acted(Net):
         return self.outlet(self.norm(x))
 
 
-def built(world, hidden, wraps, options):
-    """A sharded model.
+def wrapped(model, world, wraps, options):
+    """Shard a model.
 
     Args:
-        hidden: Width of each block.
         wraps: How each block is wrapped: ``"whole"``, ``"parts"``, ``"both"`` or ``"none"``.
-        options: ``tied`` and ``bf16``; the others are those of ``fully_shard``.
+        options: ``bf16``; the others are those of ``fully_shard``.
     """
     chosen = {**options, "mesh": mesh(world)}
-    model = Acted(hidden, chosen.pop("tied"))
-    if chosen.pop("bf16"):
+    if chosen.pop("bf16", False):
         chosen["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block, how in zip(model.blocks, wraps, strict=True):
         if how in ("parts", "both"):
@@ -58,6 +56,12 @@ def built(world, hidden, wraps, options):
         if how in ("whole", "both"):
             fully_shard(block, **chosen)
     return fully_shard(model, **chosen)
+
+
+def built(world, hidden, wraps, options):
+    """An `Acted` model with blocks of these widths; ``tied`` beside the options of `wrapped`."""
+    others = {name: value for name, value in options.items() if name != "tied"}
+    return wrapped(Acted(hidden, options["tied"]), world, wraps, others)
 
 
 class Actor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from custom_ops import GROUPS, meet
 from hypothesis import HealthCheck, example, given, settings
 from programs import Program, make_inputs, programs, run
 from ranks import pool_of
@@ -11,19 +12,7 @@ from ranks import pool_of
 pytestmark = pytest.mark.ranks
 
 
-_GROUPS: list[str] = []
-
-
-def _setup(rank, world_size):
-    import custom_ops
-    import torch.distributed as dist
-
-    custom_ops.load()
-    second = dist.new_group([0, 1])
-    _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
-
-
-pool = pool_of(2, setup=_setup, timeout=120.0)
+pool = pool_of(2, setup=meet, timeout=120.0)
 
 
 def _poison(backend):
@@ -38,10 +27,10 @@ def _compare(rank, world_size, program: Program, inner: str, repeat: int):
 
     torch._dynamo.reset()
     inputs = make_inputs(program, rank)
-    expected = run(program, _GROUPS, *(x.clone() for x in inputs))
+    expected = run(program, GROUPS, *(x.clone() for x in inputs))
     backend = symmplan.backend(inner=inner, timeout=30.0, debug=inner == "eager" or "poison")
     compiled = torch.compile(
-        lambda *tensors: run(program, _GROUPS, *tensors), backend=backend, fullgraph=True
+        lambda *tensors: run(program, GROUPS, *tensors), backend=backend, fullgraph=True
     )
     try:
         for turn in range(repeat):
@@ -164,7 +153,7 @@ def _training(rank, world_size, inner):
     backend = symmplan.backend(inner=inner, timeout=30.0)
     for compiled in (False, True):
         torch.manual_seed(rank)
-        model = _Blocks(3, 32, _GROUPS[0])
+        model = _Blocks(3, 32, GROUPS[0])
         x = torch.randn(16, 32)
         run_it = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
         results.append(_train(run_it, x, 4))
@@ -196,7 +185,7 @@ def _after_release(rank, world_size):
     torch._dynamo.reset()
     backend = symmplan.backend(inner="eager", timeout=30.0)
     program = Program((4,), (("gather", 0, 0), ("sin", 1)), (2,))
-    compiled = torch.compile(lambda *t: run(program, _GROUPS, *t), backend=backend)
+    compiled = torch.compile(lambda *t: run(program, GROUPS, *t), backend=backend)
     inputs = make_inputs(program, rank)
     compiled(*inputs)
     backend.release()
@@ -220,7 +209,7 @@ def _mismatch(rank, world_size):
     backend = symmplan.backend(inner="eager", timeout=30.0)
     rows = 4 if rank == 0 else 8
     program = Program((rows,), (("gather", 0, 0), ("sin", 1)), (2,))
-    compiled = torch.compile(lambda *t: run(program, _GROUPS, *t), backend=backend)
+    compiled = torch.compile(lambda *t: run(program, GROUPS, *t), backend=backend)
     try:
         compiled(*make_inputs(program, rank))
     finally:
@@ -267,9 +256,7 @@ def _wrong_memory(rank, world_size):
     torch._dynamo.reset()
     program = Program((4,), (("gather", 0, 0), ("sin", 1)), (2,))
     backend = symmplan.backend(inner="eager", memory="nccl", timeout=30.0)
-    torch.compile(lambda *t: run(program, _GROUPS, *t), backend=backend)(
-        *make_inputs(program, rank)
-    )
+    torch.compile(lambda *t: run(program, GROUPS, *t), backend=backend)(*make_inputs(program, rank))
 
 
 def test_memory_that_does_not_fit_the_device_is_refused(pool):

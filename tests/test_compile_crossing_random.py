@@ -8,24 +8,13 @@ import gc
 import pytest
 import torch
 from crossing_programs import Training, forward, may_keep_graphs, train, trainings
+from custom_ops import GROUPS, meet
 from hypothesis import HealthCheck, given, settings
 from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
 
-_GROUPS: list[str] = []
-
-
-def _setup(rank, world_size):
-    import custom_ops
-    import torch.distributed as dist
-
-    custom_ops.load()
-    second = dist.new_group([0, 1])
-    _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
-
-
-pool = pool_of(2, setup=_setup, timeout=180.0)
+pool = pool_of(2, setup=meet, timeout=180.0)
 
 
 def _compare(rank, world_size, training: Training, inner: str, debug: bool):
@@ -34,16 +23,16 @@ def _compare(rank, world_size, training: Training, inner: str, debug: bool):
 
     torch._dynamo.reset()
     plain = [
-        lambda *tensors, p=program: forward(p, _GROUPS, *tensors) for program in training.programs
+        lambda *tensors, p=program: forward(p, GROUPS, *tensors) for program in training.programs
     ]
-    expected = train(training, _GROUPS, rank, plain)
+    expected = train(training, GROUPS, rank, plain)
     debug = debug and (inner == "eager" or "poison")  # Inductor's own code is tested
     backend = symmplan.backend(inner=inner, timeout=30.0, debug=debug)
     compiled = [torch.compile(f, backend=backend, fullgraph=True, dynamic=False) for f in plain]
     try:
         with may_keep_graphs() if training.keeps else contextlib.nullcontext():
             for _ in range(2):
-                got = train(training, _GROUPS, rank, compiled)
+                got = train(training, GROUPS, rank, compiled)
                 for i, (a, b) in enumerate(zip(got, expected, strict=True)):
                     torch.testing.assert_close(
                         a, b, rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{i}: {m}"

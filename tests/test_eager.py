@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from custom_ops import GROUPS, meet
 from hypothesis import example, given, settings
 from programs import Program, make_inputs, programs, run
 from ranks import pool_of
@@ -11,19 +12,7 @@ from ranks import pool_of
 pytestmark = pytest.mark.ranks
 
 
-_GROUPS: list[str] = []
-
-
-def _setup(rank, world_size):
-    import custom_ops
-    import torch.distributed as dist
-
-    custom_ops.load()
-    second = dist.new_group([0, 1])
-    _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
-
-
-pool = pool_of(2, setup=_setup, timeout=120.0)
+pool = pool_of(2, setup=meet, timeout=120.0)
 
 
 def _thin(rank, world_size):
@@ -72,7 +61,7 @@ def _graph(program: Program, rank: int):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = make_inputs(program, rank)
-    return make_fx(lambda *tensors: run(program, _GROUPS, *tensors))(*inputs), inputs
+    return make_fx(lambda *tensors: run(program, GROUPS, *tensors))(*inputs), inputs
 
 
 class _StraightLine(torch.fx.Interpreter):
@@ -89,7 +78,7 @@ def _same_program(rank, world_size, program: Program, repeat: int):
     from symmplan.place.ways import Lowerings
 
     gm, inputs = _graph(program, rank)
-    expected = run(program, _GROUPS, *(x.clone() for x in inputs))
+    expected = run(program, GROUPS, *(x.clone() for x in inputs))
     low = Lowerings("shm")
     want = capture_fx(
         gm,
@@ -146,10 +135,10 @@ def _held(rank, world_size, program: Program, repeat: int):
     import symmplan
 
     inputs = make_inputs(program, rank)
-    expected = run(program, _GROUPS, *(x.clone() for x in inputs))
+    expected = run(program, GROUPS, *(x.clone() for x in inputs))
     with symmplan.eager(timeout=30.0, debug=True) as session:
         for turn in range(repeat):
-            got = run(program, _GROUPS, *(x.clone() for x in inputs))
+            got = run(program, GROUPS, *(x.clone() for x in inputs))
             _close(got, expected, turn)
             del got
             session.step()

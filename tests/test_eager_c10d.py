@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from custom_ops import GROUPS, meet
 from hypothesis import example, given, settings
 from programs import Program, make_inputs, programs, run
 from ranks import RankPool, pool_of
@@ -15,30 +16,20 @@ from ranks import RankPool, pool_of
 pytestmark = pytest.mark.ranks
 
 
-_GROUPS: list[str] = []
 OWN = "process group"
 
 
-def _setup(rank, world_size):
-    import custom_ops
-    import torch.distributed as dist
-
-    custom_ops.load()
-    second = dist.new_group([0, 1])
-    _GROUPS[:] = [dist.group.WORLD.group_name, second.group_name]
-
-
-pool = pool_of(2, setup=_setup, timeout=120.0)
+pool = pool_of(2, setup=meet, timeout=120.0)
 
 
 def _held(rank, world_size, program):
     import symmplan
 
     inputs = make_inputs(program, rank)
-    expected = run(program, _GROUPS, *(x.clone() for x in inputs))
+    expected = run(program, GROUPS, *(x.clone() for x in inputs))
     with symmplan.eager(timeout=30.0, memory="shm", debug=True, collectives=OWN) as session:
         for _ in range(4):
-            got = run(program, _GROUPS, *(x.clone() for x in inputs))
+            got = run(program, GROUPS, *(x.clone() for x in inputs))
             for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
             del got
@@ -207,7 +198,7 @@ def _too_late(rank, world_size):
 
 def test_a_wait_that_is_missing_is_found_before_bytes_change(pool):
     with RankPool(2, timeout=60.0) as fresh:
-        fresh.run(_setup)
+        fresh.run(meet)
         for outcome in fresh.outcomes(_too_late):
             assert outcome.error is not None
             assert "still held" in outcome.error.text

@@ -8,12 +8,11 @@ import fsdp_acts
 import pytest
 import torch
 from fsdp_conditions import Hoard, flat, holding
-from fsdp_models import Block, Net, Trace, batch, both, differences, mesh, sgd, update
+from fsdp_models import Block, Net, Trace, batch, both, differences, sgd, update
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import pool_of
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from symmplan.errors import SymmplanError
 
@@ -63,15 +62,7 @@ def random_program(rank, world, blocks, hidden, options, steps):
     def build():
         model = Net(blocks=0)
         model.blocks = nn.ModuleList(Block(hidden=h) for h in hidden)
-        chosen = {**options, "mesh": mesh(world)}
-        if chosen.pop("bf16", False):
-            chosen["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for block, how in zip(model.blocks, blocks, strict=True):
-            if how in ("parts", "both"):
-                fully_shard(block.up, **chosen)
-            if how in ("whole", "both"):
-                fully_shard(block, **chosen)
-        return fully_shard(model, **chosen)
+        return fsdp_acts.wrapped(model, world, blocks, options)
 
     def program(model, trace, rank):
         optimizer = sgd(model)

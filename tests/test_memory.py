@@ -28,6 +28,7 @@ from symmplan.memory import (
 )
 from symmplan.memory.calls import OPS, describe, note
 from symmplan.memory.groups import Group, is_gone, this_process
+from symmplan.memory.local import LocalBackend
 from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
 
 CPU = torch.device("cpu")
@@ -264,6 +265,27 @@ def test_segments_of_two_groups():
         arena.segments["s1"].barrier("h")
         with pytest.raises(RunError, match="not rendezvoused with group 'g'"):
             arena.segments["s1"].peers("g")
+
+
+def test_segments_meet_all_groups_of_a_call_or_none(monkeypatch):
+    """Else who could register one would not come when its peers, who could not, try again."""
+    failing, meet = ["second"], LocalBackend.rendezvous
+
+    def rendezvous(self, segment, group, exchange):
+        if group.name in failing:
+            raise BackendError("no window for it")
+        meet(self, segment, group, exchange)
+
+    with realize(hand_made({"a": 64}), memory="local") as arena:
+        monkeypatch.setattr(LocalBackend, "rendezvous", rendezvous)
+        (segment,), more = arena.segments.values(), {"s0": {"first": None, "second": None}}
+        before = list(segment.rendezvous)
+        with pytest.raises(BackendError, match="no window"):
+            arena.join(more)
+        assert list(segment.rendezvous) == before
+        failing.clear()
+        assert [arena.join(more), arena.join(more), arena.rendezvous] == [2, 0, 3]
+        assert [*segment.rendezvous] == [*before, "first", "second"]
 
 
 def test_notes_of_calls_can_be_read():

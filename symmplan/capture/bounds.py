@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan._compat import is_floor_division
 from symmplan.capture.graphs import tensor_leaves
 
 if TYPE_CHECKING:
@@ -46,10 +47,8 @@ def bounded(fake: torch.Tensor, given: Mapping[Any, Any]) -> bool:
 
 
 def _computable(expr: Any, given: Mapping[Any, Any]) -> bool:
-    from torch.utils._sympy.functions import FloorDiv
-
     plain = expr in given or expr.is_Integer or expr.is_Add or expr.is_Mul
-    plain = plain or isinstance(expr, FloorDiv)
+    plain = plain or is_floor_division(expr)
     return plain and all(_computable(part, given) for part in expr.args)
 
 

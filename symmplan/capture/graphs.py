@@ -27,6 +27,7 @@ __all__ = [
     "Value",
     "Values",
     "argument_nodes",
+    "at_path",
     "called",
     "example_values",
     "hidden_calls",
@@ -143,14 +144,21 @@ def written_nodes(overload: torch._ops.OpOverload | None, node: fx.Node) -> set[
     return {source for argument in written for _, source in argument_nodes(argument)}
 
 
-def argument_nodes(argument: Any, path: Path = ()) -> Iterator[tuple[Path, fx.Node]]:
+def argument_nodes(argument: Any) -> Iterator[tuple[Path, fx.Node]]:
     """Yield ``(path, node)`` of every node in an argument, lists and tuples opened."""
-    return _leaves(argument, fx.Node, path)
+    return _leaves(argument, fx.Node, ())
 
 
-def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def tensor_leaves(value: Any) -> Iterator[tuple[Path, Any]]:
     """Yield ``(path, tensor)`` of every tensor in nested lists and tuples."""
-    return _leaves(value, torch.Tensor, path)
+    return _leaves(value, torch.Tensor, ())
+
+
+def at_path(value: Any, path: Path) -> Any:
+    """What sits at a path of nested lists and tuples."""
+    for i in path:
+        value = value[i]
+    return value
 
 
 def _leaves(value: Any, kind: type, path: Path) -> Iterator[tuple[Path, Any]]:

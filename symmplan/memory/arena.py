@@ -131,6 +131,7 @@ class Arena:
                 f"the plan places no buffer {name!r}",
                 expected=f"one of {sorted(self.plan.placements)}",
                 got=repr(name),
+                fix="ask for a buffer of arena.plan.placements",
                 buffer=name,
             )
         flat = self.segments[placement.segment].tensor[placement.offset : placement.end]
@@ -149,6 +150,7 @@ class Arena:
                 expected=f"at most {placement.nbytes} bytes, offset a multiple of "
                 f"{wanted.itemsize}",
                 got=f"{nbytes} bytes",
+                fix="ask for fewer elements, or plan a larger buffer with a larger align",
                 buffer=name,
                 segment=placement.segment,
             )
@@ -167,7 +169,8 @@ class Arena:
             How many rendezvous were made.
 
         Raises:
-            BackendError: A segment cannot be registered; raised on every rank of the group.
+            BackendError: A segment cannot be registered; raised on every rank of the group, and
+                none of them has met any group of the call.
             PeerTimeoutError, PeerLostError: As `realize`.
 
         Collective: yes, over those groups.
@@ -195,6 +198,8 @@ class Arena:
             exchange.finish()
         except BaseException as error:
             exchange.fail(error)
+            for segment, name, _ in new:  # some rank has not met them
+                segment.forget(name)
             raise
         self.rendezvous += len(new)
         return len(new)
@@ -269,10 +274,11 @@ def realize(
             races = backend.races = RaceDetector(*world())
         compare_notes(plan, exchange, memory=backend.name)
         for spec in plan.segments:
-            segments[spec.name] = backend.allocate(
+            met = [members[group] for group in spec.groups]
+            segments[spec.name] = Segment(
                 spec,
-                device,
-                groups=[members[group] for group in spec.groups],
+                backend.name,
+                *backend.allocate(spec, device, met, health),  # not named: errors hold this frame
                 timeout=timeout,
                 health=health,
             )

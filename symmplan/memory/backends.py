@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 from attrs import frozen
 
 from symmplan.errors import BackendError
-from symmplan.memory.simulated import SimulatedBackend, current
+from symmplan.memory.simulated import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
-    from symmplan.memory.segment import Health, Segment
+    from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "resolve_backend"]
@@ -86,15 +86,9 @@ class Backend(Protocol):
     frees: bool
 
     def allocate(
-        self,
-        spec: SegmentSpec,
-        device: torch.device,
-        *,
-        groups: Sequence[Group],
-        timeout: float,
-        health: Health,
-    ) -> Segment:
-        """This rank's bytes of a segment."""
+        self, spec: SegmentSpec, device: torch.device, groups: Sequence[Group], health: Health
+    ) -> Allocation:
+        """This rank's bytes of a segment, and what gives them back. ``health`` is the arena's."""
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """Associate ``segment`` with ``group`` and add the result to it.
@@ -132,6 +126,8 @@ def resolve_backend(
         )
     world = current()
     if world is not None:
+        from symmplan.memory.local import SimulatedBackend
+
         return SimulatedBackend(world)
     alone = all(group.size == 1 for group in groups.values())
     if memory == "auto":

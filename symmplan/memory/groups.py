@@ -27,6 +27,7 @@ __all__ = [
     "Group",
     "ProcessIdentity",
     "group_key",
+    "host",
     "is_gone",
     "listed",
     "resolve_groups",
@@ -197,14 +198,14 @@ def this_process() -> ProcessIdentity:
         pid=pid,
         started=_state(pid)[1],
         namespace=_namespace(),
-        host=_host(),
+        host=host(),
         user=os.geteuid(),
     )
 
 
 def is_gone(process: ProcessIdentity) -> bool:
     """Whether ``process`` certainly ended; False also where this process cannot tell."""
-    if process.host != _host() or process.namespace != _namespace() or not process.started:
+    if process.host != host() or process.namespace != _namespace() or not process.started:
         return False
     state, started = _state(process.pid)
     return state in _ENDED or started != process.started
@@ -222,7 +223,8 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 @functools.cache
-def _host() -> str:
+def host() -> str:
+    """This host's boot, or its name where that is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

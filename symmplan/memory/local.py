@@ -1,4 +1,7 @@
-"""One process: ordinary memory, and every peer is the process itself."""
+"""One process: ordinary memory, and every peer is the process itself.
+
+Where the world is simulated, that one process stands for all ranks, and its memory is fake.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from symmplan.errors import OutOfSharedMemoryError
-from symmplan.memory.segment import Health, Rendezvous, Segment
+from symmplan.memory.segment import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Allocation, Health, Segment
+    from symmplan.memory.simulated import World
     from symmplan.model import SegmentSpec
 
-__all__ = ["LocalBackend"]
+__all__ = ["LocalBackend", "SimulatedBackend"]
 
 
 class LocalBackend:
@@ -29,15 +34,12 @@ class LocalBackend:
         self,
         spec: SegmentSpec,
         device: torch.device,
-        *,
-        groups: Sequence[Group],
-        timeout: float,
-        health: Health,
-    ) -> Segment:
+        groups: Sequence[Group],  # noqa: ARG002
+        health: Health,  # noqa: ARG002
+    ) -> Allocation:
         """A plain tensor."""
-        del groups
         try:
-            tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+            return torch.empty(spec.nbytes, dtype=torch.uint8, device=device), None
         except (MemoryError, RuntimeError) as error:
             raise OutOfSharedMemoryError(
                 f"no memory for segment {spec.name!r} on {device}: {str(error).splitlines()[0]}",
@@ -46,14 +48,42 @@ class LocalBackend:
                 segment=spec.name,
                 nbytes=spec.nbytes,
             ) from error
-        return Segment(spec, self.name, tensor, timeout=timeout, health=health)
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:  # noqa: ARG002
-        """The group is this process.
+        """All ranks are this process.
 
         Collective: no.
         """
-        segment.add_rendezvous(Rendezvous(group, (segment.tensor,)))
+        segment.add_rendezvous(Rendezvous(group, (segment.tensor,) * group.size))
 
     def settle(self) -> None:
         """Nothing was needed."""
+
+
+class SimulatedBackend(LocalBackend):
+    """Segments without bytes, for any device and groups of any size.
+
+    Args:
+        world: The world that is simulated.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.name = world.memory
+        self._world = world
+
+    def allocate(
+        self, spec: SegmentSpec, device: torch.device, groups: Sequence[Group], health: Health
+    ) -> Allocation:
+        """A fake tensor."""
+        with torch.inference_mode(mode=False):
+            return super().allocate(spec, device, groups, health)
+
+    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
+        """The first time, the world hears of the segment.
+
+        Collective: no.
+        """
+        if not segment.rendezvous:
+            self._world.segments.append(segment)
+            self._world.buffer(None, None, segment.tensor)
+        super().rendezvous(segment, group, exchange)

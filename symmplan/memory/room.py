@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symmplan import _compat
+from symmplan.memory import shm_file
 from symmplan.memory.backends import BACKENDS
-from symmplan.memory.shm_file import DIRECTORY
 from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell
 
@@ -41,8 +41,7 @@ def free_bytes(memory: str, device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     free = _available()
     if BACKENDS[memory].collectives:
-        room = os.statvfs(DIRECTORY)
-        free = min(free, room.f_bavail * room.f_frsize)
+        free = min(free, shm_file.free_bytes())
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if ranks.isdigit() and int(ranks):
         return free // int(ranks)

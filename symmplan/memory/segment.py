@@ -18,12 +18,13 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field, frozen
 
 from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
 from symmplan.memory.groups import Group, group_key
+from symmplan.memory.simulated import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.model import SegmentSpec
+
+    #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
+    Allocation: TypeAlias = tuple[torch.Tensor, Callable[[], None] | None]
 
 __all__ = ["Health", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
 
@@ -123,7 +127,7 @@ class Rendezvous:
 
 
 class Segment:
-    """One symmetric allocation. Made by a memory backend.
+    """One symmetric allocation.
 
     Attributes:
         spec: What was asked for.
@@ -138,17 +142,16 @@ class Segment:
         spec: SegmentSpec,
         backend: str,
         tensor: torch.Tensor,
+        on_release: Callable[[], None] | None,
         *,
         timeout: float,
-        health: Health | None = None,
-        on_release: Callable[[], None] | None = None,
-        address: int | None = None,
+        health: Health,
     ) -> None:
         self.spec = spec
         self.backend = backend
         self.timeout = timeout
-        self.health = health if health is not None else Health()
-        self.address: int = tensor.data_ptr() if address is None else address
+        self.health = health
+        self.address: int = tensor.data_ptr() if current() is None else 0
         self.nbytes: int = spec.nbytes
         self.rendezvous: dict[str, Rendezvous] = {}
         self._tensor: torch.Tensor | None = tensor
@@ -180,6 +183,11 @@ class Segment:
         """Remember that the segment met a group."""
         self.rendezvous[rendezvous.group.name] = rendezvous
         self.rendezvous[rendezvous.group.torch_name] = rendezvous
+
+    def forget(self, group: str) -> None:
+        """It has not met that group after all. Nothing if it never seemed to."""
+        gone = self.rendezvous.get(group)
+        self.rendezvous = {n: met for n, met in self.rendezvous.items() if met is not gone}
 
     def meeting(self, group: str | Any | None = None) -> Rendezvous:
         """The rendezvous with ``group``, a name (the plan's or torch's) or torch's group.
@@ -369,6 +377,7 @@ class PlacedTensor:
                 f"no rank {rank} in group {self._rendezvous.group.name!r}",
                 expected=f"0 to {len(peers) - 1}",
                 got=rank,
+                fix="pass a rank of the group, not of the world",
                 group=self._rendezvous.group.name,
                 rank=self.rank,
             )

@@ -296,7 +296,11 @@ def _from_data(text: bytes, group: Group) -> SymmplanError:
             if k not in _GIVEN
         }
     except (ValueError, TypeError, KeyError, AttributeError):
-        return RunError("a peer failed and its message cannot be read", group=group.name)
+        return RunError(
+            "a peer failed and its message cannot be read",
+            fix="see the peers' own errors; run the same version of symmplan on every rank",
+            group=group.name,
+        )
     known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
     if not what.startswith("rank "):
         what = f"rank {failed} failed: {what}"

@@ -19,7 +19,6 @@ from symmplan.memory.control import ControlArea, Meeting, layout
 from symmplan.memory.groups import ProcessIdentity, is_gone, this_process
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
-from symmplan.memory.segment import Health, Segment
 from symmplan.memory.shm_file import (
     SharedFile,
     closing_fd,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = ["ShmBackend"]
@@ -106,11 +106,9 @@ class ShmBackend:
         self,
         spec: SegmentSpec,
         device: torch.device,  # noqa: ARG002
-        *,
         groups: Sequence[Group],
-        timeout: float,
         health: Health,
-    ) -> Segment:
+    ) -> Allocation:
         """A nameless shared file of this rank, mapped."""
         starts, nbytes = layout([group.size for group in groups])
         start = _data_nbytes(spec.nbytes)
@@ -135,9 +133,7 @@ class ShmBackend:
             watched=watched,
         )
         health.on_break.append(control.mark_broken)
-        return Segment(
-            spec, self.name, tensor, timeout=timeout, health=health, on_release=own.release
-        )
+        return tensor, own.release
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """Map every peer's file.
@@ -285,6 +281,7 @@ def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
             f"rank {rank} made the segment of another size",
             expected=f"{mine.nbytes} bytes",
             got=f"{theirs.nbytes} bytes",
+            fix="run the same version of symmplan on every rank",
             **group.here,
         )
     if theirs.process.host != mine.process.host:

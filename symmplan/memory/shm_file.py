@@ -35,6 +35,7 @@ __all__ = [
     "SharedFile",
     "closing_fd",
     "create",
+    "free_bytes",
     "map_file",
     "open_peer",
     "publish",
@@ -62,6 +63,12 @@ class SharedFile:
     # What a peer says becomes part of a path: no separators.
     #: File name in `DIRECTORY`, empty for a nameless file.
     name: str = field(default="", validator=matches_re(r"(symmplan-[0-9a-f]{32})?"))
+
+
+def free_bytes() -> int:
+    """How much of `DIRECTORY` is free."""
+    room = os.statvfs(DIRECTORY)
+    return room.f_bavail * room.f_frsize
 
 
 def unguessable_name() -> str:
@@ -198,8 +205,7 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 def _no_room(nbytes: int) -> OutOfSharedMemoryError:
     try:
-        room = os.statvfs(DIRECTORY)
-        free = room.f_bavail * room.f_frsize
+        free = free_bytes()
     except OSError:
         free = 0
     return OutOfSharedMemoryError(

@@ -4,8 +4,9 @@
     `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. What
     the integrations do there is what they do anywhere, but for four things that ask `current`:
     an exchange between ranks hears from each what this one says (`symmplan.memory.exchange`),
-    segments have no bytes (`SimulatedBackend`), ways are ruled or looked up instead of measured,
-    and FSDP2's collectives run as torch runs them, on fake tensors, also once they are planned.
+    segments have no bytes (`symmplan.memory.local`), ways are ruled or looked up instead of
+    measured, and FSDP2's collectives run as torch runs them, on fake tensors, also once they are
+    planned.
 """
 
 from __future__ import annotations
@@ -15,18 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field
 
-from symmplan.memory.segment import Health, Rendezvous, Segment
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from symmplan.memory.exchange import Exchange
-    from symmplan.memory.groups import Group
-    from symmplan.model import Plan, SegmentSpec, WayName
+    from symmplan.memory.segment import Segment
+    from symmplan.model import Plan, WayName
 
-__all__ = ["Call", "Planner", "SimulatedBackend", "World", "current"]
+__all__ = ["Call", "Planner", "World", "current"]
 
 
 @define(frozen=True)
@@ -122,47 +120,3 @@ def leave() -> None:
 def at_end(tensor: torch.Tensor, act: Callable[[], None]) -> None:
     """Call ``act`` when nothing refers to the storage of ``tensor`` any more."""
     weakref.finalize(tensor.untyped_storage(), act).atexit = False
-
-
-class SimulatedBackend:
-    """Segments without bytes, for any device.
-
-    Args:
-        world: The world.
-    """
-
-    frees = True
-
-    def __init__(self, world: World) -> None:
-        self.name = world.memory
-        self._world = world
-
-    def allocate(
-        self,
-        spec: SegmentSpec,
-        device: torch.device,
-        *,
-        groups: Sequence[Group],
-        timeout: float,
-        health: Health,
-    ) -> Segment:
-        """A fake tensor."""
-        import torch
-
-        del groups
-        with torch.inference_mode(mode=False):
-            tensor = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
-        made = Segment(spec, self.name, tensor, timeout=timeout, health=health, address=0)
-        self._world.segments.append(made)
-        self._world.buffer(None, None, tensor)
-        return made
-
-    def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:  # noqa: ARG002
-        """All ranks are this one.
-
-        Collective: no.
-        """
-        segment.add_rendezvous(Rendezvous(group, (segment.tensor,) * group.size))
-
-    def settle(self) -> None:
-        """Nothing was needed."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +22,7 @@ from attrs import frozen
 
 from symmplan import _compat as compat
 from symmplan.memory.backends import BACKENDS, REACHES
+from symmplan.memory.groups import host
 from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell
 
@@ -204,11 +204,4 @@ def topology_of(said: Sequence[Mapping[str, Any]]) -> Topology:
 
 def _host() -> str:
     """The host, as NCCL tells hosts apart."""
-    given = os.environ.get("NCCL_HOSTID")
-    if given:
-        return given
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {host()}"

@@ -42,13 +42,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from symmplan import _compat
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.own import own_work
-from symmplan.memory.segment import Health, Rendezvous, Segment
+from symmplan.memory.segment import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.memory.exchange import Exchange
     from symmplan.memory.groups import Group
+    from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = [
@@ -233,11 +234,9 @@ class TorchSymmBackend:
         self,
         spec: SegmentSpec,
         device: torch.device,
-        *,
         groups: Sequence[Group],
-        timeout: float,
-        health: Health,
-    ) -> Segment:
+        health: Health,  # noqa: ARG002
+    ) -> Allocation:
         """An allocation of its own.
 
         Collective: with NVSHMEM yes, else no.
@@ -262,7 +261,7 @@ class TorchSymmBackend:
             torch.cuda.synchronize(device)
             free()
 
-        return Segment(spec, self.name, tensor, timeout=timeout, health=health, on_release=release)
+        return tensor, release
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """Register the segment with the group.

@@ -147,7 +147,7 @@ def register(arena: Arena | CarveOut, engines: Mapping[str, Engines]) -> int:
         {
             name: {
                 n: g
-                for group in s.spec.groups
+                for group in s.rendezvous  # as they met: names sort differently over a mesh
                 if group in engines
                 for n, g in engines[group].groups.items()
             }

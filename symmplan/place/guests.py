@@ -107,7 +107,7 @@ class Part:
     rendezvous: dict[str, Rendezvous] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.tensor = lend(self.host.tensor[self.place.offset : self.place.end], _nothing)
+        self.tensor = lend(self.host.tensor[self.place.offset : self.place.end])
         mine = {id(self.host.rendezvous[group]) for group in self.spec.groups}
         self.rendezvous = {n: r for n, r in self.host.rendezvous.items() if id(r) in mine}
 
@@ -160,7 +160,10 @@ class CarveOut:
 
     def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
         """As of an arena. Collective."""
-        return self.host.join({self.segments[n].host.spec.name: g for n, g in more.items()})
+        wanted: dict[str, dict[str, Any]] = {}
+        for name, groups in more.items():  # several parts may lie in one segment
+            wanted.setdefault(self.segments[name].host.spec.name, {}).update(groups)
+        return self.host.join(wanted)
 
     def release(self) -> None:
         """The guest moves out. Idempotent. The arena goes, too, if it was left for its guests."""
@@ -206,7 +209,3 @@ def overlapping(args: Sequence[Any], begin: int, end: int) -> list[int]:
             if first < end and begin < first + storage.nbytes():
                 found.append(i)
     return found
-
-
-def _nothing() -> None:
-    """The arena outlives its guests' runs."""

@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
+from symmplan._compat import storage_use_count
 from symmplan.memory.streams import Mark, mark, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Ledger", "Loan", "lend"]
+__all__ = ["Ledger", "Lent", "Loan", "lend"]
 
 
 class _Owner:
@@ -84,6 +85,30 @@ def lend(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> to
     else:
         flat = torch.as_tensor(owner, device=tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape)
+
+
+@define(eq=False)
+class Lent:
+    """Lent bytes of which one can tell whether anybody holds them.
+
+    Attributes:
+        tensor: The whole storage, as its maker shapes it.
+        storage: Address of its storage's description, by which a tensor on it is known.
+        uses: How many users the storage has when nobody else holds it.
+    """
+
+    tensor: torch.Tensor
+    storage: int = field(init=False)
+    uses: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.storage = self.tensor.untyped_storage()._cdata
+        self.uses = storage_use_count(self.storage)
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody but the owner has a tensor on it."""
+        return storage_use_count(self.storage) > self.uses
 
 
 @define(eq=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attrs import frozen
 
+from symmplan.capture.graphs import at_path
 from symmplan.place.ways import overload_named
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def launch(call: PlacedCall, machine: Machine[Any], bound: Mapping[str, Any]) ->
     staged: dict[Site, tuple[Any, Any]] = {}
     for site in call.staged:
         assert site.buffer is not None
-        source = _at(given[site.head], site.index)
+        source = at_path(given[site.head], site.index)
         view = machine.view(site.buffer, site.value, contiguous=True)
         machine.doing(call.copy("copy in", site))
         if call.reads(site):
@@ -170,12 +171,6 @@ def _arranged(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict
     arguments = op._schema.arguments
     args = tuple(values[a.name] for a in arguments if not a.kwarg_only)
     return args, {a.name: values[a.name] for a in arguments if a.kwarg_only}
-
-
-def _at(value: Any, index: tuple[int, ...]) -> Any:
-    for i in index:
-        value = value[i]
-    return value
 
 
 def _put(value: Any, index: tuple[int, ...], new: Any) -> Any:

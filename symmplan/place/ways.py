@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 from torch import fx
 
-from symmplan.capture.graphs import overload_of
+from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import bind_arguments, spec_for
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.capture.producers import Write
-    from symmplan.capture.sites import Site
     from symmplan.model import OpSpec, Requirement
 
 __all__ = ["Collectives", "Lowering", "Lowerings"]
@@ -246,16 +245,13 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
     if namespace not in ("_c10d_functional", "c10d") or "gather" not in name:
         return False
     sites = captured.at(node)
-    given = [_fake(s) for s in sites if s.kind == "argument" and not s.writes]
+    given = [
+        at_path(s.source.meta["val"], s.path)
+        for s in sites
+        if s.kind == "argument" and not s.writes
+    ]
     placed = any(s.buffer is not None for s in sites)
     return placed and not all(is_whole_words(f.numel() * f.element_size()) for f in given)
-
-
-def _fake(site: Site) -> torch.Tensor:
-    value: Any = site.source.meta["val"]
-    for i in site.path:
-        value = value[i]
-    return value  # type: ignore[no-any-return]
 
 
 def overload_named(name: str) -> torch._ops.OpOverload:

@@ -38,13 +38,12 @@ _NOMINAL = 1e-11
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
-def bytes_of(given: int | str | None, *, name: str = "capacity") -> int | None:
+def bytes_of(given: int | str | None) -> int | None:
     """A number of bytes as people give it: a whole number, or text with a unit.
 
     Args:
         given: Bytes, or text such as ``"40GiB"``, ``"512 MiB"`` (powers of 1024) or ``"10MB"``
             (powers of 1000). None stays None.
-        name: What it is called, for the error.
 
     Raises:
         PlanningError: It is no such number, or negative.
@@ -60,7 +59,7 @@ def bytes_of(given: int | str | None, *, name: str = "capacity") -> int | None:
     # "40Gi" is a size; "40i" is none.
     if found is None or (found[3] and not found[2]):
         raise PlanningError(
-            f"{name} is {given!r}",
+            f"capacity is {given!r}",
             expected="bytes as a whole number, or text with a unit such as '40GiB' or '512 MiB'",
             got=repr(given),
             fix="pass bytes as int, or such a text",

@@ -105,9 +105,10 @@ def _functional(name: str, kind: str, where: str, **more: Any) -> Row:
     return _collective(f"_c10d_functional::{name}", kind, where, **more)
 
 
-def _autograd(name: str, kind: str, where: str, **more: Any) -> Row:
+def _autograd(name: str, kind: str, **more: Any) -> Row:
     note = "differentiable front of the op of that name in _c10d_functional"
-    return _collective(f"_c10d_functional_autograd::{name}", kind, where, note=note, **more)
+    op = f"_c10d_functional_autograd::{name}"
+    return _collective(op, kind, "input return", note=note, **more)
 
 
 def _c10d(name: str, kind: str, where: str, *, note: str = "its Work ends it", **more: Any) -> Row:
@@ -174,9 +175,9 @@ COLLECTIVES: tuple[Row, ...] = (
     ),
     _functional("broadcast", _BC, "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
     _functional("broadcast_", _BC, "input", meets=False, note=_ROOT),
-    _autograd("all_gather_into_tensor", _AG, "input return"),
-    _autograd("reduce_scatter_tensor", _RS, "input return"),
-    _autograd("all_to_all_single", _A2A, "input return", meets=False),
+    _autograd("all_gather_into_tensor", _AG),
+    _autograd("reduce_scatter_tensor", _RS),
+    _autograd("all_to_all_single", _A2A, meets=False),
     Row(
         "_dtensor::shard_dim_alltoall",
         _A2A,

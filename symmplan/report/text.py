@@ -52,11 +52,12 @@ def plan_line(plan: Plan) -> str:
     return f"{held}, {size(plan.peak_bytes)} ({bound})"
 
 
-def reasons_line(unplanned: Iterable[Unplanned], shown: int = 2) -> str:
-    """How many tensors were left out, and why, the most frequent reasons first; on one line."""
+def reasons_line(unplanned: Iterable[Unplanned]) -> str:
+    """How many tensors were left out, and why, the two most frequent reasons; on one line."""
     reasons = Counter(visible(tensor.reason) for tensor in unplanned)
-    first = [f"{n:,} x {reason}" for reason, n in reasons.most_common(shown)]
-    more = reasons.total() - sum(n for _, n in reasons.most_common(shown))
+    common = reasons.most_common(2)
+    first = [f"{n:,} x {reason}" for reason, n in common]
+    more = reasons.total() - sum(n for _, n in common)
     return "; ".join([*first, *([f"{more:,} more"] if more else [])])
 
 

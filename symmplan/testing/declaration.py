@@ -206,12 +206,13 @@ def check_declaration(
 
 def _run(job: Job, timeout: float) -> list[list[Call]]:
     """What each rank did, call by call."""
-    from torch._C._distributed_c10d import TCPStore
+    import torch.distributed as dist
 
     from symmplan.testing.late_ranks import run_rank
 
     context: Any = multiprocessing.get_context("fork" if job.setup is None else "spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores: Any = dist  # which have no types
+    store = stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     progress = context.RawArray("q", 2 * job.ranks)
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as ended, warnings.catch_warnings():

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -132,10 +131,11 @@ def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
     if dist.is_initialized():  # forked from a rank of another group, whose threads are not here
         _FORGOTTEN.append(forget_groups())
     timeout = dt.timedelta(seconds=job.timeout)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    network: Any = dist  # whose stores have no types
+    store = network.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(
         "gloo",
-        store=PrefixStore("declaration", store),
+        store=network.PrefixStore("declaration", store),
         rank=rank,
         world_size=job.ranks,
         timeout=timeout,

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import RankPool
+from devices import needs_devices, pool_on
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = needs_devices()
 
 COUNT = 4
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, init="nccl", timeout=280.0) as ranks:
-        yield ranks
+pool = pool_on(2, timeout=280.0)
 
 
 def _functional(shards, x, w, group):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import needs_devices
 from ranks import RankPool
 from torch.distributed import _symmetric_memory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
-
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = needs_devices()
 
 
 def _model(x, w, group):
@@ -67,7 +66,6 @@ def _run(rank, world_size, memory, inner):
     }
 
 
-@needs_two
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_nccl_runs_its_symmetric_kernels_in_placements(inner):
     with RankPool(2, init="nccl", timeout=280.0) as pool:
@@ -124,7 +122,6 @@ def _overlapped(rank, world_size, inner):
     }
 
 
-@needs_two
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_the_wait_for_one_gather_does_not_wait_for_the_next(inner):
     with RankPool(2, init="nccl", timeout=280.0) as pool:
@@ -155,7 +152,6 @@ def _chosen(rank, world_size):
     return choices, stats, reasons
 
 
-@needs_two
 def test_ranks_choose_alike_by_measurement():
     with RankPool(2, init="nccl", timeout=280.0) as pool:
         first, second = pool.run(_chosen)
@@ -196,7 +192,6 @@ def _graphed(rank, world_size):
     return stats
 
 
-@needs_two
 def test_cuda_graphs_use_the_segments_where_they_lie():
     with RankPool(2, init="nccl", timeout=280.0) as pool:
         first, second = pool.run(_graphed)
@@ -266,7 +261,6 @@ def _with_pads(rank, world_size, memory, inner):
     return stats
 
 
-@needs_two
 @pytest.mark.parametrize("memory", ["cuda", "nvshmem"])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_ops_of_torch_symmetric_memory_run_in_placements(inner, memory):
@@ -349,7 +343,6 @@ def _bound(rank, world_size, mode):
     return losses, names, placed, stats, staged, moved_back, run_eagerly == run_eagerly
 
 
-@needs_two
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_parameters_are_gathered_where_they_live(mode):
     with RankPool(2, init="nccl", timeout=280.0) as pool:
@@ -389,7 +382,6 @@ def _odd(rank, world_size, numel, inner):
     return equal, stats.placed, stats.unplanned
 
 
-@needs_two
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_gathers_of_parts_that_are_not_whole_words_are_right(inner):
     """NCCL 2.28.9's symmetric kernel would write wrong bytes."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import needs_devices
 from ranks import RankPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
-
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = needs_devices()
 
 
 def _block(x, qkv, proj, up, down, eager):
@@ -127,7 +126,6 @@ def _infer(rank, world_size, memory, nbytes, graph):
     }
 
 
-@needs_two
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, 8 << 20])
 def test_tensor_parallel_inference(nbytes, graph):
@@ -177,7 +175,6 @@ def _departs(rank, world_size, fault):
         raise
 
 
-@needs_two
 @pytest.mark.parametrize("fault", ["shape", "extra", "keep", "raise"])
 def test_a_rank_that_departs_says_so(fault):
     """Rank 0's device waits for rank 1; neither NCCL's watchdog nor its timeout is waited for."""
@@ -219,7 +216,6 @@ def _again(rank, world_size, holds):
     return made, wrong, len(symmplan.segments())
 
 
-@needs_two
 @pytest.mark.parametrize("holds", [False, True])
 def test_sessions_share_a_pool(holds):
     """A session gets the segments of one that is over, unless somebody holds a tensor of those."""

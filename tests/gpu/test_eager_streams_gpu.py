@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import needs_devices
 from ranks import RankPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+pytestmark = needs_devices()
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 #: Cycles for which a stream sleeps: long enough that a missing wait shows in the results.
 _SLEEP = 20_000_000
@@ -68,7 +68,6 @@ def _side_stream(rank, world_size, back, how):
     return shared, [streams[b.name] for b in plan.problem.buffers], plan.fingerprint
 
 
-@needs_two
 @pytest.mark.parametrize("how", ["stream", "event", "fresh"])
 @pytest.mark.parametrize("back", [False, True])
 def test_work_on_a_side_stream(back, how):
@@ -111,7 +110,6 @@ def _recorded(rank, world_size, mark):
     return [plan.placements[b.name].offset for b in plan.problem.buffers], plan.fingerprint
 
 
-@needs_two
 @pytest.mark.parametrize("mark", [False, True])
 def test_a_reader_on_another_stream_keeps_the_bytes(mark):
     with RankPool(2, init="nccl", timeout=60.0) as pool:
@@ -145,7 +143,6 @@ def _asynchronous(rank, world_size, staged):
     return sorted(set(places)), stats.served, stats.staged, len(plan.unplanned)
 
 
-@needs_two
 @pytest.mark.parametrize("staged", [False, True])
 def test_an_asynchronous_collective_holds_its_bytes(staged):
     with RankPool(2, init="nccl", timeout=60.0) as pool:
@@ -191,7 +188,6 @@ def _symm_mem(rank, world_size, out):
     return stats.bound, stats.staged, stats.served, sorted({e.name for e in seen.events()})
 
 
-@needs_two
 @pytest.mark.parametrize("out", [False, True])
 def test_ops_of_torch_symmetric_memory(out):
     with RankPool(2, init="nccl", timeout=60.0) as pool:
@@ -242,7 +238,6 @@ def _captured(rank, world_size):
         return session.stats.rendezvous - rendezvous
 
 
-@needs_two
 def test_a_cuda_graph_on_two_streams():
     with RankPool(2, init="nccl", timeout=60.0) as pool:
         assert pool.run(_captured) == [0, 0]

@@ -8,31 +8,20 @@ Two devices of one host.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from devices import finish, needs_devices, pool_on
 from ranks import RankPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
-]
+pytestmark = needs_devices()
 
 DIM = 2048
 LAYERS = 3
 F = torch.ops._c10d_functional
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, init="nccl", timeout=300) as started:
-        yield started
-        started.outcomes(finish)
+pool = pool_on(2, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +46,6 @@ def start_apart(rank, world, number):
         "nccl", init_method=f"file:///tmp/symmplan-{number}", rank=rank, world_size=world
     )
     dist.barrier()
-
-
-def finish(rank, world):
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 def model_of(dtype):

@@ -9,48 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from devices import needs_devices, pool_on
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ranks import RankPool
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = needs_devices()
 
 DIM = 512
 BLOCKS = 6
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, init="nccl", timeout=120) as ranks:
-        yield ranks
-        ranks.outcomes(finish)
+pool = pool_on(2, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def zero_cta():
-    """Ranks whose NCCL gathers with copy engines instead of kernels."""
-    with RankPool(2, init="nccl", timeout=120, env={"NCCL_CTA_POLICY": "2"}) as ranks:
-        yield ranks
-        ranks.outcomes(finish)
+#: Ranks whose NCCL gathers with copy engines instead of kernels.
+zero_cta = pool_on(2, timeout=120, env={"NCCL_CTA_POLICY": "2"})
 
 
 # Rank side.
-
-
-def finish(rank, world):
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 def build(world, dim=DIM, **options):

@@ -7,14 +7,8 @@ Two and four devices of one host. The layers are large enough to hide a gather.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from devices import finish, pool_on, worlds
 from ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -24,40 +18,12 @@ DIM = 2048
 TOKENS = 4096
 
 
-def ranks(count):
-    missing = torch.cuda.device_count() < count
-    return pytest.param(
-        count, marks=pytest.mark.skipif(missing, reason=f"needs {count} CUDA devices")
-    )
-
-
-WORLDS = [ranks(2), ranks(4)]
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def pool(request):
-    with RankPool(request.param, init="nccl", timeout=180) as started:
-        yield started
-        started.outcomes(finish)
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def zero_cta(request):
-    """Ranks whose NCCL gathers with copy engines wherever memory is symmetric."""
-    env = {"NCCL_CTA_POLICY": "2"}
-    with RankPool(request.param, init="nccl", timeout=180, env=env) as started:
-        yield started
-        started.outcomes(finish)
+pool = pool_on(2, 4, timeout=180)
+#: Ranks whose NCCL gathers with copy engines wherever memory is symmetric.
+zero_cta = pool_on(2, 4, timeout=180, env={"NCCL_CTA_POLICY": "2"})
 
 
 # Rank side.
-
-
-def finish(rank, world):
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, count=LAYERS, **apply):
@@ -181,7 +147,7 @@ def seen_live(rank, world, live, ahead):
 
 
 @pytest.mark.parametrize(("live", "ahead"), [(3, 0), (3, 1), (4, 0), (4, 2), (5, 2)])
-@pytest.mark.parametrize("pool", [ranks(2)], indirect=True)
+@pytest.mark.parametrize("pool", worlds(2), indirect=True)
 def test_gathers_run_beside_products_however_many_are_alive(pool, live, ahead):
     """In forward all but the root's, the first layer's, and what is gathered ahead of that.
 
@@ -196,7 +162,7 @@ def test_gathers_run_beside_products_however_many_are_alive(pool, live, ahead):
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
-@pytest.mark.parametrize("world", [ranks(2)])
+@pytest.mark.parametrize("world", worlds(2))
 def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
     """In processes of their own: other models' segments would be used again."""
     with RankPool(world, init="nccl", timeout=180) as own:
@@ -209,7 +175,7 @@ def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
         own.outcomes(finish)
 
 
-@pytest.mark.parametrize("pool", [ranks(2)], indirect=True)
+@pytest.mark.parametrize("pool", worlds(2), indirect=True)
 def test_the_pooled_side_gathers_on_copy_engines(pool):
     """What symmplan is compared with does what FSDP2's own symmetric memory does."""
     for found in pool.run(seen, "pooled"):

@@ -8,29 +8,21 @@ Two devices of one host. Sums of two parts have the same bits in any order.
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import test_fsdp_departures as departures
 import test_fsdp_handle as handles
 import test_fsdp_random as randoms
 import test_fsdp_setters as setters
 import test_fsdp_user as users
+from devices import needs_devices, pool_on
 from fsdp_conditions import forced, in_flat_buffers
 from fsdp_models import needs
 from hypothesis import given, settings
 from ranks import RankPool
 from torch.distributed.fsdp import FSDPModule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = needs_devices()
 
 
 class OnDevices(RankPool):
@@ -40,11 +32,7 @@ class OnDevices(RankPool):
         return super().outcomes(on_device, fn.__module__, fn.__name__, args, timeout=timeout)
 
 
-@pytest.fixture(scope="module")
-def two():
-    with OnDevices(2, init="nccl", timeout=120) as ranks:
-        yield ranks
-        RankPool.outcomes(ranks, finish)
+two = pool_on(2, make=OnDevices, timeout=120)
 
 
 # Rank side.
@@ -55,13 +43,6 @@ def on_device(rank, world, module, name, args):
 
     fsdp_models.DEVICE[0] = "cuda"
     return getattr(importlib.import_module(module), name)(rank, world, *args)
-
-
-def finish(rank, world):
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 # Parent side.

@@ -7,41 +7,21 @@ All devices of one host, four at most.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ranks import RankPool
+from devices import needs_devices, pool_on
 
 DEVICES = min(4, torch.cuda.device_count())
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices"),
-]
+pytestmark = needs_devices()
 
 DIM = 2048
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(DEVICES, init="nccl", timeout=180) as ranks:
-        yield ranks
-        ranks.outcomes(finish)
+pool = pool_on(DEVICES, timeout=180)
 
 
 # Rank side.
-
-
-def finish(rank, world):
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 def build(world, dim=DIM, bf16=False):

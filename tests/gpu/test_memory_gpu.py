@@ -8,21 +8,13 @@ only one. Needs two CUDA devices of one host that reach each other.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from devices import finish, needs_devices
 from memory_plans import hand_made, two_segments
 from ranks import RankPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = needs_devices()
 
 MiB = 1 << 20
 
@@ -45,13 +37,6 @@ def pool(request):
 
 def device_of(rank):
     return torch.device("cuda", rank)
-
-
-def finish(rank, world):
-    import torch.distributed as dist
-
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 def lifecycle(rank, world, memory):

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ranks import RankPool
+from devices import needs_devices, pool_on
 from test_moe import random_calls
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.all_cases,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [*needs_devices(), pytest.mark.all_cases]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, init="nccl", timeout=300) as ranks:
-        yield ranks
-        ranks.outcomes(_finish)
-
-
-def _finish(rank, world_size):
-    torch.cuda.synchronize()
-    torch.distributed.destroy_process_group()
+pool = pool_on(2, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from devices import needs_devices
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
@@ -27,7 +28,7 @@ from test_right_numbers import (
     _setup,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [*needs_devices(), pytest.mark.timeout(900)]
 
 #: Iterations of each program; each is run with every rank late in two ways.
 TURNS = 25
@@ -36,8 +37,6 @@ _MEMORY = "nccl"
 
 @pytest.fixture(scope="module")
 def pool():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     with RankPool(2, timeout=300.0, init="nccl") as ranks:
         ranks.run(_setup_device)
         yield ranks

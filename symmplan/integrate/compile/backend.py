@@ -379,7 +379,8 @@ def _compile_eager(
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
     from torch._inductor.virtualized import V
 
-    from symmplan.integrate.compile.refresh import fake_mode_of, refresh_values
+    from symmplan._compat_autograd import fake_mode_of
+    from symmplan.integrate.compile.refresh import refresh_values
     from symmplan.place.watching import run_by_nodes
 
     def compiler(name: PartName) -> Callable[..., Any]:

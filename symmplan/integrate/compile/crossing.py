@@ -32,10 +32,9 @@ import torch
 from attrs import define, field, frozen
 from torch.utils.weak import TensorWeakRef
 
-from symmplan._compat import storage_use_count
 from symmplan._compat_autograd import has_saved_tensor_hooks, keeps_graph
 from symmplan.errors import RunError
-from symmplan.place.loans import lend
+from symmplan.place.loans import Lent, lend
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -102,30 +101,17 @@ def overlap(a: Placement, b: Placement) -> bool:
 
 
 @define(eq=False)
-class Loan:
-    """The bytes of a crossing buffer, as a storage of their own.
+class Loan(Lent):
+    """The bytes of a crossing buffer, uint8, as a storage of their own.
 
     Attributes:
         place: Where they lie.
-        tensor: The bytes, uint8.
         owner: The graph whose forward handed them out last.
     """
 
     place: Placement
-    tensor: torch.Tensor
     owner: Any = field(init=False, default=None)
-    _storage: Any = field(init=False)
-    _idle: int = field(init=False)
     _out: list[TensorWeakRef] = field(init=False, factory=list)
-
-    def __attrs_post_init__(self) -> None:
-        self._storage = self.tensor.untyped_storage()
-        self._idle = storage_use_count(self._storage._cdata)
-
-    @property
-    def held(self) -> bool:
-        """Whether somebody still holds what was handed out."""
-        return storage_use_count(self._storage._cdata) > self._idle
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies here."""
@@ -134,17 +120,17 @@ class Loan:
 
     def hand_out(self, tensors: Iterable[torch.Tensor], owner: Any) -> list[torch.Tensor]:
         """Tensors that lie here, as ones that can be moved; a forward of ``owner`` made them."""
-        made = self._on(self._storage, tensors)
+        made = self._on(self.tensor, tensors)
         self.owner, self._out = owner, [TensorWeakRef(t) for t in made]
         return made
 
     def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of tensors that lie here, alike in their storage."""
-        return self._on(self.tensor.clone().untyped_storage(), tensors)
+        return self._on(self.tensor.clone(), tensors)
 
-    def _on(self, storage: Any, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _on(self, lent: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         begin = self.tensor.data_ptr()
-        return [_like(t, storage, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
+        return [_like(t, lent, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
 
     def evacuate(self) -> None:
         """Give everything that was handed out a copy.
@@ -167,7 +153,7 @@ class Loan:
         for reference in self._out:
             tensor = reference()
             if tensor is not None and self.has(tensor):
-                tensor.data = _like(tensor, to.untyped_storage(), tensor.storage_offset())
+                tensor.data = _like(tensor, to, tensor.storage_offset())
         self._out = [reference for reference in self._out if reference() is not None]
 
     def move_to(self, loan: Loan) -> None:
@@ -179,14 +165,14 @@ class Loan:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that lies here, but is not moved with what was handed out."""
-        return _like(tensor, self._storage, tensor.storage_offset())
+        return _like(tensor, self.tensor, tensor.storage_offset())
 
     def fill(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Copy a tensor back that was moved away, to an offset in elements.
 
         Hooks on saved tensors may have made it anew.
         """
-        here = _like(tensor, self._storage, offset)
+        here = _like(tensor, self.tensor, offset)
         moved = tensor.untyped_storage()
         if tensor.storage_offset() == offset and moved.nbytes() == self.place.nbytes:
             self.tensor.copy_(tensor.new_empty(0, dtype=torch.uint8).set_(moved))
@@ -195,7 +181,9 @@ class Loan:
         return here
 
 
-def _like(tensor: torch.Tensor, storage: Any, offset: Any) -> torch.Tensor:
+def _like(tensor: torch.Tensor, on: torch.Tensor, offset: Any) -> torch.Tensor:
+    """A tensor like another one on the storage of a third, at an offset in elements."""
+    storage: Any = on.untyped_storage()
     return tensor.new_empty(0).set_(storage, offset, tensor.size(), tensor.stride())
 
 
@@ -218,7 +206,7 @@ class Loans:
         loan = self.by_place.get(place)
         if loan is None:
             segment = self.segments[place.segment].tensor
-            loan = self.by_place[place] = Loan(place, lend(segment[place.offset : place.end]))
+            loan = self.by_place[place] = Loan(lend(segment[place.offset : place.end]), place)
         return loan
 
     def enter(self, part: Part, args: list[Any]) -> None:

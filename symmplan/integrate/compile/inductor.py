@@ -54,7 +54,7 @@ from torch._inductor.virtualized import V
 from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.parts import copy_of
-from symmplan.integrate.compile.refresh import fake_mode_of, note, refresh_changed
+from symmplan.integrate.compile.refresh import note, refresh_changed
 from symmplan.place.watching import run_by_nodes
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         name = "backward"
     elif kwargs.get("is_inference"):
         name = "inference"
-    mode = fake_mode_of(inputs)
+    mode = compat.fake_mode_of(inputs)
     if not unit.declares(gm):
         unit.rewrite(gm, name, mode)
         return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name)
@@ -203,19 +203,6 @@ def _wrapped(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield node, calls[0]
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Other attributes for a while; names that a torch does not have are left out."""
-    saved = {name: getattr(owner, name) for name in attributes if hasattr(owner, name)}
-    try:
-        for name in saved:
-            setattr(owner, name, attributes[name])
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(owner, name, value)
-
-
 def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> AbstractContextManager[None]:
     """Inductor runs its passes over no graph twice: ``gm`` has had them, and has its values."""
     propagate: Any = inductor.fake_tensor_prop
@@ -227,7 +214,7 @@ def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> AbstractContextManager[N
     def pass_others(given: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return None if given is gm else passes(given, *args, **kwargs)
 
-    return _replaced(
+    return compat.replaced(
         inductor, fake_tensor_prop=propagate_others, _recursive_post_grad_passes=pass_others
     )
 
@@ -245,12 +232,12 @@ def _order_kept() -> AbstractContextManager[None]:
                 found = self.read_writes.with_read(dep)
                 self.set_read_writes(found.rename(self.mutation_renames))
 
-    return _replaced(scheduler.SchedulerNode, recompute_size_and_body=recompute_and_keep)
+    return compat.replaced(scheduler.SchedulerNode, recompute_size_and_body=recompute_and_keep)
 
 
 def _readers_count() -> AbstractContextManager[None]:
     """Move collectives no further than what they write is free. See [Note: reordering]."""
-    return _replaced(comms, _is_fake_dep=lambda _dependency: False)
+    return compat.replaced(comms, _is_fake_dep=lambda _dependency: False)
 
 
 class _Fence(ir.FallbackKernel):

@@ -13,9 +13,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._symmetric_memory  # defines some of the ops
-from torch._C import DispatchKey
 
+from symmplan._compat import dispatch_key
+from symmplan.registry._upstream import define_distributed_ops
 from symmplan.registry.declare import store
 from symmplan.registry.rows import SYMM_MEM
 
@@ -36,6 +36,7 @@ _LIKE = {"symm_mem::multimem_one_shot_all_reduce": "input"}
 @functools.cache
 def load() -> None:
     """Define the ops, and make those of this torch traceable, once per process."""
+    define_distributed_ops()
     for name in ("mm", "bmm", "addmm"):
         without_returns(getattr(torch.ops.aten, name).out, f"{name}_out")
     _define("poison_", "(Tensor(a!) freed)", _poison)
@@ -82,7 +83,8 @@ def _make_traceable(op: OpOverload, like: str | None) -> None:
     names = [a.name for a in op._schema.arguments]
     written = _returned(op)
     if written is not None:
-        if DispatchKey.CompositeImplicitAutograd in op.py_kernels:
+        composite = dispatch_key("CompositeImplicitAutograd")
+        if composite in op.py_kernels:
             return
         silent, target = without_returns(op), names[written]
         store.stand_in(silent, op)
@@ -91,8 +93,8 @@ def _make_traceable(op: OpOverload, like: str | None) -> None:
             silent(*args, **kwargs)
             return args[written] if written < len(args) else kwargs[target]
 
-        op.py_impl(DispatchKey.CompositeImplicitAutograd)(run)
-    elif like is not None and not op.has_kernel_for_dispatch_key(DispatchKey.Meta):
+        op.py_impl(composite)(run)
+    elif like is not None and not op.has_kernel_for_dispatch_key(dispatch_key("Meta")):
         at = names.index(like)
 
         def made(*args: Any) -> torch.Tensor:

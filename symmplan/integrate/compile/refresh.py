@@ -19,15 +19,7 @@ from symmplan.capture.graphs import tensor_leaves
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["fake_mode_of", "note", "refresh_changed", "refresh_values"]
-
-
-def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
-    """The fake mode of the inputs, or a new one."""
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+__all__ = ["note", "refresh_changed", "refresh_values"]
 
 
 def note(gm: fx.GraphModule) -> dict[fx.Node, tuple[Any, ...]]:

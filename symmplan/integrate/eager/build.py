@@ -9,20 +9,18 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 
 from symmplan import _compat as compat
-from symmplan.capture.graphs import overload_of
+from symmplan.capture.graphs import at_path, overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.calls import is_tensors, stands_for
-from symmplan.integrate.eager.schedule import Event, Lent
+from symmplan.integrate.eager.schedule import Event
 from symmplan.integrate.eager.tape import Slot, Tape, getter
-from symmplan.place.loans import lend
+from symmplan.place.loans import Lent, lend
 from symmplan.place.lower import launch
 from symmplan.planner.order import order_of
 
@@ -91,7 +89,7 @@ class _Builder:
 
     def _lend(self, buffer: str, value: Value) -> Lent:
         like = self.captured.values.tensors[value]
-        flat = lend(self._bytes(buffer).view(like.dtype), lambda: None)  # uses are counted
+        flat = lend(self._bytes(buffer).view(like.dtype))  # uses are counted
         tensor = flat.as_strided(like.shape, like.stride(), 0)
         del flat
         return Lent(tensor)
@@ -139,7 +137,7 @@ class _Builder:
                 begin = 0 if site.how == "stage" else like.storage_offset() * like.element_size()
                 event.arguments[site] = self._flat(site.buffer, like, begin)
                 if site.how == "bind":
-                    slot = functools.reduce(operator.getitem, site.index, stands[site.head])
+                    slot = at_path(stands[site.head], site.index)
                     event.bound[slot.index] = site
         event.copies = len(event.results) - len(event.lent)
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)

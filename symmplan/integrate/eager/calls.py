@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan import _compat as compat
+from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.capture.eager import signature
 from symmplan.errors import RunError
 from symmplan.integrate.eager.tape import Slot, in_order
@@ -44,12 +45,7 @@ __all__ = ["METHODS", "MISS", "counted", "is_tensors", "make_ready", "serve", "s
 MISS: Any = object()
 
 #: The op -> the method of a process group by which Python calls it, and of its backend.
-METHODS = {
-    "c10d::allreduce_": "allreduce",
-    "c10d::broadcast_": "broadcast",
-    "c10d::_allgather_base_": "_allgather_base",
-    "c10d::_reduce_scatter_base_": "_reduce_scatter_base",
-}
+METHODS = {op: compat.GROUP_METHODS[form.partition("::")[2]] for op, form in FUNCTIONAL.items()}
 
 #: Values that are compared as they are, and that a call is lowered with.
 _WORDS = (bool, int, str, torch.dtype, torch.device)

@@ -12,13 +12,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.capture.graphs import at_path
 from symmplan.integrate.eager.faults import ends_within
 from symmplan.integrate.eager.tape import starter
 from symmplan.memory.own import own_work
@@ -50,7 +49,7 @@ def _missing(event: Event, device: torch.device) -> Callable[[], None] | None:
 
     def at(head: str, path: tuple[int, ...]) -> Any:
         """The placement of an argument; its shape and type if it has none."""
-        return places.get((head, path), functools.reduce(operator.getitem, path, values[head]))
+        return places.get((head, path), at_path(values[head], path))
 
     pairs = []
     for path in [(i,) for i in range(len(values["inputs"]))] if row.each else [()]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
-from symmplan import _compat as compat
 from symmplan.capture.eager import signature
 from symmplan.registry import bind_arguments
 
@@ -27,38 +26,15 @@ if TYPE_CHECKING:
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
     from symmplan.integrate.eager.tape import Step, Tape
+    from symmplan.place.loans import Lent
     from symmplan.place.observe import Expected
     from symmplan.place.ways import Lowering
 
-__all__ = ["Event", "Lent"]
+__all__ = ["Event"]
 
 #: Seconds that threads of the process group have to let go of what a finished work held.
 _PATIENCE = 0.25
 _POLL = 0.01
-
-
-@define(eq=False)
-class Lent:
-    """A placement that the program gets to see.
-
-    Attributes:
-        tensor: The whole storage, as its maker shapes it.
-        storage: Address of its storage's description, by which a tensor on it is known.
-        uses: How many users the storage has without the program's.
-    """
-
-    tensor: torch.Tensor
-    storage: int = field(init=False)
-    uses: int = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.storage = self.tensor.untyped_storage()._cdata
-        self.uses = compat.storage_use_count(self.storage)
-
-    @property
-    def held(self) -> bool:
-        """Whether anybody but the session has a tensor on it."""
-        return compat.storage_use_count(self.storage) > self.uses
 
 
 @define(eq=False)

@@ -1,0 +1,65 @@
+"""Private names of torch are in ``_compat*.py``, and the check of that can fail."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from test_package import _imports as imports
+from test_package import _sources as sources
+
+#: Documented, though their names do not look it.
+DOCUMENTED = ("_ops.", "_subclasses.", "_foreach_", "utils._pytree.", "utils._python_dispatch.")
+#: Who stands on what has no public names: torch's registry, and the compilers.
+STANDS_ON = {
+    "registry/_upstream.py": ("_C.", "_library."),
+    "integrate/compile/backend.py": ("_dynamo.", "_functorch.", "_inductor."),
+    "integrate/compile/inductor.py": ("_functorch.", "_inductor."),
+}
+
+
+def private_names(files: dict[str, str]) -> list[str]:
+    """Private modules and names of torch that are used outside of ``_compat*.py``."""
+    found = []
+    for path, source in sorted(files.items()):
+        if path.startswith("_compat"):
+            continue
+        tree, alias = ast.walk(ast.parse(source)), {}
+        names = [name for name, _, _ in imports(source, "symmplan")]
+        for node in tree:
+            if isinstance(node, ast.Import):
+                alias.update((n.asname or n.name, n.name) for n in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                alias.update((n.asname or n.name, f"{node.module}.{n.name}") for n in node.names)
+            elif isinstance(node, ast.Attribute):
+                first, _, rest = ast.unparse(node).partition(".")
+                names.append(f"{alias.get(first, first)}.{rest}")
+        known = tuple(f"torch.{n}" for n in (*DOCUMENTED, *STANDS_ON.get(path, ())))
+        for name in dict.fromkeys(names):
+            private = re.fullmatch(r"torch(\.\w+)*?\._[A-Za-z]\w*(\.\w+)*", name)
+            parts = f"{name}."
+            if private and not name.startswith("torch.ops.") and not parts.startswith(known):
+                found.append(f"{path}: {name}")
+    return found
+
+
+def test_private_names_of_torch_are_in_one_place():
+    assert private_names(sources()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._guards",
+        "from torch._C import DispatchKey",
+        "from torch.distributed import _symmetric_memory",
+        "def f():\n    from torch._inductor import config",
+        "x = torch._C._cuda_getDevice()",
+        "torch.distributed.distributed_c10d._get_default_group()",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+    ],
+)
+def test_the_check_of_private_names_can_fail(source):
+    assert private_names({"place/x.py": source})
+    assert not private_names({"_compat_x.py": source})
