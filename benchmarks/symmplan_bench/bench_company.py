@@ -138,7 +138,8 @@ def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     other = dist.new_group(range(options["ranks"]))
     if cuda:
         dist.barrier(group=other, device_ids=[rank])
-    names = group_name(dist.group.WORLD), group_name(other)
+    world: Any = dist.group.WORLD
+    names = group_name(world), group_name(other)
     return {
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name(device) if cuda else hardware()["cpu"],
