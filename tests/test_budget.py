@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import budget_programs as programs
 import pytest
 from attrs import evolve
@@ -10,8 +12,8 @@ from hypothesis import strategies as st
 from ranks import RankPool
 
 import symmplan
-from symmplan.errors import PlanningError
-from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.errors import PlanFormatError, PlanningError
+from symmplan.model import Access, Buffer, Operation, Plan, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.budget import Stake, bytes_of, within
 
@@ -122,6 +124,36 @@ def test_a_plan_keeps_to_its_budget_and_nobody_gives_way_in_vain(drawn, percent)
         assert make(others)[0].peak_bytes > capacity or len(gave) == 1
     assert "budget: " in plan.summary()
     assert evolve(plan, budget=None).fingerprint == plan.fingerprint
+    read = Plan.from_json(plan.to_json())
+    assert read.budget == plan.budget
+    assert read.to_json() == plan.to_json()
+    assert "budget" not in evolve(plan, budget=None).to_json()
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        [],
+        {"capacity": 1},
+        {"capacity": 1, "wanted_bytes": 2.5},
+        {"capacity": 1, "wanted_bytes": 2, "why": ""},
+        {"capacity": 1, "wanted_bytes": 2, "gave_way": {}},
+        {"capacity": 1, "wanted_bytes": 2, "gave_way": [{"what": "x"}]},
+        {
+            "capacity": 1,
+            "wanted_bytes": 2,
+            "gave_way": [
+                {"what": "x", "calls": 1, "nbytes": 2, "before": "symmetric", "after": "by foot"}
+            ],
+        },
+    ],
+)
+def test_a_budget_that_is_none_is_refused_where_a_plan_is_read(budget):
+    rows = [("a", 4096, 1, None, False)]
+    plan, _ = within(0, _make(rows, [4] * 20))
+    tree = json.loads(plan.to_json())
+    with pytest.raises(PlanFormatError, match="budget"):
+        Plan.from_json(json.dumps({**tree, "budget": budget}))
 
 
 def test_who_saves_least_for_its_bytes_gives_way():
