@@ -157,7 +157,7 @@ def measure_cases(
     kinds = list(dict.fromkeys((*(c.by_itself for c in cases), *neighbours)))
     used = list(dict.fromkeys(c.group for c in kinds))
     # Inputs and results: ordinary ones, for each group its own if several run at a time; symmetric
-    # ones of each group; and copies out.
+    # ones of each group; and what torch's own way makes.
     apart = len(used) if neighbours else 1
     most_of_one = room_for(2 * (apart + len(used)) + min(apart, 2), device)
     sizes = {c: groups[c.group].size() for c in kinds}
@@ -174,6 +174,9 @@ def measure_cases(
         [torch.ones(n, dtype=torch.uint8, device=device) for n in most.values()]
         for _ in range(apart)
     ]
+    # A rank that has no room for what torch's own way makes must not find out among its peers.
+    results = [torch.empty(most["out"], dtype=torch.uint8, device=device) for _ in plain[:2]]
+    results.clear()
     scales = {c: max(1, sum(c.numels) / max(sum(parts[c]), 1)) for c in kinds}
 
     def acts_of(case: Case) -> Callable[..., Mapping[str, Act]]:
@@ -340,10 +343,10 @@ class _Acts:
                 args = [now[a.name] for a in target._schema.arguments if not a.kwarg_only]
                 target(*args, **({"out": out} if has_out else {}))
             beside()
-            for out in outs:
+            for out, copy in zip(outs, self._plain_outs, strict=True):
                 _wait(out)
                 if self._case.copied_out:
-                    out.clone()
+                    copy.copy_(out)
 
         return act
 
