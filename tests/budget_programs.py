@@ -112,32 +112,34 @@ def fsdp_on(rank, world, capacities, choose):
     return fsdp(rank, world, choose, capacity=capacities[rank % len(capacities)])
 
 
-def seeded(rank, world, seeds):
+def seeded(rank, world, name, seeds):
     """Many programs, each with a fault somewhere or a budget, or both; the bad ones."""
     bad, hit = [], 0
     for seed in seeds:
-        draw = random.Random(seed)
-        apply = {"choose": draw.choice(("placed", "copy engine", "push", "measure"))}
-        stages = [*STAGES, *(MEASURING if apply["choose"] == "measure" else ())]
+        draw = random.Random(f"{name} {seed}")
+        ways = ("placed", "copy engine", "push", "measure") if name == "fsdp" else ()
+        choose = draw.choice(ways or ("placed", "measure", "measure"))
+        stages = [*STAGES, *(MEASURING if choose == "measure" else ())]
         stage, kind, victim = draw.choice(stages), draw.choice(KINDS), draw.randrange(world)
         after = draw.choice((0, 0, 1, 2))
+        capacities = [None] * world
         if draw.random() < 0.5:
-            apply["capacity"] = draw.choice((0, 1000, 5000, "10KB", "20 KiB", 1 << 30))
+            capacities = [draw.choice((0, 1000, 5000, "10KB", "20 KiB", 1 << 30)) for _ in "ab"]
         blocks = draw.randrange(1, 4)
-        with torch.random.fork_rng():
-            result = fsdp_failing(
-                rank,
-                world,
-                stage,
-                kind,
-                victim,
-                after,
-                build=lambda n=blocks: shard(Net(n)),
-                **apply,
-            )
-        hit += result["failed"]
-        if result["differences"] or result["held"]:
-            bad.append((seed, stage, kind, victim, after, apply, result["differences"][:3]))
+        with torch.random.fork_rng(), failing(stage, kind, here=rank == victim, after=after) as n:
+            if name == "fsdp":
+                apply = {"choose": choose, "build": lambda n=blocks: shard(Net(n))}
+                result = fsdp(rank, world, capacity=capacities[rank % 2], **apply)
+                wrong = result["differences"][:3]
+            else:
+                program = {"eager": eager, "compiled": compiled, "overlapped": overlapped}[name]
+                result = program(rank, world, capacities, choose)
+                wrong = result["wrong"]
+                if sum(result["reasons"].values()) > result["plain"]:
+                    wrong = [*wrong, result["reasons"], result["plain"]]
+        hit += rank == victim and n[0] > after
+        if wrong or result["held"]:
+            bad.append((seed, stage, kind, victim, after, choose, capacities, wrong))
     return bad, hit
 
 
@@ -191,7 +193,23 @@ def eager(rank, world, capacities, choose="placed"):
     return {"wrong": wrong, **_reported(stats, plans, said)}
 
 
-def compiled(rank, world, capacities, choose="placed", inner="eager"):
+def overlapped(rank, world, capacities, choose="placed"):
+    """Two groups of the same ranks, whose collectives run at the same time; compiled."""
+    return compiled(rank, world, capacities, choose, body=_overlapped)
+
+
+def _overlapped(x, weight):
+    from torch.distributed.distributed_c10d import _world
+
+    ops = torch.ops._c10d_functional
+    data, tensor = (g.group_name for g in list(_world.pg_map)[:2])
+    gathered = ops.all_gather_into_tensor(weight.detach(), 2, data)
+    summed = ops.all_reduce(x.detach() @ x.detach().t(), "sum", tensor)
+    whole = ops.wait_tensor(gathered)
+    return (x @ weight).sum() + ops.wait_tensor(summed).sum() * whole
+
+
+def compiled(rank, world, capacities, choose="placed", inner="eager", body=None):
     """The same compiled, with gradients."""
     import symmplan
     from symmplan.place import trials
@@ -209,12 +227,15 @@ def compiled(rank, world, capacities, choose="placed", inner="eager"):
             found.append((result.detach(), weight.grad))
         return found
 
-    want = run(torch.compile(_collectives, backend="inductor" if inner == "inductor" else "eager"))
+    body, others = body or _collectives, {}
+    if body is _overlapped:  # only process groups' collectives may run at the same time
+        others["collectives"] = "process group"
+    want = run(torch.compile(body, backend="inductor" if inner == "inductor" else "eager"))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         capacity = capacities[rank % len(capacities)]
-        backend = symmplan.backend(inner, choose=choose, capacity=capacity, timeout=20.0)
-        found = run(torch.compile(_collectives, backend=backend))
+        backend = symmplan.backend(inner, choose=choose, capacity=capacity, timeout=20.0, **others)
+        found = run(torch.compile(body, backend=backend))
         stats, plans = backend.stats, backend.plans
         backend.release()
     wrong = [

@@ -66,6 +66,7 @@ def agreed_room(
     memory: str,
     device: torch.device,
     timeout: float,
+    besides: int = 0,
 ) -> int:
     """Bytes that a plan may take: what was given, else what is free less a margin, of a tenth.
 
@@ -76,6 +77,7 @@ def agreed_room(
         memory: Name of the memory backend.
         device: Where the segments will lie.
         timeout: Seconds that ranks wait for each other.
+        besides: Bytes that other plans of the same budget hold already.
 
     Returns:
         The least of what the ranks have, also of those that meet through others. What this machine
@@ -88,7 +90,7 @@ def agreed_room(
     mine = given
     if mine is None:
         free = free_bytes(memory, device)
-        mine = max(held, free - free // _MARGIN)
+        mine = besides + max(held, free - free // _MARGIN)
     for _ in range(3):  # as `symmplan.memory.tell.throughout`
         said = tell("capacity", dict.fromkeys(groups, mine), groups, timeout)
         mine = min(mine, *(x for of in said.values() for x in of if type(x) is int))

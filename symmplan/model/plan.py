@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from symmplan.model.declared import WayName  # noqa: TC001 (hints are read where plans are)
+
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from symmplan.model.declared import WayName
     from symmplan.model.problem import Problem, Unplanned
 
 __all__ = ["Barrier", "Bound", "Budget", "GaveWay", "Placement", "Plan", "SegmentSpec"]
@@ -141,8 +142,7 @@ class Plan:
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
-        budget: What gave way to a budget; None if nothing had to. No part of the fingerprint, nor
-            of the plan's JSON.
+        budget: What gave way to a budget; None if nothing had to. No part of the fingerprint.
         live_gathers: How many modules' unsharded parameters have bytes at once; None where there
             are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what follows.
         advisor: Knows advice about the program that the problem does not show.

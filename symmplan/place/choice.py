@@ -58,6 +58,8 @@ class Choice:
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that a graph runs beside it, the
             next power of two; 0 if it has none there or if they are not known.
+        company: The collective of another group beside which it was measured, and how that ran;
+            empty if it has no such company. The seconds are until both are done.
     """
 
     op: str
@@ -70,6 +72,7 @@ class Choice:
     copied_in: bool = False
     copied_out: bool = False
     beside: int = 0
+    company: str = ""
 
     @property
     def placed(self) -> bool:
@@ -86,6 +89,7 @@ class Choice:
             return SPLIT_WORDS
         copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
         under = f", copied {' and '.join(copies)}" if copies else ""
+        under += f", beside {self.company}" if self.company else ""
         return (
             f"symmetric memory was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
             f"against {self.seconds['ordinary'] * 1e6:.0f} us in torch's own way"

@@ -9,11 +9,15 @@
     it costs such a program. All ranks begin together, after an all-reduce, and the host is ahead of
     the device. On the CPU the products run between the collective's start and its end.
 
+    What else is asked for as company runs as often as the collective, on a third stream; on the CPU
+    it runs between the collective's start and its end, and the products within it.
+
 The ways take turns, the median of some turns is taken, and the slowest rank counts.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -74,16 +78,28 @@ class Clock:
         """Seconds of one matrix product."""
         return min(self._timed(lambda: self._multiply(8)) / 8 for _ in range(_WARM_UP + 1))
 
-    def span(self, act: Act, times: int, products: int, group: Any) -> float:  # noqa: ARG002
-        """Seconds until both are done: ``act`` so many times, and so many products.
+    def span(
+        self,
+        act: Act,
+        times: int,
+        products: int,
+        group: Any,  # noqa: ARG002
+        company: Act | None = None,
+    ) -> float:
+        """Seconds until all is done: ``act`` so many times, with its company, and the products.
 
-        Collective: yes, over ``group``; ``times`` must be the same on all ranks.
+        Collective: yes, over ``group`` and whatever the company meets; ``times`` must be the same
+        on all ranks.
         """
+        beside = _nothing if company is None else functools.partial(company, _nothing)
+
+        def multiply() -> None:
+            self._multiply(products)
 
         def both() -> None:
-            act(lambda: self._multiply(products))
+            act(multiply if company is None else functools.partial(company, multiply))
             for _ in range(times - 1):
-                act(_nothing)
+                act(beside)
 
         return self._timed(both)
 
@@ -108,17 +124,29 @@ class _DeviceClock(Clock):
         super().__init__(device)
         self._timeout = timeout
         self._products = torch.cuda.current_stream(device)
-        self._side = torch.cuda.Stream(device)
+        self._side, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._token = torch.zeros(1, device=device)
 
-    def span(self, act: Act, times: int, products: int, group: Any) -> float:
+    def span(
+        self,
+        act: Act,
+        times: int,
+        products: int,
+        group: Any,
+        company: Act | None = None,
+    ) -> float:
+        sides = {self._side: act} if company is None else {self._side: act, self._other: company}
+
         def both() -> None:
-            self._side.wait_stream(self._products)
-            with torch.cuda.stream(self._side):
-                for _ in range(times):
-                    act(_nothing)
+            for stream in sides:
+                stream.wait_stream(self._products)
+            for _ in range(times):  # in one order on all ranks, as NCCL wants it
+                for stream, run in sides.items():
+                    with torch.cuda.stream(stream):
+                        run(_nothing)
             self._multiply(products)
-            self._products.wait_stream(self._side)
+            for stream in sides:
+                self._products.wait_stream(stream)
 
         dist.all_reduce(self._token, group=group)
         # While these run the host queues what is timed.
@@ -162,6 +190,7 @@ def seconds_of(
     *,
     beside: float | None,
     enough: int,
+    company: Act | None = None,
 ) -> dict[str, float]:
     """Seconds of one collective in each way, on this rank.
 
@@ -174,8 +203,9 @@ def seconds_of(
             that is not known.
         enough: A collective of fewer bytes is repeated until it comes to as many, but not too
             often.
+        company: What else runs meanwhile; the seconds are until that is done, too.
 
-    Collective: yes, over ``group``.
+    Collective: yes, over ``group`` and whatever the company meets.
     """
     times = min(clock.often, -(-enough // max(1, nbytes)))  # not by time: equal on all ranks
     products = 0
@@ -191,7 +221,7 @@ def seconds_of(
     runs: dict[str, list[float]] = {way: [] for way in acts}
     for repetition in range(_WARM_UP + _REPETITIONS):
         for way, act in acts.items():
-            seconds = clock.span(act, times, products, group)
+            seconds = clock.span(act, times, products, group, company)
             if repetition >= _WARM_UP:
                 runs[way].append(seconds)
     return {way: statistics.median(seconds) / times for way, seconds in runs.items()}

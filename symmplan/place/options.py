@@ -46,8 +46,8 @@ class Options:
             `symmplan.place.table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
-            what is free, less a tenth, and for no limit in compiled graphs. What does not fit
-            gives way; see [Note: who gives way] in `symmplan.planner.budget`.
+            what is free, less a tenth. What does not fit gives way; see [Note: who gives way] in
+            `symmplan.planner.budget`.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to

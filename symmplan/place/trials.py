@@ -26,7 +26,7 @@ from attrs import evolve, frozen
 from symmplan.errors import AgreementError
 from symmplan.memory.own import own_work
 from symmplan.memory.spares import borrowed
-from symmplan.memory.tell import leaders, tell
+from symmplan.memory.tell import leaders, tell, throughout
 from symmplan.place.choice import Choice, fastest
 from symmplan.place.clock import clock_bytes, clock_of, seconds_of
 from symmplan.place.engines import Engines, engines_of, register
@@ -40,10 +40,29 @@ if TYPE_CHECKING:
     from symmplan.model import Problem
     from symmplan.place.clock import Act
 
-__all__ = ["BEYOND", "Trial", "choices_of", "forget", "measure", "room_for"]
+__all__ = ["BEYOND", "Company", "Trial", "choices_of", "forget", "measure", "room_for"]
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
+
+
+@frozen(eq=False)
+class Company:
+    """Another group's collective that runs beside one that is timed.
+
+    See [Note: company] in `symmplan.place.company`.
+
+    Attributes:
+        group: Name of its group.
+        now: What was chosen for it so far.
+        often: How often it runs for each of the other.
+        acts: As those of a `Trial`.
+    """
+
+    group: str
+    now: Callable[[], Choice]
+    often: int
+    acts: Callable[[Mapping[str, torch.Tensor], Engines | None], Mapping[str, Act]]
 
 
 @frozen(eq=False)
@@ -60,6 +79,8 @@ class Trial:
         scale: How many times larger it is than what is measured.
         acts: What runs it in each way, torch's own first, given ``{buffer: symmetric bytes}`` and
             the group's copy engines. It starts nothing that waits for peers.
+        company: What runs beside it; None for nothing.
+        alone: Under what is found what was measured of it without company.
     """
 
     key: Hashable
@@ -69,6 +90,8 @@ class Trial:
     beside: float | None
     scale: float
     acts: Callable[[Mapping[str, torch.Tensor], Engines | None], Mapping[str, Act]]
+    company: Company | None = None
+    alone: Hashable = None
 
 
 #: By process group. See [Note: who measures].
@@ -121,11 +144,15 @@ def measure(
     leader = leaders(groups)
     together: dict[str, list[int]] = {name: [] for name in dict.fromkeys(leader.values())}
     for i, trial in enumerate(trials):
-        together[leader[trial.choice.group]].append(i)
+        if trial.company is None:
+            together[leader[trial.choice.group]].append(i)
     keys = {name: [trials[i].same for i in of] for name, of in together.items()}
     # Before anybody starts a collective that others do not join.
     for name, said in tell("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
+    met = {name: groups[name] for name in together}
+    beside = [t for t in trials if t.company is not None]
+    alike = throughout("company", _in_company(beside, groups), met, timeout)
     engines = engines_of(groups, memory, timeout)
     if not trials:
         return
@@ -135,20 +162,78 @@ def measure(
         acts = [t.acts(there, engines.get(t.choice.group)) for t in trials]
         clock = clock_of(device, timeout)
         tell("measuring", dict.fromkeys(keys, 0), groups, timeout)  # nobody has failed so far
-        times = []
-        for trial, ways in zip(trials, acts, strict=True):
-            group, beside = groups[trial.choice.group], trial.beside
-            found = seconds_of(clock, ways, group, trial.nbytes, beside=beside, enough=enough)
-            times.append({way: seconds * trial.scale for way, seconds in found.items()})
-    mine = {name: [times[i] for i in of] for name, of in together.items()}
-    kernels = device.type == "cuda"
-    for name, said in tell("times", mine, groups, timeout).items():
-        for place, i in enumerate(together[name]):
-            trial = trials[i]
-            seconds = {way: max(float(rank[place][way]) for rank in said) for way in times[i]}
-            way = fastest(seconds, kernels=kernels, beside=trial.beside != 0)
-            choice = evolve(trial.choice, seconds=seconds, way=way)
-            choices_of(groups[choice.group])[trial.key] = choice
+
+        def timed(trial: Trial, company: Act | None = None) -> dict[str, float]:
+            found = seconds_of(
+                clock,
+                acts[trials.index(trial)],
+                groups[trial.choice.group],
+                trial.nbytes,
+                beside=trial.beside,
+                enough=enough,
+                company=company,
+            )
+            return {way: seconds * trial.scale for way, seconds in found.items()}
+
+        times = {i: timed(trials[i]) for of in together.values() for i in of}
+        mine = {name: [times[i] for i in of] for name, of in together.items()}
+        for name, said in tell("times", mine, groups, timeout).items():
+            for place, i in enumerate(together[name]):
+                _choose(trials[i], _slowest(times[i], [r[place] for r in said]), groups, device)
+        for trial in beside * 2 if alike else ():
+            assert trial.company is not None
+            now = trial.company.now()
+            others = trial.company.acts(there, engines.get(trial.company.group))
+            way = now.way if now.way in others else next(iter(others))
+            seconds = timed(trial, _often(others[way], trial.company.often))
+            for _ in range(3):  # as `symmplan.memory.tell.throughout`
+                heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
+                seconds = _slowest(seconds, [r for of in heard.values() for r in of])
+            text = f"{now.op} with {now.nbytes:,} bytes, {way}"
+            _choose(trial, seconds, groups, device, company=text)
+    for trial in () if alike else beside:
+        found = choices_of(groups[trial.choice.group])
+        found[trial.key] = found[trial.alone]
+
+
+def _in_company(trials: Sequence[Trial], groups: Mapping[str, Any]) -> list[Any]:
+    """Who is timed beside whom; the same on ranks that may do so together."""
+    number = {name: i for i, name in enumerate(groups)}
+    return [
+        [number[t.choice.group], number[t.company.group], t.company.often, t.same]
+        for t in trials
+        if t.company is not None
+    ]
+
+
+def _often(act: Act, times: int) -> Act:
+    """The same several times, one after the other."""
+
+    def run(beside: Callable[[], None]) -> None:
+        for _ in range(times - 1):
+            act(lambda: None)
+        act(beside)
+
+    return run
+
+
+def _slowest(mine: Mapping[str, float], said: Sequence[Any]) -> dict[str, float]:
+    """Of each way that all ranks have the seconds of the slowest."""
+    ways = [way for way in mine if all(way in theirs for theirs in said)]
+    return {way: max(float(theirs[way]) for theirs in said) for way in ways}
+
+
+def _choose(
+    trial: Trial,
+    seconds: Mapping[str, float],
+    groups: Mapping[str, Any],
+    device: torch.device,
+    company: str = "",
+) -> None:
+    busy = trial.beside != 0 or bool(company)
+    way = fastest(seconds, kernels=device.type == "cuda", beside=busy)
+    choice = evolve(trial.choice, seconds=seconds, way=way, company=company)
+    choices_of(groups[choice.group])[trial.key] = choice
 
 
 def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:

@@ -9,7 +9,8 @@
     sorts: buffers by name, operations by the canonical linear extension, the rest by content.
 
     A plan is ``{"format": "symmplan.plan", "version": 1, "problem": {...}, "segments": [...],
-    "placements": {name: [segment, offset, nbytes]}, ...}``.
+    "placements": {name: [segment, offset, nbytes]}, ...}``; what gave way to a budget is its
+    ``budget``.
 
     Reading is strict: unknown keys, wrong types, repeated keys and other versions are errors.
     Nothing is ever unpickled or evaluated.
@@ -32,7 +33,9 @@ from symmplan.model import (
     Access,
     Barrier,
     Bound,
+    Budget,
     Buffer,
+    GaveWay,
     Operation,
     Placement,
     Plan,
@@ -90,6 +93,9 @@ def plan_to_json(plan: Plan) -> str:
         "effort": plan.effort,
         "optimal": plan.optimal,
     }
+    if plan.budget is not None:
+        gave = [_tree(g) for g in plan.budget.gave_way]
+        tree["budget"] = {**_tree(plan.budget), "gave_way": gave}
     return _dump(tree)
 
 
@@ -113,9 +119,19 @@ def plan_from_json(text: str) -> Plan:
         bounds=_objects(Bound, "bounds", tree.get("bounds", [])),
         effort=_value("effort", tree.get("effort", "fast"), str),
         optimal=_value("optimal", tree.get("optimal", False), bool),
+        budget=_budget(tree.get("budget")),
     )
     made.verify()
     return made
+
+
+def _budget(value: object) -> Budget | None:
+    if value is None:
+        return None
+    rest = {k: v for k, v in value.items() if k != "gave_way"} if isinstance(value, dict) else value
+    made: Budget = _objects(Budget, "budget", [rest])[0]
+    gave = value.get("gave_way", []) if isinstance(value, dict) else []
+    return attrs.evolve(made, gave_way=_objects(GaveWay, "budget.gave_way", gave))
 
 
 def _placement(name: str, value: object) -> Placement:
@@ -304,6 +320,8 @@ def _objects(kind: type[Any], key: str, value: object) -> Any:
 
 def _shape(hint: Any) -> tuple[type, bool, bool]:
     """Of a field's type: the type itself or its elements', whether a tuple, whether optional."""
+    if typing.get_origin(hint) is typing.Literal:
+        return hint, False, False
     args = [a for a in typing.get_args(hint) if a is not type(None)]
     many = typing.get_origin(hint) is tuple
     return args[0] if args else hint, many, bool(args) and not many
@@ -315,7 +333,10 @@ def _value(where: str, value: Any, kind: type, many: bool = False, optional: boo
         if not isinstance(value, list):
             _wrong(f"{where} is {_type(value)}", "a list", _type(value))
         return tuple(_value(f"{where}[{k}]", v, kind) for k, v in enumerate(value))
-    if type(value) is not kind and not (optional and value is None):
+    words = typing.get_args(kind)  # of a Literal
+    if words and value not in words:
+        _wrong(f"{where} is none of what it may be", words, repr(value)[:200])
+    if not words and type(value) is not kind and not (optional and value is None):
         _wrong(f"{where} is {_type(value)}", kind.__name__, repr(value)[:200])
     return value
 

@@ -206,6 +206,8 @@ class CompileBackend:
         """A graph without placements ran again: say so once, if no graph has any."""
         if self._told or any(how for record in self._records for *_, how, _ in record.sites):
             return
+        if self._pool.refusal is not None:  # a warning has said so
+            return
         self._told = True
         left = [tensor for plan in self.plans for tensor in plan.unplanned]
         graphs = count(self._graphs, "compiled graph")
@@ -295,9 +297,10 @@ def backend(
             memory; ``"auto"`` to measure on devices only (shared memory between processes is
             always faster).
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
-            ``"40GiB"``, equal on all ranks or the least counts. Collectives that save least for
+            ``"40GiB"``, equal on all ranks or the least counts; None for what is free, less a
+            tenth, when a graph of some groups is first compiled. Collectives that save least for
             their bytes give way, after inputs that ``bind`` would keep; ``Plan.summary`` of the
-            plans says which. None for no limit: graphs are planned before anything is allocated.
+            plans says which.
         bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
             into symmetric memory for good when a graph first passes them to a declared op, so that
             they need not be copied there on each run. The tensor objects stay the same (with
@@ -331,8 +334,7 @@ def backend(
         BackendError: A name is unknown.
 
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
-    compiling it where collectives are measured, and with ``capacity`` compiling the first for each
-    set of groups.
+    compiling it where collectives are measured, and compiling the first for each set of groups.
 
     Notes:
         Where memory cannot be had or shared on some rank when a graph first runs, all ranks compile

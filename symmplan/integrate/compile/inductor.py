@@ -142,11 +142,11 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     _view_to_reshape(gm)
     with torch.no_grad():
         inductor.fake_tensor_prop(gm, inputs)
-    with unit.timed():
+    with unit.record.timed():
         before = note(gm)
     with torch.no_grad(), V.set_fake_mode(mode):
         inductor._recursive_post_grad_passes(gm, is_inference=name == "inference")
-    with unit.timed():
+    with unit.record.timed():
         ordered = _unwrap(gm)
         refresh_changed(gm, inputs, mode, before)
     part = unit.rewrite(gm, name, mode, fixed=bool(kwargs.get("cudagraphs")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -189,6 +191,15 @@ class Record:
     plain: int = field(init=False, default=0)
     refused: str = field(init=False, default="")
 
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what runs inside as symmplan's part of compiling."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
     def refuse(self, why: str) -> None:
         """Nothing of it is in symmetric memory."""
         self.refused = why
@@ -337,12 +348,16 @@ def points_of(barriers: Iterable[Barrier]) -> Iterable[tuple[str, str]]:
 
 
 def counted(
-    compiled: Callable[[list[Any]], Any], on_idle: Callable[[], None]
+    compiled: Callable[[list[Any]], Any], on_idle: Callable[[], None], record: Record, calls: int
 ) -> Callable[[list[Any]], Any]:
-    """A part that follows no plan; when it runs again, all of the program has been compiled."""
+    """A part that follows no plan; when it runs again, all of the program has been compiled.
+
+    ``calls`` are those of its declared calls that could have had one.
+    """
     runs = itertools.count()
 
     def run(args: list[Any]) -> Any:
+        record.plain += calls
         if next(runs) == 1:
             on_idle()
         return compiled(args)

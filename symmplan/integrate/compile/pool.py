@@ -42,7 +42,6 @@ from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.room import agreed_room
 from symmplan.memory.spares import give_back, obtain
 from symmplan.memory.streams import capture_of, synchronize
 from symmplan.place.attempt import attempt, warn
@@ -219,6 +218,7 @@ class Pool:
         planned: Bytes of the plans of each structure, as they take turns.
         kept: Bytes of the plans of kept inputs.
         refusal: Why new graphs run in torch's own way; None if they need not.
+        rooms: How many bytes plans may take, by their process groups.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
@@ -232,8 +232,8 @@ class Pool:
     planned: dict[Any, int] = field(init=False, factory=dict)
     kept: int = field(init=False, default=0)
     refusal: Refusal | None = field(init=False, default=None)
+    rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
     progress: Progress = field(init=False)
-    _rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
     _reservations: list[Reservation] = field(init=False, factory=list)
 
@@ -244,20 +244,6 @@ class Pool:
     def arenas(self) -> tuple[Arena | CarveOut, ...]:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
-
-    def room(self, given: int, names: Iterable[str], memory: str, device: torch.device) -> int:
-        """Bytes that plans may take: the least that a rank was given.
-
-        Collective: yes, over the groups of these names, the first time for them.
-        """
-        found = {n: g.process_group for n, g in resolve_groups(names).items()}
-        groups = {n: g for n, g in found.items() if g is not None}
-        key = tuple(groups.values())
-        if key not in self._rooms:
-            self._rooms[key] = agreed_room(
-                given, 0, groups, memory=memory, device=device, timeout=self.timeout
-            )
-        return self._rooms[key]
 
     def taken(self, plan: Plan) -> int:
         """Bytes of all plans with this one."""

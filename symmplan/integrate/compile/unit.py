@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,6 +35,7 @@ from symmplan.integrate.compile.parts import (
 from symmplan.integrate.compile.pool import structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
+from symmplan.integrate.compile.room import room_of
 from symmplan.memory import BACKENDS, resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
@@ -54,7 +54,7 @@ from symmplan.registry import resolve_group_name, spec_for
 from symmplan.report.log import LOG, log_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import fx
@@ -91,6 +91,8 @@ class Unit:
     engines: set[str] = field(init=False, factory=set)
     reservation: Reservation | None = field(init=False, default=None)
     residents: Residents = field(init=False)
+    #: ``{part: calls}`` of those that never had a plan as memory could not be had.
+    refused: dict[str, int] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.residents = Residents(self.pool, self.device, self.settings.timeout, self.record.kept)
@@ -135,15 +137,6 @@ class Unit:
                     )
         return list(names), nowhere
 
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count what runs inside as symmplan's part of compiling."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.record.seconds += time.perf_counter() - begin
-
     def rewrite(
         self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool = False
     ) -> Part | None:
@@ -151,15 +144,15 @@ class Unit:
 
         Where ``fixed``, what its forward saved must have the same addresses in each run.
         """
-        with self.timed():
+        with self.record.timed():
             saved, given = self._cross(module, name)
             if not self.declares(module):
                 return None
-            capture, chosen, lowerings = self._capture(module, name, saved, given)
+            capture, chosen, lowerings, room = self._capture(module, name, saved, given)
             captured, engines = capture({}), chosen.engines
             if not captured.sites and not captured.problem.unplanned:
                 return None
-            plan, captured = self._fit(capture, captured, chosen, lowerings)
+            plan, captured = self._fit(capture, captured, chosen, lowerings, room)
             self.record.add(captured)
             self.record.plans[name] = plan
             self.residents.plan(captured, name, lowerings.memory)
@@ -187,8 +180,11 @@ class Unit:
         name: PartName,
         saved: Sequence[int],
         given: dict[str, Buffer],
-    ) -> tuple[_Capture, Chosen, Lowerings]:
-        """What gives the part as it will be placed without some calls, and how its ops run."""
+    ) -> tuple[_Capture, Chosen, Lowerings, int | None]:
+        """What gives the part as it will be placed without some calls, how its ops run, and bytes.
+
+        Collective: over the part's groups, the first time for them, and where ways are measured.
+        """
         lowerings = self._prepare(module)
         self._limit(module)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
@@ -210,14 +206,19 @@ class Unit:
         while partly := lowerings.partly(captured):
             reasons = {**reasons, **partly}
             captured = capture(refused=reasons)
-        pool, chosen = self.pool, Chosen()
+        pool, chosen, room = self.pool, Chosen(), None
         if pool.refusal is None:
             gather = pool.progress.gather
             chosen = choose_ways(captured, lowerings, self.device, self.settings, gather)
             if chosen.refusal is not None:
                 pool.refuse(chosen.refusal)
+        placed = [s.node for s in captured.sites if s.buffer and s.node not in chosen.ordinary]
+        if pool.refusal is None and placed:
+            names = dict.fromkeys(captured.groups[node] for node in placed)
+            room = room_of(pool, self.settings.capacity, names, lowerings.memory, self.device)
         if pool.refusal is not None:
             self.record.refused = pool.refusal.reason
+            self.refused[name] = len({s.node for s in captured.sites if s.buffer})
             chosen = Chosen({s.node: self.record.refused for s in captured.sites})
         self.record.choices += chosen.choices
 
@@ -227,16 +228,18 @@ class Unit:
                 made = capture(refused={**reasons, **chosen.ordinary, **refused}, **others)
             return plan_poison(made) if self.settings.debug else made
 
-        return without, chosen, lowerings
+        return without, chosen, lowerings, room
 
     def _fit(
-        self, capture: _Capture, captured: Captured, chosen: Chosen, lowerings: Lowerings
+        self,
+        capture: _Capture,
+        captured: Captured,
+        chosen: Chosen,
+        lowerings: Lowerings,
+        room: int | None,
     ) -> tuple[Plan, Captured]:
-        """A plan that keeps to the budget, and the part as it is placed then.
-
-        Collective: with a capacity yes, the first time for the groups of the part.
-        """
-        pool, capacity, stakes = self.pool, self.settings.capacity, Stakes(lowerings)
+        """A plan of ``room`` bytes at most, and the part as it is placed then."""
+        pool, stakes = self.pool, Stakes(lowerings)
         keep: dict[str, Any] = {}
         joined = False
 
@@ -246,16 +249,12 @@ class Unit:
             plan, joined = self._plan(made)
             return plan, stakes.of(made, chosen), made
 
-        room = None
-        if capacity is not None:
-            names = dict.fromkeys(b.group for b in captured.problem.buffers)
-            room = pool.room(capacity, names, lowerings.memory, self.device)
-            if captured.residence is not None:
-                kept = sum(b.nbytes for b in captured.residence.buffers)
-                if pool.taken(self._plan(captured)[0]) + kept <= room:
-                    room -= kept
-                else:  # kept inputs give way first: they are bytes for good
-                    keep = {"keep": frozenset()}
+        if room is not None and captured.residence is not None:
+            kept = sum(b.nbytes for b in captured.residence.buffers)
+            if pool.taken(self._plan(captured)[0]) + kept <= room:
+                room -= kept
+            else:  # kept inputs give way first: they are bytes for good
+                keep = {"keep": frozenset()}
         plan, made = within(room, planned, pool.taken)
         if joined:
             self.record.plans.update(dict.fromkeys(self.record.plans, plan))
@@ -351,7 +350,7 @@ class Unit:
         if part is not None:
             part.plain = plain
         if part is None and (name != "backward" or self.reservation is None):
-            return counted(compiled, self.on_idle)
+            return counted(compiled, self.on_idle, self.record, self.refused.get(name, 0))
 
         def run(args: list[Any]) -> Any:
             if part is not None:

@@ -1,0 +1,245 @@
+"""Sharded gathers beside tensor-parallel sums: is the measured choice as good as the best forced?
+
+A compiled program of two groups of the same ranks: each layer's weight is gathered over one group,
+two layers ahead, as FSDP2 does it, while the layers before run matrix products and sum their
+results over the other, as tensor parallelism does. The sides are the same program compiled with
+other ``choose=``; ``inner`` is what compiles it alone. They alternate, a round is over when its
+slowest rank is, and the median counts. All sides get the same inputs and must give the same
+results, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from symmplan.errors import RunError
+from symmplan_bench.machine import hardware
+from symmplan_bench.processes import meet, run_ranks
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+__all__ = ["add_arguments", "render", "run"]
+
+_SIDES = ("plain", "measure", "placed", "copy engine", "ordinary")
+_FORCED = ("placed", "copy engine", "ordinary")
+_WARM_UP = 4
+#: How much slower than the best forced side the choice may be.
+_WITHIN = 1.02
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``symmplan bench company``."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--ranks", type=int, default=2, help="processes to start (default 2)")
+    add("--tokens", type=int, nargs="+", help="rows of the activations")
+    add("--width", type=int, help="width of the layers")
+    add("--layers", type=int, default=6, help="default 6")
+    add("--rounds", type=int, default=20, help="timed rounds (default 20)")
+    add("--inner", choices=("inductor", "eager"), default="eager", help="default eager")
+    add("--timeout", type=float, default=500.0, help="seconds for everything (default 500)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks, time all sides, compare.
+
+    Raises:
+        RunError: A rank failed or did not finish in time, or there are no peers.
+    """
+    if args.ranks < 2:
+        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+    cuda = args.device == "cuda"
+    options = {
+        "device": args.device,
+        "ranks": args.ranks,
+        "tokens": args.tokens or ([2048, 8192] if cuda else [64]),
+        "width": args.width or (4096 if cuda else 256),
+        "layers": args.layers,
+        "rounds": args.rounds,
+        "inner": args.inner,
+        "threads": max(1, (os.cpu_count() or 1) // args.ranks),
+    }
+    ranks = run_ranks(
+        _measure, options, ranks=args.ranks, device=args.device, timeout=args.timeout, eager=False
+    )
+    rows = [_row([r["rows"][i] for r in ranks]) for i in range(len(options["tokens"]))]
+    return {
+        "ok": all(row["equal"] for row in rows),
+        **options,
+        "torch": ranks[0]["torch"],
+        "machine": ranks[0]["machine"],
+        "results": rows,
+    }
+
+
+def _row(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One size, over all ranks."""
+    first = found[0]
+    rounds = {
+        side: [max(times) * 1e3 for times in zip(*(f["seconds"][side] for f in found), strict=True)]
+        for side in first["seconds"]
+    }
+    ms = {side: statistics.median(times) for side, times in rounds.items()}
+    best = min((side for side in ms if side in _FORCED), key=ms.__getitem__)
+    return {
+        **{k: v for k, v in first.items() if k != "seconds"},
+        "equal": all(f["equal"] for f in found),
+        "ms": {side: round(t, 3) for side, t in ms.items()},
+        "best": best,
+        # Rounds are compared in pairs: other load hits both sides alike.
+        "ratio": round(
+            statistics.median(a / b for a, b in zip(rounds["measure"], rounds[best], strict=True)),
+            3,
+        ),
+        "within": ms["measure"] <= _WITHIN * ms[best],
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """A table for people."""
+    lines = [
+        (
+            f"{result['ranks']} ranks, {result['layers']} layers of width {result['width']}; "
+            f"{result['machine']}, torch {result['torch']}"
+        ),
+    ]
+    for row in result["results"]:
+        lines.append(f"{row['tokens']} tokens")
+        lines += [f"  {side:12} {ms:>10.3f} ms" for side, ms in row["ms"].items()]
+        lines += [f"  {side:12} left out: {why}" for side, why in row["skipped"].items()]
+        lines.append(
+            f"  measured / best forced ({row['best']}): {row['ratio']:.3f}; results "
+            f"{'agree' if row['equal'] else 'DIFFER'}"
+        )
+        lines += [
+            f"    {c['op'].partition('::')[2]:36} {c['nbytes']:>12,} bytes: {c['way']}, of "
+            + ", ".join(f"{way} {s * 1e6:.0f} us" for way, s in c["seconds"].items())
+            + (f", beside {c['company']}" if c["company"] else "")
+            for c in row["choices"]
+        ]
+    return "\n".join(lines)
+
+
+def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """What every rank runs."""
+    import torch
+    import torch.distributed as dist
+
+    from symmplan._compat import group_name
+
+    cuda = options["device"] == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    other = dist.new_group(range(options["ranks"]))
+    if cuda:
+        dist.barrier(group=other, device_ids=[rank])
+    world: Any = dist.group.WORLD
+    names = group_name(world), group_name(other)
+    return {
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name(device) if cuda else hardware()["cpu"],
+        "rows": [_compare(n, rank, names, device, options) for n in options["tokens"]],
+    }
+
+
+def _program(
+    x: torch.Tensor, shards: list[torch.Tensor], ranks: int, data: str, tensor: str
+) -> torch.Tensor:
+    """Layers whose weights are gathered two ahead, and whose results are summed."""
+    import torch
+
+    ops = torch.ops._c10d_functional
+    gathers = [ops.all_gather_into_tensor(shard, ranks, data) for shard in shards[:2]]
+    for i in range(len(shards)):
+        weight = ops.wait_tensor(gathers[i])
+        if i + 2 < len(shards):
+            gathers.append(ops.all_gather_into_tensor(shards[i + 2], ranks, data))
+        # Two sums beside each gather, as of attention and of what follows it.
+        for _ in range(2):
+            x = ops.wait_tensor(ops.all_reduce(torch.relu(x @ weight), "sum", tensor)) / ranks
+    return x
+
+
+def _compare(
+    tokens: int, rank: int, names: tuple[str, str], device: torch.device, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Seconds of each round on each side, and whether all sides gave the same."""
+    import torch
+
+    import symmplan
+    from symmplan.errors import SymmplanError
+
+    size, width = options["ranks"], options["width"]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(rank)
+    shards = [
+        (torch.randn(width // size, width, generator=generator) * width**-0.5).to(device, dtype)
+        for _ in range(options["layers"])
+    ]
+    x = torch.randn(tokens, width, generator=generator).to(device, dtype)
+    sides: dict[str, Any] = {}
+    backends: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    # Copy engines are no property of gloo; there, collectives of the process group do as well.
+    for side in _SIDES:
+        torch._dynamo.reset()
+        compiler: Any = options["inner"]
+        if side != "plain":
+            compiler = backends[side] = symmplan.backend(
+                options["inner"], choose=side, timeout=60.0, collectives="process group"
+            )
+        program = torch.compile(_program, backend=compiler, fullgraph=True)
+        try:
+            for _ in range(_WARM_UP):
+                program(x, shards, size, *names)
+            sides[side] = program
+        except (SymmplanError, torch._dynamo.exc.BackendCompilerFailed) as error:
+            skipped[side] = str(getattr(error, "inner_exception", error)).splitlines()[0]
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    order = list(sides)
+    results = {}
+    for number in range(options["rounds"]):
+        for side in (*order[number % len(order) :], *order[: number % len(order)]):
+            meet()
+            _synchronize(device)
+            begin = time.perf_counter()
+            results[side] = sides[side](x, shards, size, *names)
+            _synchronize(device)
+            seconds[side].append(time.perf_counter() - begin)
+    want = results["plain"].float()
+    most = 0.05 if dtype is torch.bfloat16 else 1e-4
+    equal = all(
+        float((r.float() - want).abs().max()) <= most * float(want.abs().max())
+        for r in results.values()
+    )
+    choices = backends["measure"].choices
+    for backend in backends.values():
+        backend.release()
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "skipped": skipped,
+        "equal": equal,
+        "choices": [
+            {
+                "op": c.op,
+                "nbytes": c.nbytes,
+                "way": c.way,
+                "seconds": dict(c.seconds),
+                "company": c.company,
+            }
+            for c in choices
+        ],
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
