@@ -150,6 +150,32 @@ def communicators(rank, world):
     return seen
 
 
+def written(rank, world):
+    """What a process writes to its standard error while its first model is measured and planned."""
+    import os
+    import tempfile
+
+    from fsdp_models import Trace
+
+    import symmplan
+
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            model = build(world, dim=512)
+            handle = symmplan.fsdp.apply(model, choose="measure", timeout=60)
+            train(model, Trace(), rank, dim=512)
+            torch.cuda.synchronize()
+            sys.stderr.flush()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        handle.remove()
+        file.seek(0)
+        return file.read().decode()
+
+
 def fail_alone(rank, world, where):
     from test_fsdp_ways import failing_freeze
 
@@ -245,6 +271,13 @@ def test_two_communicators_serve_all_models(pool):
         assert policies == [2, 2]  # NCCL_CTA_POLICY_ZERO
         assert second[:2] == first[:2]
         assert second[2] in (0, 2)  # a segment of a model before, which may not have met them
+
+
+def test_torch_need_not_guess_the_device_of_our_communicators():
+    with RankPool(DEVICES, init="nccl", timeout=180) as ranks:
+        for said in ranks.run(written):
+            assert "Guessing device ID" not in said
+        ranks.outcomes(finish)
 
 
 @pytest.mark.parametrize("where", ["planning", "measuring"])
