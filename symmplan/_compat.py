@@ -27,6 +27,7 @@ from symmplan._compat_c10d import (  # noqa: F401 (one name for both, for who as
     reduction_named,
     register_nccl_pool,
     register_work,
+    registers_windows,
     replace_group_method,
     replace_op_call,
     start_all_to_all,

@@ -141,13 +141,27 @@ def nobody_looks() -> Callable[[torch.Tensor], bool]:
     return alone
 
 
-def nccl_window_allocator(group: dist.ProcessGroup) -> Any:
-    """What allocates memory that a pool may register as windows of NCCL; None if torch has none."""
+def registers_windows(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL can register a pool's memory as windows of ``group``."""
+    register = getattr(group._get_backend(torch.device("cuda")), "register_mem_pool", None)
+    return "symm" in (getattr(register, "__doc__", None) or "")
+
+
+def nccl_window_allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What allocates memory that a pool may register as windows of NCCL; see `registers_windows`.
+
+    Torch asks whether the group's device can do that. Of a group that has run nothing yet it
+    guesses which that is, with a warning, unless it is told.
+    """
     backend: Any = group._get_backend(torch.device("cuda"))
-    register = getattr(backend, "register_mem_pool", None)
-    if "symm" not in (getattr(register, "__doc__", None) or ""):
-        return None
-    return backend.mem_allocator
+    bound = getattr(backend, "bound_device_id", device)
+    if bound is None:
+        backend.bound_device_id = device
+    try:
+        return backend.mem_allocator
+    finally:
+        if bound is None:
+            backend.bound_device_id = None
 
 
 def register_nccl_pool(pool: Any, group: dist.ProcessGroup) -> None:

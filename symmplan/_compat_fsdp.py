@@ -156,6 +156,76 @@ def dtype_of_gradients(group: Any) -> Any:
     return None if any(more) else getattr(group, "_orig_dtype", None)
 
 
+def gradients_at(group: Any, numel: int) -> Any:
+    """The tensor that the sharded gradients of a parameter group are cut from.
+
+    FSDP2 cuts them from what it reduced first, and adds what it reduces later to each of them. Who
+    adds to the tensor itself lets FSDP2 know by `added_to`.
+
+    Args:
+        group: The parameter group.
+        numel: Elements of what is being reduced.
+
+    Returns:
+        None if parameters have no gradients yet or are not reduced now, or their gradients lie
+        otherwise or have another type, or somebody else has a part in this.
+    """
+    dtype = dtype_of_gradients(group)
+    if dtype is None or not _adds_gradients():
+        return None
+    whole: Any = None
+    at = 0
+    for p in group.fsdp_params:
+        count = p.padded_sharded_param_size.numel()
+        grad: Any = getattr(p.sharded_param.grad, "_local_tensor", None)
+        if (
+            grad is None
+            or not count
+            or (grad.dtype, grad.device.type) != (dtype, group.device.type)
+            or (grad.shape, grad.stride()) != (p.sharded_size, p.contiguous_sharded_stride)
+            or grad.storage_offset() != at
+            or grad.requires_grad
+            or getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+        ):
+            return None
+        if whole is None:
+            whole = grad.new_empty(0).set_(grad.untyped_storage())
+        elif grad.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+            return None
+        at += count
+    # That many are reduced only if all parameters are.
+    return whole if whole is not None and numel == at == whole.numel() else None
+
+
+def added_to(group: Any) -> None:
+    """FSDP2 need not add what it reduces now to the gradients of a parameter group."""
+    for p in group.fsdp_params:
+        p.to_sharded_dtensor = functools.partial(_same_gradient, p, p.sharded_param.grad)
+        p.sharded_param.grad = None
+
+
+def _same_gradient(parameter: Any, gradient: Any, new: Any) -> Any:
+    """What FSDP2 takes for a gradient that it made of ``new``, when it finds none to add to."""
+    del parameter.to_sharded_dtensor
+    same = new.data_ptr() == gradient._local_tensor.data_ptr()
+    return gradient if same else parameter.to_sharded_dtensor(new)
+
+
+@functools.cache
+def _adds_gradients() -> bool:
+    """Whether FSDP2 adds to gradients, and makes them, by what `added_to` uses."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    made = set(inspect.unwrap(collectives.foreach_reduce).__code__.co_names)
+    sizes = set(inspect.unwrap(FSDPParam._init_sharded_param).__code__.co_names)
+    return {"to_sharded_dtensor", "sharded_param", "grad", "_local_tensor"} <= made and {
+        "padded_sharded_param_size",
+        "sharded_size",
+        "contiguous_sharded_stride",
+    } <= sizes
+
+
 def release_gather(group: Any) -> None:
     """Let go of the flat all-gather that FSDP2 keeps until the next one has been waited for."""
     context = group.comm_ctx

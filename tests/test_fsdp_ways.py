@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_conditions import flat, forced, forced_kind, forced_way
-from fsdp_models import Net, Trace, both, check, sgd, shard, train, train_step
+from fsdp_models import Net, Trace, batch, both, check, sgd, shard, train, train_step
 from ranks import RankPool, pool_of
 from test_fsdp import (
     accumulation,
@@ -100,11 +100,11 @@ def late_sums(rank, world, blocks):
 
     original, count = push.sum_rows, [0]
 
-    def late(*args):
+    def late(*args, **kwargs):
         count[0] += 1
         if rank == count[0] // 2 % world:
             time.sleep(0.02)
-        original(*args)
+        original(*args, **kwargs)
 
     push.sum_rows = late
     try:
@@ -119,6 +119,79 @@ def test_nobody_pushes_over_what_a_peer_has_yet_to_sum(two, blocks):
     """With an even and an odd number of reductions in a step."""
     for result in two.run(late_sums, blocks):
         assert result["differences"] == []
+
+
+def added(rank, world, dtypes, touched):
+    """Micro-batches whose gradients are all reduced, and how many sums were added by us.
+
+    Args:
+        touched: What somebody does to gradients: nothing, ``"zeroed"``, ``"moved"`` elsewhere,
+            ``"hooked"``; or of a model with a ``"frozen"`` weight.
+    """
+    from symmplan.integrate.fsdp import push
+
+    originals, count, same = (push.sum_rows, push.sum_parts), [0], []
+
+    def counting(original):
+        def counted(*args, add):
+            count[0] += add
+            original(*args, add=add)
+
+        return counted
+
+    def build():
+        model = Net()
+        if touched == "frozen":
+            model.blocks[0].up.weight.requires_grad_(False)
+        return shard(model, mp_policy=MixedPrecisionPolicy(*dtypes))
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for block in model.blocks if touched == "hooked" else ():
+            block.up.weight.register_post_accumulate_grad_hook(lambda p: trace.add("hook", p.grad))
+        for step in range(4):
+            before = {}
+            for micro in range(3):
+                loss = model(batch(10 * step + micro, rank)).float().pow(2).mean()
+                loss.backward()
+                trace.grads(model, step)
+                grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                same.extend(grads[n] is g for n, g in before.items())
+                before = grads
+                for p in model.parameters() if touched == "moved" else ():
+                    p.grad._local_tensor = p.grad._local_tensor.clone()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=touched != "zeroed")
+        trace.parameters(model)
+
+    push.sum_rows, push.sum_parts = map(counting, originals)
+    try:
+        with forced_way("push"):
+            result = both(build, program, rank)
+    finally:
+        push.sum_rows, push.sum_parts = originals
+    return result, count[0], all(same)
+
+
+WIDE = (torch.bfloat16, torch.float32)
+NARROW = (torch.bfloat16, torch.bfloat16)
+ADDED = [
+    # In each of 4 steps two of three passes find gradients of 4 modules; there is a plan by then.
+    (WIDE, "", 4 * 2 * 4),
+    (WIDE, "zeroed", (3 * 3 + 2) * 4),
+    (WIDE, "moved", 0),
+    (WIDE, "hooked", 4 * 2 * 1),
+    (WIDE, "frozen", 4 * 2 * 3),
+    (NARROW, "", 4 * 2 * 4),
+]
+
+
+@pytest.mark.parametrize(("dtypes", "touched", "count"), ADDED)
+def test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(two, dtypes, touched, count):
+    for result, counted, same in two.run(added, dtypes, touched):
+        assert result["differences"] == []
+        assert counted == count
+        assert same
 
 
 def slots(rank, world, dtype):

@@ -94,7 +94,7 @@ def has_windows(groups: Mapping[str, Group]) -> bool:
     return (
         bool(groups)
         and _have_nccl(groups)
-        and all(_compat.nccl_window_allocator(g.process_group) is not None for g in groups.values())
+        and all(_compat.registers_windows(g.process_group) for g in groups.values())
     )
 
 
@@ -339,7 +339,8 @@ class NcclPoolBackend(TorchSymmBackend):
     def _allocated(
         self, nbytes: int, device: torch.device, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        pool = torch.cuda.MemPool(_compat.nccl_window_allocator(groups[0].process_group))
+        allocator = _compat.nccl_window_allocator(groups[0].process_group, device)
+        pool = torch.cuda.MemPool(allocator)
         with torch.cuda.use_mem_pool(pool, device=device):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         address = tensor.data_ptr()

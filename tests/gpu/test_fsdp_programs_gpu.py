@@ -15,6 +15,7 @@ import test_fsdp_handle as handles
 import test_fsdp_random as randoms
 import test_fsdp_setters as setters
 import test_fsdp_user as users
+import test_fsdp_ways as ways
 from devices import needs_devices, pool_on
 from fsdp_conditions import forced, in_flat_buffers
 from fsdp_models import needs
@@ -56,6 +57,13 @@ def test_what_every_step_does(two, program, args):
 @pytest.mark.parametrize(("program", "args"), setters.CHANGES + users.CHANGES)
 def test_what_changes_after_the_plan_was_made(two, program, args):
     setters.test_what_changes_after_the_plan_was_made(two, program, args)
+
+
+@pytest.mark.parametrize(("dtypes", "touched", "count"), ways.ADDED)
+def test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(two, dtypes, touched, count):
+    ways.test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(
+        two, dtypes, touched, count
+    )
 
 
 @needs("reset_iter_state")

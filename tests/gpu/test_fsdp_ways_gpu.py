@@ -130,6 +130,68 @@ def communicators(rank, world):
     return seen
 
 
+def written(rank, world):
+    """What a process writes to its standard error while its first model is measured and planned."""
+    import os
+    import tempfile
+
+    from fsdp_models import Trace
+
+    import symmplan
+
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            model = build(world, dim=512)
+            handle = symmplan.fsdp.apply(model, choose="measure", timeout=60)
+            train(model, Trace(), rank, dim=512)
+            torch.cuda.synchronize()
+            sys.stderr.flush()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        handle.remove()
+        file.seek(0)
+        return file.read().decode()
+
+
+def summed(rank, world, given, rounded, made):
+    """Sums of parts by the kernel and by torch, which must have the same bits: what has not."""
+    from symmplan.integrate.fsdp.sums import Parts, sum_parts, sums_parts
+
+    device, wrong = torch.device("cuda", rank), []
+    assert sums_parts(device)
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def drawn(*shape, dtype):
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    for ranks, scale, add in [(2, 0.5, True), (3, 1 / 3, True), (5, 0.37, True), (5, 0.2, False)]:
+        sizes = [5000, 17, 4096 * 3, 1] * 5  # of more tensors than one launch takes
+        counts = [-(-size // ranks) for size in sizes]
+        rows, spans = drawn(ranks, sum(counts), dtype=given), []
+        gradients = [drawn(size, dtype=given) for size in sizes]
+        for at, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            begin, end = (min(size, r * count) for r in (ranks - 1, ranks))
+            spans.append((begin, end, sum(counts[:at])))
+        total = drawn(sum(counts), dtype=made)
+        exact, inside = rows.float(), torch.zeros_like(total, dtype=torch.bool)
+        for gradient, (begin, end, at) in zip(gradients, spans, strict=True):
+            exact[-1, at : at + end - begin] = gradient[begin:end]
+            inside[at : at + end - begin] = True
+        one_by_one = torch.zeros_like(exact[0])
+        for row in exact:
+            one_by_one += row
+        new = (one_by_one * torch.tensor(scale, device=device)).to(rounded).to(made)
+        want = torch.where(inside, total + new if add else new, total)
+        parts = Parts(ranks - 1, tuple(spans), device)
+        sum_parts(rows, parts, gradients, total, scale, rounded, add=add)
+        if not torch.equal(total, want):
+            wrong.append((ranks, scale, add, float((total.double() - want.double()).abs().max())))
+    return wrong
+
+
 def fail_alone(rank, world, where):
     from test_fsdp_ways import failing_freeze
 
@@ -225,6 +287,27 @@ def test_two_communicators_serve_all_models(pool):
         assert policies == [2, 2]  # NCCL_CTA_POLICY_ZERO
         assert second[:2] == first[:2]
         assert second[2] in (0, 2)  # a segment of a model before, which may not have met them
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_the_kernel_sums_as_torch_does(pool, dtypes):
+    assert pool.run(summed, *dtypes) == [[]] * DEVICES
+
+
+def test_torch_need_not_guess_the_device_of_our_communicators():
+    with RankPool(DEVICES, init="nccl", timeout=180) as ranks:
+        for said in ranks.run(written):
+            assert "Guessing device ID" not in said
+        ranks.outcomes(finish)
 
 
 @pytest.mark.parametrize("where", ["planning", "measuring"])

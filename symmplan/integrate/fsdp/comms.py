@@ -119,6 +119,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
     def __init__(self, runtime: Runtime, site: str, plain: Any, group: Any) -> None:
         super().__init__(runtime, site, plain)
         self._group = group
+        # The gradients to which what is reduced is added; None if FSDP2 does that.
+        self._added: torch.Tensor | None = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -128,8 +130,13 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         # An input that is gone before the output was asked for belongs to a step that failed.
         if slot is not None and slot.served == 1 and slot.held:
             slot.served = 2
+            self._added = None
             if slot.pushed:  # sums are written in their final type at once
                 dtype = fsdp2.dtype_of_gradients(self._group) or dtype
+                if slot.base.data_ptr() not in fsdp2.COPY_INS:  # they were pushed
+                    self._added = fsdp2.gradients_at(self._group, math.prod(size))
+            if self._added is not None:
+                return self._added
             output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
             return output
         return self._open("reduce_scatter", size, dtype, device)
@@ -147,12 +154,13 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         Collective: yes.
         """
         slot, self._slot = self._slot, None
-        return self._runtime.run(
+        added, self._added = self._added, None
+        work = self._runtime.run(
             slot,
             input_tensor,
             group,
             lambda where: (
-                where.pushes.reduce(output_tensor, op, input_tensor.dtype)
+                where.pushes.reduce(output_tensor, op, input_tensor.dtype, add=added is not None)
                 if where.pushes is not None
                 else scatters(
                     self._runtime.memory.name,
@@ -176,6 +184,9 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             ),
             result=False,
         )
+        if added is not None:
+            fsdp2.added_to(self._group)
+        return work
 
 
 def _part(part: torch.Tensor, whole: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

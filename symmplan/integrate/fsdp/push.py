@@ -3,7 +3,8 @@
 FSDP2 arranges all gradients of a module in one tensor, which is then reduced and scattered. Here
 each rank's part of each gradient is copied to where that rank sums, by the copy engines of a
 device; the ranks meet, and each sums what has arrived. On devices a rank reads its own part from
-the gradient itself.
+the gradient itself. Where there are sharded gradients already, and lie as FSDP2 made them, sums are
+added to them at once.
 
 [Note: slots take turns]
     Nobody asks a peer whether its slot is free. Each group has two, and its reductions take them in
@@ -93,7 +94,7 @@ class Pushes:
             gradient.record_stream(self._stream)
 
     def reduce(
-        self, output: torch.Tensor, op: Any, rounded: torch.dtype
+        self, output: torch.Tensor, op: Any, rounded: torch.dtype, *, add: bool = False
     ) -> Callable[[], None] | None:
         """What sums what was pushed, on the current stream.
 
@@ -101,6 +102,7 @@ class Pushes:
             output: This rank's part of the result.
             op: The reduction.
             rounded: The type to which sums are rounded before they are written.
+            add: Whether they are added to what ``output`` has.
 
         Returns:
             None if the reduction is no sum, average, or sum with a factor.
@@ -118,19 +120,19 @@ class Pushes:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             self._meeting.barrier()
             self._unmet, self._met = False, _marked(stream)
-            self._sum(output.view(-1), factor, rounded)
+            self._sum(output.view(-1), factor, rounded, add=add)
             self._summed = _marked(stream)
 
         return act
 
-    def _sum(self, total: torch.Tensor, factor: float, rounded: torch.dtype) -> None:
+    def _sum(self, total: torch.Tensor, factor: float, rounded: torch.dtype, *, add: bool) -> None:
         gradients, self._gradients = self._gradients, []
         sent = self._sent
         assert sent is not None
         if sent.own is None:
-            sum_rows(sent.rows, total, factor, rounded)
+            sum_rows(sent.rows, total, factor, rounded, add=add)
             return
-        sum_parts(sent.rows, sent.own, gradients, total, factor, rounded)
+        sum_parts(sent.rows, sent.own, gradients, total, factor, rounded, add=add)
         stream = torch.cuda.current_stream(total.device)
         for gradient in gradients:
             gradient.record_stream(stream)

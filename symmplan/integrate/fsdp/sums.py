@@ -67,6 +67,8 @@ def sum_parts(
     total: torch.Tensor,
     scale: float,
     rounded: torch.dtype,
+    *,
+    add: bool = False,
 ) -> None:
     """Sum rows of which one lies in parts elsewhere, in the order of the ranks, and scale the sum.
 
@@ -77,6 +79,7 @@ def sum_parts(
         total: ``(numel,)``; only where there are parts.
         scale: What the sum is multiplied with.
         rounded: The type to which the scaled sum is rounded before it is written.
+        add: Whether it is added to what ``total`` has, once it has the type of that.
     """
     kernels = _kernels()
     ranks, numel = rows.shape
@@ -94,13 +97,20 @@ def sum_parts(
                 ranks,
                 scale,
                 rounded=_OF_TRITON[rounded](),
+                ADD=add,
                 ALIGN=align,
                 BLOCK=_BLOCK,
+                enable_fp_fusion=False,  # the scaled sum is rounded before it is added
             )
 
 
 def sum_rows(
-    rows: torch.Tensor, total: torch.Tensor, scale: float, rounded: torch.dtype | None = None
+    rows: torch.Tensor,
+    total: torch.Tensor,
+    scale: float,
+    rounded: torch.dtype | None = None,
+    *,
+    add: bool = False,
 ) -> None:
     """Sum the rows of a tensor, in their order, and scale the sum.
 
@@ -109,11 +119,15 @@ def sum_rows(
         total: ``(numel,)``; 16 or 32 bits, at least as wide as ``rows``.
         scale: What the sum is multiplied with.
         rounded: The type to which the scaled sum is rounded before it is written, if another.
+        add: As for `sum_parts`.
     """
-    if rounded not in (None, total.dtype):
+    if add or rounded not in (None, total.dtype):
         exact = torch.empty_like(total, dtype=rounded)
         sum_rows(rows, exact, scale)
-        total.copy_(exact)
+        if add:
+            total.add_(exact.to(total.dtype))
+        else:
+            total.copy_(exact)
         return
     kernels = _kernels() if rows.is_cuda and rows.dtype in _OF_TRITON else None
     if kernels is not None:
@@ -143,8 +157,9 @@ def warm_up(device: torch.device) -> None:
         if made == rounded:
             sum_rows(rows, total, 0.5)
         for end in (16, 15) if sums_parts(device) else ():
-            spans = ((0, end, 0),)
-            sum_parts(rows, Parts(1, spans, device), [rows[1]], total, 0.5, rounded)
+            parts = Parts(1, ((0, end, 0),), device)
+            for add in (False, True):
+                sum_parts(rows, parts, [rows[1]], total, 0.5, rounded, add=add)
 
 
 @functools.cache

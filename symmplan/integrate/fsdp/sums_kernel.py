@@ -34,10 +34,13 @@ def add_parts(  # type: ignore[no-untyped-def]  # noqa: ANN201
     ranks,  # noqa: ANN001
     scale,  # noqa: ANN001
     rounded: tl.constexpr,
+    ADD: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """As `add_rows`, of which the row of one rank lies in parts elsewhere, and rounded before.
+
+    With ``ADD``, ``out`` keeps what it has, and gets that in addition.
 
     Each program sums one block, of which the table has: the part it is of, where it begins there
     and in a row, and how many elements it has.
@@ -57,5 +60,8 @@ def add_parts(  # type: ignore[no-untyped-def]  # noqa: ANN201
             tl.float32
         )
         rows += numel
-    total = (total * scale).to(rounded)
-    tl.store(out + begin + at, total.to(out.dtype.element_ty), mask=inside)
+    total = (total * scale).to(rounded).to(out.dtype.element_ty)
+    out += begin
+    if ADD:
+        total += tl.load(out + at, mask=inside)
+    tl.store(out + at, total, mask=inside)
