@@ -38,6 +38,7 @@ class Config:
         low: Whether parameters are gathered in bfloat16.
         reshard: FSDP2's ``reshard_after_forward``.
         prefetch: How many blocks are gathered ahead, explicitly.
+        inner: Who compiles.
     """
 
     kind: str = "fsdp"
@@ -49,6 +50,7 @@ class Config:
     low: bool = False
     reshard: bool = True
     prefetch: int = 0
+    inner: str = "inductor"
 
 
 class Block(nn.Module):
@@ -137,7 +139,7 @@ def _tp(config):
     """Tensor-parallel blocks, compiled."""
     mesh = init_device_mesh("cpu", (config.ranks,))
     model = _parallel(Net(config.dim, config.widths), mesh)
-    backend = symmplan.backend(inner="eager")
+    backend = symmplan.backend(inner=config.inner)
     compiled = torch.compile(model, backend=backend)
     _train(compiled, config)
     return [backend]
@@ -160,7 +162,7 @@ def _compiled(config):
             x = all_reduce(x, "sum", group) if i % 2 else x
         return x
 
-    backend = symmplan.backend(inner="eager")
+    backend = symmplan.backend(inner=config.inner)
     compiled = torch.compile(step, backend=backend)
     dim = config.dim
     weights = [torch.randn(dim, dim) for _ in config.widths]

@@ -43,6 +43,7 @@ def configs(draw, kind):
         low=draw(st.booleans()),
         reshard=draw(st.booleans()),
         prefetch=draw(st.integers(0, 2)),
+        inner=draw(st.sampled_from(("inductor", "eager"))),
     )
 
 
@@ -59,9 +60,16 @@ def check(pools, config):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_each_rank_plans_what_it_plans_in_a_real_world(kind, pools):
-    check(pools, Config(kind, ranks=4, steps=2, widths=(1, 3)))
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("fsdp", 4),
+        *((kind, 2) for kind in ("compiled", "tp")),
+        pytest.param("interleaved", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_plans_what_it_plans_in_a_real_world(kind, ranks, pools):
+    check(pools, Config(kind, ranks, steps=2, widths=(1, 3)))
 
 
 @pytest.mark.ranks
