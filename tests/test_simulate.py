@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
-from simulate_programs import Config, program, real, simulated
+from simulate_programs import Config, program, reads_a_table, real, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
@@ -158,6 +158,18 @@ def test_a_table_serves_real_options(tmp_path):
     assert symmplan.backend(choose=str(path)).settings.table.rows
     with pytest.raises(BackendError, match="no table of choices"):
         symmplan.backend(choose=str(tmp_path / "missing.json"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["fsdp", "compiled"])
+def test_ranks_that_read_different_tables_say_which(kind, pools, tmp_path):
+    files = [str(tmp_path / f"{rank}.json") for rank in range(2)]
+    for rank, way in enumerate(("ordinary", "symmetric")):
+        Path(files[rank]).write_text(Table("shm", (Row("all_gather", 2, 64, way),)).to_json())
+    says = ("AgreementError", "ranks 0 and 1 read different tables of choices", (0, 1))
+    assert pools(2).run(reads_a_table, files, kind) == [says, says]
+    same = pools(2).run(reads_a_table, [files[1]] * 2, kind)
+    assert same[0] == same[1] > 0
 
 
 def test_a_report_answers_questions():

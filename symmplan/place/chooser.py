@@ -26,7 +26,7 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.attempt import attempt
 from symmplan.place.choice import Choice
 from symmplan.place.engines import Engines, asked, known_of, require
-from symmplan.place.table import ruled
+from symmplan.place.table import agree_on, ruled
 from symmplan.place.trials import Trial, choices_of, measure, room_for
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
@@ -200,7 +200,8 @@ def _by_table(
     engines: Mapping[str, Engines],
     options: Options,
 ) -> Chosen:
-    """As it was measured elsewhere, else by rule."""
+    """As it was measured elsewhere, else by rule. Collective: as `agree_on`."""
+    agree_on(options.table, groups, options.timeout)
     found = {}
     for node, case in cases.items():
         ranks = groups[case.group].size()
