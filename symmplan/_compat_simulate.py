@@ -21,6 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from symmplan._compat_fake import DEVICE, Results
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -68,11 +70,15 @@ class Watch(TorchDispatchMode):
 
     Args:
         seen: Called with the op, its arguments and its results.
+        mode: That of the program's tensors.
     """
 
-    def __init__(self, seen: Callable[[Any, Sequence[Any], Any], None]) -> None:
+    def __init__(
+        self, seen: Callable[[Any, Sequence[Any], Any], None], mode: fake_tensor.FakeTensorMode
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
+        self._results = Results(mode)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -81,10 +87,12 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and tell of it; a DTensor's runs on its parts."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        self._seen(func, (args, kwargs or {}), result)
+        for kind in types:
+            if issubclass(kind, DTensor):
+                return NotImplemented
+        result = self._results.of(func, args, kwargs or {})
+        if func is not DEVICE:
+            self._seen(func, (args, kwargs or {}), result)
         return result
 
 
@@ -104,13 +112,18 @@ class _Chunks:
 
 
 @contextlib.contextmanager
-def fake_world(ranks: int, rank: int, check_mesh: Callable[[int], None]) -> Iterator[None]:
+def fake_world(
+    ranks: int, rank: int, check_mesh: Callable[[int], None]
+) -> Iterator[fake_tensor.FakeTensorMode]:
     """This process is a rank of a world of fake process groups; new tensors are fake.
 
     Args:
         ranks: How many ranks there are.
         rank: This one.
         check_mesh: Called with the size of each mesh that is to have all ranks; may raise.
+
+    Yields:
+        The mode of its tensors.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -137,7 +150,7 @@ def fake_world(ranks: int, rank: int, check_mesh: Callable[[int], None]) -> Iter
             init = _init_of_meshes(device_mesh.DeviceMesh.__init__, check_mesh)
             stack.enter_context(_replaced(device_mesh.DeviceMesh, "__init__", init))
             stack.enter_context(mode)
-            yield
+            yield mode
     finally:
         for name, value in kept.items():
             if value is None:

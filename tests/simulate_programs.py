@@ -38,6 +38,7 @@ class Config:
         low: Whether parameters are gathered in bfloat16.
         reshard: FSDP2's ``reshard_after_forward``.
         prefetch: How many blocks are gathered ahead, explicitly.
+        inner: Who compiles.
     """
 
     kind: str = "fsdp"
@@ -49,6 +50,7 @@ class Config:
     low: bool = False
     reshard: bool = True
     prefetch: int = 0
+    inner: str = "inductor"
 
 
 class Block(nn.Module):
@@ -137,13 +139,19 @@ def _tp(config):
     """Tensor-parallel blocks, compiled."""
     mesh = init_device_mesh("cpu", (config.ranks,))
     model = _parallel(Net(config.dim, config.widths), mesh)
-    backend = symmplan.backend(inner="eager")
+    backend = symmplan.backend(inner=config.inner)
     compiled = torch.compile(model, backend=backend)
     _train(compiled, config)
     return [backend]
 
 
 def _compiled(config):
+    backend = symmplan.backend(inner=config.inner)
+    _functional(backend, config)
+    return [backend]
+
+
+def _functional(backend, config):
     """Functional collectives in a compiled function."""
     from torch.distributed._functional_collectives import (
         all_gather_tensor,
@@ -160,13 +168,11 @@ def _compiled(config):
             x = all_reduce(x, "sum", group) if i % 2 else x
         return x
 
-    backend = symmplan.backend(inner="eager")
     compiled = torch.compile(step, backend=backend)
     dim = config.dim
     weights = [torch.randn(dim, dim) for _ in config.widths]
     for _ in range(config.steps):
         compiled(torch.randn(4, dim), weights)
-    return [backend]
 
 
 def _pipeline(config, *, interleaved):
@@ -228,3 +234,25 @@ def simulated(rank, config):
         functools.partial(program, config), ranks=config.ranks, rank=rank, memory="shm"
     )
     return [plan.fingerprint for plan in report.plans], report.peak_bytes
+
+
+def reads_a_table(rank, ranks, files, kind):
+    """What ranks say that read their own of ``files``; the ways that were taken, if nothing."""
+    torch._dynamo.reset()
+    options = {"choose": files[rank]}
+    try:
+        if kind == "fsdp":
+            model = _sharded(Net(8, (1,)), init_device_mesh("cpu", (ranks,)), Config())
+            handle = symmplan.fsdp.apply(model, **options)
+            _train(model, Config(steps=2))
+            plan = handle.plan
+            handle.remove()
+        else:
+            backend = symmplan.backend(inner="eager", **options)
+            _functional(backend, Config("compiled"))
+            (plan,) = backend.plans
+            backend.release()
+    except Exception as error:  # noqa: BLE001
+        found = getattr(error, "inner_exception", error)
+        return type(found).__name__, found.what, found.ranks
+    return len(plan.placements)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
-from simulate_programs import Config, program, real, simulated
+from simulate_programs import Config, program, reads_a_table, real, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
@@ -43,6 +43,7 @@ def configs(draw, kind):
         low=draw(st.booleans()),
         reshard=draw(st.booleans()),
         prefetch=draw(st.integers(0, 2)),
+        inner=draw(st.sampled_from(("inductor", "eager"))),
     )
 
 
@@ -59,9 +60,16 @@ def check(pools, config):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_each_rank_plans_what_it_plans_in_a_real_world(kind, pools):
-    check(pools, Config(kind, ranks=4, steps=2, widths=(1, 3)))
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("fsdp", 4),
+        *((kind, 2) for kind in ("compiled", "tp")),
+        pytest.param("interleaved", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_plans_what_it_plans_in_a_real_world(kind, ranks, pools):
+    check(pools, Config(kind, ranks, steps=2, widths=(1, 3)))
 
 
 @pytest.mark.ranks
@@ -150,6 +158,18 @@ def test_a_table_serves_real_options(tmp_path):
     assert symmplan.backend(choose=str(path)).settings.table.rows
     with pytest.raises(BackendError, match="no table of choices"):
         symmplan.backend(choose=str(tmp_path / "missing.json"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["fsdp", "compiled"])
+def test_ranks_that_read_different_tables_say_which(kind, pools, tmp_path):
+    files = [str(tmp_path / f"{rank}.json") for rank in range(2)]
+    for rank, way in enumerate(("ordinary", "symmetric")):
+        Path(files[rank]).write_text(Table("shm", (Row("all_gather", 2, 64, way),)).to_json())
+    says = ("AgreementError", "ranks 0 and 1 read different tables of choices", (0, 1))
+    assert pools(2).run(reads_a_table, files, kind) == [says, says]
+    same = pools(2).run(reads_a_table, [files[1]] * 2, kind)
+    assert same[0] == same[1] > 0
 
 
 def test_a_report_answers_questions():

@@ -23,7 +23,7 @@ from symmplan.memory.topology import unreached
 from symmplan.place.attempt import attempt
 from symmplan.place.cases import Case, cases_of, measure_cases
 from symmplan.place.engines import Engines, asked, known_of, require
-from symmplan.place.table import ruled
+from symmplan.place.table import agree_on, ruled
 from symmplan.place.trials import choices_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def _by_table(
     engines: Mapping[str, Engines],
     options: Options,
 ) -> Chosen:
-    """As it was measured elsewhere, else by rule."""
+    """As it was measured elsewhere, else by rule. Collective: as `agree_on`."""
+    agree_on(options.table, groups, options.timeout)
     found = {}
     for node, case in cases.items():
         ranks = groups[case.group].size()

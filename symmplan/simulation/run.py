@@ -120,7 +120,11 @@ def simulate(
 
     enter(world)
     try:
-        with compat.fake_world(ranks, rank, check_mesh), storages.watched(), compat.Watch(seen):
+        with (
+            compat.fake_world(ranks, rank, check_mesh) as mode,
+            storages.watched(),
+            compat.Watch(seen, mode),
+        ):
             progress(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
             progress(f"{ops:,} ops: planning")

@@ -7,9 +7,12 @@ All devices of one host, four at most.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-from devices import needs_devices, pool_on
+from devices import finish, needs_devices, pool_on
+from ranks import RankPool
 
 DEVICES = min(4, torch.cuda.device_count())
 

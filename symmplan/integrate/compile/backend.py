@@ -250,7 +250,7 @@ class CompileBackend:
         self._device = _device_of(module)
         unit = Unit(self.settings, self._device, self._pool, self._idle)
         self._records.append(unit.record)
-        if self.settings.inner == "eager" or world is not None:
+        if self.settings.inner == "eager":
             _refuse_mode(mode, ("default",))
             return _compile_eager(module, example_inputs, unit)
         from symmplan.integrate.compile.inductor import compile_inductor, modes

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import comms, dependencies, ir, scheduler
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
@@ -55,6 +56,7 @@ from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.refresh import note, refresh_changed
+from symmplan.memory.simulated import current
 from symmplan.place.watching import run_by_nodes
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
     mode = compat.fake_mode_of(inputs)
     if not unit.declares(gm):
         unit.rewrite(gm, name, mode)
-        return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name)
+        return unit.runner(_code(gm, inputs, kwargs), name)
     plain = functools.partial(_compile_plain, copy_of(gm), mode, inputs, dict(kwargs))
     _view_to_reshape(gm)
     with torch.no_grad():
@@ -160,7 +162,15 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         inputs = [*inputs, *(n.meta["val"] for n in added)]
     off = inductor_config.patch(_off(ordered=ordered))
     with off, _types_as_given(), _passes_done(gm, mode), _readers_count(), _order_kept():
-        return unit.runner(inductor.compile_fx_inner(gm, inputs, **kwargs), name, part, plain)
+        return unit.runner(_code(gm, inputs, kwargs), name, part, plain)
+
+
+def _code(gm: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Inductor's code; in a simulated world, which needs the plan alone, the graph's ops."""
+    if current() is None:
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+    gm.recompile()
+    return make_boxed_func(gm)
 
 
 def _compile_plain(
@@ -168,7 +178,7 @@ def _compile_plain(
 ) -> Any:
     """Compile a part as it was before it was rewritten, when it runs."""
     with compat.tracing(mode), V.set_fake_mode(mode):
-        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+        return _code(gm, inputs, kwargs)
 
 
 def _unwrap(gm: fx.GraphModule) -> bool:

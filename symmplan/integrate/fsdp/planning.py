@@ -22,6 +22,7 @@ from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
 from symmplan.place.attempt import attempt, warn
+from symmplan.place.table import agree_on
 from symmplan.planner.advice import Advice
 from symmplan.planner.budget import within
 from symmplan.report.log import log_plan
@@ -96,6 +97,7 @@ class Planning:
         options, memory = self._options, self._memory
         name = memory.backend
         memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
+        agree_on(options.table, memory.groups, options.timeout)
         if self.choices is None:
             self.choices = Choices(memory, name, options)
         choices, groups = self.choices, memory.groups

@@ -86,7 +86,6 @@ def _check_groups(plan: Plan, segment: SegmentSpec) -> None:
 
 
 def _check_placement(b: Buffer, place: Placement, segments: dict[str, SegmentSpec]) -> None:
-    at = f"buffer {b.name!r} at bytes [{place.offset}, {place.end}) of segment {place.segment!r}"
     segment = segments.get(place.segment)
     if segment is None:
         fail(
@@ -111,9 +110,10 @@ def _check_placement(b: Buffer, place: Placement, segments: dict[str, SegmentSpe
         broken = ("misaligned", "is misaligned", f"a multiple of {b.align}", place.offset)
     if broken is not None:
         kind, what, expected, got = broken
+        at = f"bytes [{place.offset}, {place.end}) of segment {place.segment!r}"
         fail(
             kind,
-            f"{at} {what}",
+            f"buffer {b.name!r} at {at} {what}",
             expected=expected,
             got=got,
             buffer=b.name,
