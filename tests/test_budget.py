@@ -292,8 +292,8 @@ def _second_group(rank, size):
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(4),
-        pytest.param(range(4, 24), marks=pytest.mark.further),
+        range(6),
+        pytest.param(range(6, 24), marks=pytest.mark.further),
         pytest.param(range(24, 324), marks=pytest.mark.slow),
     ],
     ids=["few", "more", "many"],

@@ -133,7 +133,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             self._added = None
             if slot.pushed:  # sums are written in their final type at once
                 dtype = fsdp2.dtype_of_gradients(self._group) or dtype
-                if slot.base.data_ptr() not in fsdp2.COPY_INS:  # they were pushed
+                waits = fsdp2.COPY_INS and slot.base.data_ptr() in fsdp2.COPY_INS
+                if not waits:  # they were pushed
                     self._added = fsdp2.gradients_at(self._group, math.prod(size))
             if self._added is not None:
                 return self._added
