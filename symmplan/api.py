@@ -26,7 +26,9 @@ def plan(
         program: An ``fx.Graph``, a ``GraphModule``, an ``ExportedProgram`` or a `Problem`.
         example_inputs: Inputs to propagate (on fake tensors) where the graph's nodes carry no
             sizes. Only for graphs.
-        effort: ``"fast"``, or ``"optimal"`` for a complete search with a proof.
+        effort: ``"fast"``, or ``"optimal"`` for a search with a proof, up to half a minute;
+            ``plan.search`` says whether it was complete, ended by its limit of work, or was skipped
+            for too many buffers.
         capacity: Bytes that all segments may take together, as a number or as text such as
             ``"40GiB"``; None for no limit.
         default_group: Name of the process group of declared ops that name none; the world if None.

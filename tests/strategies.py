@@ -1,7 +1,18 @@
-"""Hypothesis strategies shared by the tests; the planner's are public: `symmplan.testing`."""
+"""Problems shared by the tests; the planner's Hypothesis strategies are `symmplan.testing`'s."""
 
 from __future__ import annotations
 
+import random
+
 from symmplan.testing import interval_lists, interval_problems, problems
 
-__all__ = ["interval_lists", "interval_problems", "problems"]
+__all__ = ["hard_rows", "interval_lists", "interval_problems", "problems"]
+
+
+def hard_rows():
+    """Forty buffers that greedy orders do not pack as tightly as can be."""
+    draw, rows = random.Random(8), []
+    for i in range(40):
+        begin = draw.randrange(30)
+        rows.append((f"b{i}", begin, begin + draw.randrange(1, 15), draw.randrange(1, 9)))
+    return rows

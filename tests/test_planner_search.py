@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import interval_problems, problems
+from strategies import hard_rows, interval_problems, problems
 
-from symmplan.model import Problem
+from symmplan.model import Plan, Problem
+from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, items_of
+from symmplan.planner.packing import improve, solve
 from symmplan.planner.packing.blocks import Style, glue
 from symmplan.planner.packing.greedy import squeak
 from symmplan.planner.packing.search import search
@@ -150,3 +154,24 @@ def test_gluing_takes_a_perfect_packing_to_few_blocks():
     space = Space(task, conflicts)
     *_, last = glue(space, int(space.load.max()), Style(), ())
     assert len(last.size) < 60
+
+
+def test_a_plan_says_how_its_search_ended(monkeypatch, caplog):
+    problem = Problem.from_intervals(hard_rows())
+    said = {}
+    with monkeypatch.context() as less:
+        less.setitem(solve.WORK, "fast", 1)
+        said["limit"] = plan(problem)
+    with monkeypatch.context() as less:
+        less.setitem(solve.MAX_SEARCHED, "optimal", 39)
+        said["skipped"] = plan(problem, effort="optimal")
+    monkeypatch.setattr(improve, "_SAID", 1)
+    with caplog.at_level(logging.INFO, "symmplan"):
+        said["complete"] = plan(problem, effort="optimal")
+    assert "search: 40 buffers" in caplog.text
+    for end, made in said.items():
+        made.verify()
+        assert (made.search, made.optimal) == (end, end == "complete")
+        assert Plan.from_json(made.to_json()).search == end
+    assert "search ended by its limit of work" in said["limit"].summary()
+    assert "not searched: too many buffers at once" in said["skipped"].summary()

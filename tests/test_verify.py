@@ -130,6 +130,7 @@ MUTATIONS = {
     "lower_bound": lambda m: resized(m, 0, lower_bound_bytes=m.segments[0].lower_bound_bytes - 64),
     "optimal": lambda m: evolve(m, optimal=not m.optimal),
     "effort": lambda m: evolve(m, effort="heroic"),
+    "search": lambda m: evolve(m, search="heroic"),
 }
 
 

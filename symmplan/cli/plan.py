@@ -15,6 +15,7 @@ from typing import Any
 
 from symmplan.cli.files import add_output_arguments, kind_of, plan_result, read_text
 from symmplan.cli.files import render_plan as render
+from symmplan.cli.screen import log_on_stderr
 from symmplan.errors import CommandError, PlanningError
 from symmplan.model import Problem
 from symmplan.planner.budget import bytes_of
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
     print(what, file=sys.stderr, flush=True)
     begin = time.perf_counter()
-    plan = make_plan(problem, effort=args.effort, capacity=args.capacity)
+    with log_on_stderr():  # how far a long search is
+        plan = make_plan(problem, effort=args.effort, capacity=args.capacity)
     middle = time.perf_counter()
     plan.verify()
     end = time.perf_counter()

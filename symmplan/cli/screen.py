@@ -1,13 +1,29 @@
-"""What fits on a terminal: how wide it is, and text wrapped to it."""
+"""What fits on a terminal: how wide it is, text wrapped to it, and colours where it has some."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
+from typing import TYPE_CHECKING
 
-__all__ = ["columns", "fitted"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["columns", "fitted", "log_on_stderr", "write"]
+
+#: What stands out, and how, in a terminal where rich is installed.
+_STYLES = {
+    "bold": r"^\S[^:\n]*:$",
+    "dim": r"^-{5,}$",
+    "cyan": r"(?<![\w.])\d[\d,.]* (B|[KMGT]iB|us|ms|s|x)\b",
+    "green": r"\b(parity holds|faster|bit for bit|reached)\b|^  ok\b",
+    "yellow": r"\b(slower|not searched|DOES NOT HOLD|DIFFERENT PLANS)\b|^  missing\b",
+}
 
 #: Where nobody looks at a terminal, lines are as long as they are.
 _WIDE = 160
@@ -37,3 +53,36 @@ def fitted(text: str, width: int | None = None) -> str:
         wrapped = textwrap.wrap(line, width, subsequent_indent=deeper, **whole)  # type: ignore[arg-type]
         lines += [line] if len(line) <= width else wrapped
     return "\n".join(lines)
+
+
+def write(text: str) -> None:
+    """Print a result; in colours if stdout is a terminal and rich is installed."""
+    text = text if text.endswith("\n") else text + "\n"
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+            from rich.text import Text
+
+            shown = Text(text, end="")
+            for style, pattern in _STYLES.items():
+                shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
+            Console(soft_wrap=True).print(shown, end="")
+            return
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def log_on_stderr() -> Iterator[None]:
+    """Show what symmplan logs meanwhile, unless somebody shows it already."""
+    log, handler = logging.getLogger("symmplan"), logging.StreamHandler()
+    level, quiet = log.level, not log.isEnabledFor(logging.INFO)
+    if quiet:
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        if quiet:
+            log.setLevel(level)
+            log.removeHandler(handler)

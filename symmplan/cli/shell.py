@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan import __version__
-from symmplan.cli.screen import fitted
+from symmplan.cli.screen import fitted, write
 from symmplan.errors import CommandError, SymmplanError, UsageError
 
 if TYPE_CHECKING:
@@ -242,6 +242,8 @@ def _print(module: ModuleType, args: argparse.Namespace, result: dict[str, Any] 
         text = fitted(str(module.render(result)))
     else:
         text = "\n".join(f"{key}: {value}" for key, value in result.items())
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
-    sys.stdout.flush()
+    if args.json:
+        print(text, flush=True)
+    else:
+        write(text)
     return 0 if result.get("ok", True) else 1

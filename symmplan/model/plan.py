@@ -140,6 +140,9 @@ class Plan:
         barriers: What must be run besides the program. See [Note: peers count].
         effort: ``"fast"`` or ``"optimal"``.
         optimal: Whether ``peak_bytes`` is proven minimal: it equals ``lower_bound_bytes``.
+        search: How the search for fewer bytes ended: ``"complete"``, nothing was left to try
+            inside the segments; ``"limit"``, its work was used up; ``"skipped"``, a segment has
+            too many buffers at once to be searched. No part of the fingerprint.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
         budget: What gave way to a budget; None if nothing had to. No part of the fingerprint.
@@ -154,6 +157,7 @@ class Plan:
     barriers: tuple[Barrier, ...] = ()
     effort: str = "fast"
     optimal: bool = False
+    search: str = "complete"
     bounds: tuple[Bound, ...] = ()
     budget: Budget | None = field(default=None, eq=False)
     live_gathers: int | None = field(default=None, eq=False)

@@ -92,6 +92,7 @@ def plan_to_json(plan: Plan) -> str:
         "bounds": [_tree(b) for b in plan.bounds],
         "effort": plan.effort,
         "optimal": plan.optimal,
+        "search": plan.search,
     }
     if plan.budget is not None:
         gave = [_tree(g) for g in plan.budget.gave_way]
@@ -120,6 +121,7 @@ def plan_from_json(text: str) -> Plan:
         effort=_value("effort", tree.get("effort", "fast"), str),
         optimal=_value("optimal", tree.get("optimal", False), bool),
         budget=_budget(tree.get("budget")),
+        search=_value("search", tree.get("search", "complete"), str),
     )
     made.verify()
     return made

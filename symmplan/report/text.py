@@ -19,6 +19,14 @@ __all__ = ["plan_line", "plan_summary", "reasons_line"]
 _SHOWN = 20
 
 
+#: Where the bound was not reached: how the search ended.
+_ENDS = {
+    "complete": "search complete",
+    "limit": "search ended by its limit of work",
+    "skipped": "not searched: too many buffers at once",
+}
+
+
 def plan_summary(plan: Plan) -> str:
     """Segments, bytes against the bound and against no sharing, what was left out and why.
 
@@ -68,7 +76,7 @@ def _quality(plan: Plan) -> str:
         return "not known"
     ratio = plan.peak_bytes / plan.lower_bound_bytes
     # 1.0000 would claim the bound was reached.
-    return f"peak / bound = {max(ratio, 1.0001):.4f}" + (" (proven minimal)" * plan.optimal)
+    return f"peak / bound = {max(ratio, 1.0001):.4f}, {_ENDS[plan.search]}"
 
 
 def _saving(plan: Plan) -> str:

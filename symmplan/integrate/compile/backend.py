@@ -286,7 +286,7 @@ def backend(
     Args:
         inner: ``"inductor"``, or ``"eager"`` to run the rewritten graphs op by op, for debugging.
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
-        effort: ``"fast"``, or ``"optimal"`` for a complete search.
+        effort: ``"fast"``, or ``"optimal"`` for a search with a proof; see `Plan.search`.
         timeout: Seconds that ranks wait for each other before they raise.
         choose: How the ways of collectives are chosen. ``"placed"``, the same as ``"symmetric"``,
             to put every declared tensor into symmetric memory; ``"measure"`` to time each kind and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Improver"]
 
+_LOG = logging.getLogger("symmplan")
+#: After so many search nodes, a few seconds, a line in the log says how far the search is.
+_SAID = 90_000
 #: What one step of gluing costs, in search nodes.
 _GLUE_COST = 2
 #: Nodes of the first search at a target; each further round there doubles them.
@@ -48,6 +52,7 @@ class Improver:
         self.space = space
         self.task = space.task
         self.offset, self.peak, self.bound, self.work = offset, peak, bound, work
+        self._given = self._saying = work
         self._hull = space.align is None and not space.blocked and len(space) > 2
         if self._hull:
             self._hull = bool((space.high == space.hull_high).all())
@@ -91,6 +96,10 @@ class Improver:
 
     def _try(self, target: int) -> bool:
         """One more round of searches at a target, with more work than the last round there."""
+        if self._saying - self.work >= _SAID:
+            self._saying, part = self.work, 1 - self.work / self._given
+            found = f"{len(self.space):,} buffers, peak {self.peak / self.bound:.4f} x its bound"
+            _LOG.info("search: %s, %.0f%% of the work done", found, 100 * part)
         turn = self._turns.get(target, 0)
         self._turns[target] = turn + 1
         for candidate in self._searches(target, turn):

@@ -54,6 +54,7 @@ class _Component:
     offset: Ints | None = None
     peak: int = 0
     proof: str = "clique"
+    search: str = "limit"
 
 
 def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packing:
@@ -78,6 +79,7 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
         assert c.offset is not None
         for place in c.places:
             offset[place] = c.offset
+    highest = max(components, key=lambda c: c.peak)
     worst = max(components, key=lambda c: c.bound)
     witness, proof = worst.places[0][worst.witness], worst.proof
     if top > worst.bound:
@@ -88,6 +90,7 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
         bound=bound,
         witness=witness,
         proof=proof,
+        search=highest.search if highest.peak > bound else "complete",
     )
 
 
@@ -121,6 +124,7 @@ def _pack_around(task: Task, rigid: Ints, effort: str, goal: int | None) -> Pack
         bound=bound + int(task.size[rigid].sum()),
         witness=np.concatenate([rigid, others[inner.witness]]),
         proof=inner.proof if even else "clique",
+        search=inner.search,
     )
 
 
@@ -187,15 +191,17 @@ def _improve(components: list[_Component], effort: str, goal: int | None, top: i
     while share > 0:
         bound = max(top, *(c.bound for c in components))
         k = max(range(len(components)), key=lambda k: (components[k].peak, -k))
-        if k in done or components[k].peak <= bound or components[k].conflicts is None:
+        if k in done or components[k].peak <= bound:
             break
         done.add(k)
         c = components[k]
         _raise_bound(c)
         bound = max(bound, c.bound)
-        if c.peak <= bound or len(c.task) > MAX_SEARCHED[effort]:
+        if c.peak <= bound:
             continue
-        assert c.conflicts is not None
+        if c.conflicts is None or len(c.task) > MAX_SEARCHED[effort]:
+            c.search = "skipped"
+            continue
         assert c.offset is not None
         work = WORK[effort] * _USUAL // max(_USUAL, len(c.task))
         work = work * share // 1024

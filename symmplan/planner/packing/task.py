@@ -67,6 +67,7 @@ class Packing:
         witness: Places of items that conflict pairwise and whose sizes sum to the bound, or of
             the one pinned item that ends there.
         proof: ``"clique"``, ``"pin"``, or ``"search"`` where a complete search lifted the bound.
+        search: How the search for a lower peak ended; see `Plan.search`.
     """
 
     offset: Ints
@@ -74,6 +75,7 @@ class Packing:
     bound: int
     witness: Ints
     proof: str = "clique"
+    search: str = "complete"
 
 
 def task_of(items: Items, which: Ints) -> Task:

@@ -28,8 +28,9 @@ def verify(plan: Plan) -> None:
     """Check everything that a plan states. Collective: no. Time is near linear in its size.
 
     Raises:
-        VerificationError: A rule is broken; ``kind`` says which: ``effort``, ``segment_name``,
-            ``segment_groups``, ``segment_empty``, ``segment_size``, ``signal_pad``,
+        VerificationError: A rule is broken; ``kind`` says which: ``effort``, ``search``,
+            ``segment_name``, ``segment_groups``, ``segment_empty``, ``segment_size``,
+            ``signal_pad``,
             ``missing_buffer``, ``unknown_buffer``, ``unknown_segment``, ``nbytes``, ``group``,
             ``out_of_segment``, ``pin``, ``misaligned``, ``together``, ``apart``, ``pad``,
             ``overlap``, ``barrier``, ``unknown_barrier``, ``lower_bound`` or ``optimal``.

@@ -36,6 +36,15 @@ def check_structure(plan: Plan) -> None:
             expected='"fast" or "optimal"',
             got=repr(plan.effort),
         )
+    if plan.search not in ("complete", "limit", "skipped") or (
+        plan.optimal and plan.search != "complete"
+    ):
+        fail(
+            "search",
+            f"the plan claims that its search ended as {plan.search!r}",
+            expected='"complete"' + ', "limit" or "skipped"' * (not plan.optimal),
+            got=repr(plan.search),
+        )
     segments: dict[str, SegmentSpec] = {}
     for segment in plan.segments:
         if segment.name in segments:
