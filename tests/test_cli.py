@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from strategies import hard_rows
 
 from symmplan import Plan, Problem, __version__
-from symmplan.cli import main, screen, shell
+from symmplan.cli import main, shell
 from symmplan.errors import PlanningError, SymmplanError
 from symmplan.planner.budget import bytes_of
 
@@ -437,25 +436,6 @@ def test_sigint_reaches_a_running_command(csv):
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err == "symmplan: interrupted\n"
-
-
-def test_a_terminal_shows_colours_where_rich_is_installed(capsys, monkeypatch):
-    text = "segments:\n  segment0  3 MiB, 2.7 x faster\n" + "word " * 40
-    screen.write(text)
-    assert capsys.readouterr().out == text + "\n"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "rich.console", None)
-        screen.write(text)
-    assert capsys.readouterr().out == text + "\n"
-    pytest.importorskip("rich", reason="needs rich: python -m pip install '.[rich]'")
-    screen.write(text)
-    shown = capsys.readouterr().out
-    assert "\x1b[1msegments:\x1b[0m" in shown
-    assert "\x1b[32mfaster\x1b[0m" in shown
-    assert re.sub(r"\x1b\[\d*m", "", shown) == text + "\n"
 
 
 def test_a_long_search_says_how_far_it_is(csv, capsys, monkeypatch):

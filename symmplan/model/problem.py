@@ -194,7 +194,7 @@ class Problem:
         Raises:
             ProblemError: An interval is empty, a size is not positive, or a name appears twice.
         """
-        from symmplan.planner.serialize import problem_from_intervals
+        from symmplan.planner.intervals import problem_from_intervals
 
         return problem_from_intervals(intervals)
 
@@ -207,7 +207,7 @@ class Problem:
         Raises:
             ProblemError: A column is missing or a value is not a whole number (the line is named).
         """
-        from symmplan.planner.serialize import problem_from_csv
+        from symmplan.planner.intervals import problem_from_csv
 
         return problem_from_csv(path)
 

@@ -1,4 +1,4 @@
-"""Problems and plans as canonical JSON, and problems from plain intervals.
+"""Problems and plans as canonical JSON.
 
 [Note: JSON form]
     A problem is ``{"format": "symmplan.problem", "version": 1, "buffers": [...], "operations":
@@ -18,13 +18,10 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import typing
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
@@ -45,15 +42,9 @@ from symmplan.model import (
 )
 from symmplan.planner.order import order_of
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable
-
 __all__ = [
     "plan_from_json",
     "plan_to_json",
-    "problem_from_csv",
-    "problem_from_intervals",
     "problem_from_json",
     "problem_to_json",
 ]
@@ -62,8 +53,6 @@ __all__ = [
 VERSION = 1
 #: Longer texts are refused before they are parsed. A plan of 100,000 buffers has about 30 MB.
 MAX_TEXT = 1 << 29
-#: A row of a benchmark file is a name and three numbers; anything longer is another kind of file.
-MAX_CSV_BYTES = 1 << 30
 _PROBLEM = "symmplan.problem"
 _PLAN = "symmplan.plan"
 
@@ -341,118 +330,3 @@ def _value(where: str, value: Any, kind: type, many: bool = False, optional: boo
     if not words and type(value) is not kind and not (optional and value is None):
         _wrong(f"{where} is {_type(value)}", kind.__name__, repr(value)[:200])
     return value
-
-
-def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:
-    """See `Problem.from_intervals`; alignments are 1.
-
-    Time is cut where an interval begins or ends; each piece becomes one operation ``t<begin>``,
-    and a buffer is accessed in the first and the last piece of its interval.
-    """
-    rows: list[tuple[Any, ...]] = [tuple(r) for r in intervals]
-    for row in rows:
-        if len(row) != 4 or not all(
-            isinstance(v, int) and not isinstance(v, bool) for v in row[1:]
-        ):
-            raise ProblemError(
-                f"the interval {row!r} is not of the form (name, begin, end, nbytes)",
-                expected="a name and three whole numbers",
-                got=repr(row),
-                fix="give one tuple per buffer, times and bytes as int",
-            )
-        if row[1] >= row[2]:
-            raise ProblemError(
-                f"buffer {row[0]!r} lives in [{row[1]}, {row[2]}), which is empty",
-                expected="begin before end; intervals are half-open",
-                got=f"[{row[1]}, {row[2]})",
-                fix="drop the buffer or correct its interval",
-                buffer=row[0],
-            )
-    times = sorted({t for _, begin, end, _ in rows for t in (begin, end)})
-    place = {t: i for i, t in enumerate(times)}
-    names = [f"t{t}" for t in times]
-    accesses: list[Access] = []
-    for name, begin, end, _ in rows:
-        first, last = names[place[begin]], names[place[end] - 1]
-        accesses.append(Access(first, name, write=True))
-        if last != first:
-            accesses.append(Access(last, name))
-    return Problem(
-        buffers=tuple(Buffer(name=n, nbytes=size, align=1) for n, _, _, size in rows),
-        operations=tuple(
-            Operation(name, time=between)
-            for name, between in zip(names[:-1], pairwise(times), strict=True)
-        ),
-        accesses=tuple(accesses),
-    )
-
-
-def problem_from_csv(path: str | os.PathLike[str]) -> Problem:
-    """See `Problem.from_csv`; columns besides ``id,lower,upper,size`` are ignored."""
-    try:
-        if Path(path).stat().st_size > MAX_CSV_BYTES:
-            raise ProblemError(
-                f"{path} has more than {MAX_CSV_BYTES} bytes",
-                expected="a table of buffers",
-                got="a file too large to be one",
-                fix="check the path",
-            )
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            return problem_from_intervals(_rows(path, csv.DictReader(file)))
-    except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise ProblemError(
-            f"{path} cannot be read: {e}",
-            expected="a UTF-8 CSV file with the columns id,lower,upper,size",
-            got=type(e).__name__,
-            fix="check the path and the file's format",
-        ) from e
-
-
-def _rows(
-    path: str | os.PathLike[str], reader: csv.DictReader[str]
-) -> list[tuple[str, int, int, int]]:
-    columns = [c.strip() for c in reader.fieldnames or ()]
-    reader.fieldnames = columns
-    missing = [c for c in ("id", "lower", "upper", "size") if c not in columns]
-    if missing:
-        raise ProblemError(
-            f"{path} lacks the column {missing[0]!r}",
-            expected="the columns id,lower,upper,size",
-            got=",".join(columns) or "no header line",
-            fix="name the columns in the first line",
-            column=missing[0],
-        )
-    rows: list[tuple[str, int, int, int]] = []
-    for row in reader:
-        values = []
-        for column in ("lower", "upper", "size"):
-            text = row.get(column)
-            try:
-                values.append(int(text or ""))
-            except ValueError:
-                raise ProblemError(
-                    f"{path}, line {reader.line_num}: {column} is {text!r}",
-                    expected="a whole number",
-                    got=repr(text),
-                    fix="correct the line",
-                    line=reader.line_num,
-                    column=column,
-                ) from None
-        if values[2] <= 0:
-            raise ProblemError(
-                f"{path}, line {reader.line_num}: size is {values[2]}",
-                expected="a size of one byte or more",
-                got=values[2],
-                fix="correct the line or drop it",
-                line=reader.line_num,
-                column="size",
-            )
-        rows.append((str(row["id"]).strip(), values[0], values[1], values[2]))
-    if not rows:
-        raise ProblemError(
-            f"{path} has no buffers",
-            expected="a line for each buffer under the header",
-            got="a header alone",
-            fix="write the buffers below the header, one a line",
-        )
-    return rows

@@ -204,9 +204,8 @@ class CompileBackend:
 
     def _idle(self) -> None:
         """A graph without placements ran again: say so once, if no graph has any."""
-        if self._told or any(how for record in self._records for *_, how, _ in record.sites):
-            return
-        if self._pool.refusal is not None:  # a warning has said so
+        said = self._told or self._pool.refusal is not None
+        if said or any(how for record in self._records for *_, how, _ in record.sites):
             return
         self._told = True
         left = [tensor for plan in self.plans for tensor in plan.unplanned]
