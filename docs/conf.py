@@ -33,6 +33,8 @@ python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 html_title = f"symmplan {release}"
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main"}
 highlight_language = "none"  # drawings have no mark
