@@ -11,6 +11,8 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
+from symmplan._compat import compiled_frame
+from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, is_pure_view
 from symmplan.integrate.compile.crossing import Given, overlap
 from symmplan.integrate.compile.pool import group_names, is_unmet
@@ -19,13 +21,14 @@ from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import in_turn
 from symmplan.planner.order import order_of
 from symmplan.registry import spec_for
+from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import SegmentInput
-    from symmplan.integrate.compile.pool import Shared
+    from symmplan.integrate.compile.pool import Pool, Shared
     from symmplan.model import Barrier, OpSpec, Placement, Plan
     from symmplan.place.choice import Choice
     from symmplan.place.observe import Expected
@@ -38,6 +41,7 @@ __all__ = [
     "PartName",
     "Record",
     "alike",
+    "bound",
     "checked_plan",
     "copy_of",
     "counted",
@@ -323,6 +327,22 @@ def declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:
         spec = None if overload is None else spec_for(overload)
         if spec is not None:
             yield node, overload, spec
+
+
+def bound(module: fx.GraphModule, pool: Pool, record: Record) -> None:
+    """Bound the sizes of declared tensors, so that they can be planned."""
+    wanted = [t for n, *_ in declared(module.graph) for t in (n, *n.all_input_nodes)]
+    for name, (now, largest) in limit(module.graph, wanted).items():
+        key = (compiled_frame(), name)
+        before = pool.bounds.get(key)
+        pool.bounds[key] = largest
+        if before is not None and now > before:
+            record.replanned = True
+            LOG.warning(
+                "a size outgrew its plan: %s is %s, planned were up to %s; the graph is "
+                "compiled and planned again, on all ranks, for up to %s",
+                *(name, now, before, largest),
+            )
 
 
 def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:

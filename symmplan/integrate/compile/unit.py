@@ -12,7 +12,6 @@ from attrs import define, field
 from symmplan import _compat as compat
 from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
-from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison
@@ -22,6 +21,7 @@ from symmplan.integrate.compile.parts import (
     Part,
     Record,
     alike,
+    bound,
     checked_plan,
     counted,
     declared,
@@ -51,7 +51,7 @@ from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.budget import within
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
-from symmplan.report.log import LOG, log_plan
+from symmplan.report.log import log_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +93,8 @@ class Unit:
     residents: Residents = field(init=False)
     #: ``{part: calls}`` of those that never had a plan as memory could not be had.
     refused: dict[str, int] = field(init=False, factory=dict)
+    #: ``{part: groups that agreed on what its plan may take}``.
+    agreed: dict[str, tuple[str, ...]] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.residents = Residents(self.pool, self.device, self.settings.timeout, self.record.kept)
@@ -186,7 +188,7 @@ class Unit:
         Collective: over the part's groups, the first time for them, and where ways are measured.
         """
         lowerings = self._prepare(module)
-        self._limit(module)
+        bound(module, self.pool, self.record)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         producer = functools.partial(lowerings.producer, other=other)
         capture = functools.partial(
@@ -214,8 +216,8 @@ class Unit:
                 pool.refuse(chosen.refusal)
         placed = [s.node for s in captured.sites if s.buffer and s.node not in chosen.ordinary]
         if pool.refusal is None and placed:
-            names = dict.fromkeys(captured.groups[node] for node in placed)
-            room = room_of(pool, self.settings.capacity, names, lowerings.memory, self.device)
+            self.agreed[name] = tuple(dict.fromkeys(captured.groups[node] for node in placed))
+            room = self._room(name, lowerings)
         if pool.refusal is not None:
             self.record.refused = pool.refusal.reason
             self.refused[name] = len({s.node for s in captured.sites if s.buffer})
@@ -229,6 +231,11 @@ class Unit:
             return plan_poison(made) if self.settings.debug else made
 
         return without, chosen, lowerings, room
+
+    def _room(self, name: str, lowerings: Lowerings) -> int | None:
+        """Bytes that plans may take. Collective: the first time for the part's groups."""
+        given, names = self.settings.capacity, self.agreed.get(name, ())
+        return room_of(self.pool, given, names, lowerings.memory, self.device)
 
     def _fit(
         self,
@@ -299,21 +306,6 @@ class Unit:
         self.reservation = Reservation(structure_of(plan), places)
         self.pool.reserve(self.reservation)
         self.record.crossing_bytes += sum(buffers[n].nbytes for n in names)
-
-    def _limit(self, module: fx.GraphModule) -> None:
-        """Bound the sizes of declared tensors, so that they can be planned."""
-        wanted = [t for n, *_ in declared(module.graph) for t in (n, *n.all_input_nodes)]
-        for name, (now, largest) in limit(module.graph, wanted).items():
-            key = (compat.compiled_frame(), name)
-            before = self.pool.bounds.get(key)
-            self.pool.bounds[key] = largest
-            if before is not None and now > before:
-                self.record.replanned = True
-                LOG.warning(
-                    "a size outgrew its plan: %s is %s, planned were up to %s; the graph is "
-                    "compiled and planned again, on all ranks, for up to %s",
-                    *(name, now, before, largest),
-                )
 
     def _plan(self, captured: Captured) -> tuple[Plan, bool]:
         """Plan one part, together with the parts before it if they have not run yet.
@@ -430,6 +422,8 @@ class Unit:
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
         survey(self.residents.groups(part.name, plan), self.device, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
+        if any(self._room(p.name, self.lowerings) is None for p in same):
+            return None
         found = self.pool.take(
             plan,
             self.lowerings.memory,
