@@ -16,7 +16,13 @@ from memory_plans import hand_made, two_segments
 from steps import lines_of
 
 import symmplan
-from symmplan.errors import BackendError, ReleasedError, RunError, SymmplanError
+from symmplan.errors import (
+    BackendError,
+    OutOfSharedMemoryError,
+    ReleasedError,
+    RunError,
+    SymmplanError,
+)
 from symmplan.memory import (
     BACKENDS,
     NotSymmetricError,
@@ -29,7 +35,10 @@ from symmplan.memory import (
 from symmplan.memory.calls import OPS, describe, note
 from symmplan.memory.groups import Group, is_gone, this_process
 from symmplan.memory.local import LocalBackend
+from symmplan.memory.room import agreed_room
+from symmplan.memory.segment import Health
 from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
+from symmplan.model import SegmentSpec
 
 CPU = torch.device("cpu")
 
@@ -78,6 +87,26 @@ def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
 def test_who_frees_its_memory_alone(kind, memory, frees, monkeypatch):
     monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
     assert kind(memory, torch.device("cuda", 0), {}).frees is frees
+
+
+def test_what_leaves_a_device_without_room_to_register_it_is_not_there(monkeypatch):
+    monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
+    monkeypatch.setattr("symmplan._compat.symm_mem_empty", lambda *_: torch.empty(4096))
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+    left = [1 << 20]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (left[0], 1 << 30))
+    device = torch.device("cuda", 0)
+    backend, spec = TorchSymmBackend("nccl", device, {}), SegmentSpec("s0", ("g",), 4096, 4096)
+    with pytest.raises(OutOfSharedMemoryError, match="too few to register it"):
+        backend.allocate(spec, device, (), Health())
+    left[0] = 1 << 28
+    assert backend.allocate(spec, device, (), Health())[0].numel() == 4096
+    group = {"g": None}
+    given = {"memory": "nccl", "device": device, "timeout": 1.0}
+    monkeypatch.setattr("symmplan.memory.room.tell", lambda *_: {})
+    assert agreed_room(None, 0, group, **given) == 0
+    left[0] = 10 << 30
+    assert agreed_room(None, 0, group, **given, besides=7) == (9 << 30) + 7
 
 
 @pytest.mark.parametrize("error", [None, ArithmeticError])

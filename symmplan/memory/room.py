@@ -22,6 +22,8 @@ __all__ = ["agreed_room", "free_bytes"]
 
 #: What is left alone of the bytes that are free: one part in so many.
 _MARGIN = 10
+#: And at least so many bytes of a device: communicators and kernels take some when they come.
+_OWN = 256 << 20
 
 
 def free_bytes(memory: str, device: torch.device) -> int:
@@ -68,7 +70,7 @@ def agreed_room(
     timeout: float,
     besides: int = 0,
 ) -> int:
-    """Bytes that a plan may take: what was given, else what is free less a margin, of a tenth.
+    """Bytes that a plan may take: what was given, else what is free less a margin.
 
     Args:
         given: Bytes, or None for what is free.
@@ -90,8 +92,9 @@ def agreed_room(
     mine = given
     if mine is None:
         free = free_bytes(memory, device)
-        mine = besides + max(held, free - free // _MARGIN)
+        margin = max(free // _MARGIN, _OWN if device.type == "cuda" else 0)
+        mine = besides + max(held, free - margin, 0)
     for _ in range(3):  # as `symmplan.memory.tell.throughout`
         said = tell("capacity", dict.fromkeys(groups, mine), groups, timeout)
-        mine = min(mine, *(x for of in said.values() for x in of if type(x) is int))
+        mine = min((mine, *(x for of in said.values() for x in of if type(x) is int)))
     return mine

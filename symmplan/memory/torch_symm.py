@@ -73,6 +73,9 @@ SPLIT_WORDS = f"its parts are not whole words of {_WORD} bytes, which NCCL's sym
 _KEPT: list[torch.Tensor] = []
 #: ``{address: (pool, process groups that registered it)}`` of what is not yet released.
 _POOLS: dict[int, tuple[Any, list[Any]]] = {}
+#: Bytes of a device without which no segment is registered: who fails there alone, in the midst of
+#: a collective of NCCL's, leaves its peers waiting.
+_TO_REGISTER = 64 << 20
 
 
 def serves_nccl(groups: Mapping[str, Group]) -> bool:
@@ -245,6 +248,11 @@ class TorchSymmBackend:
         try:
             with torch.cuda.device(device):
                 tensor, free = self._at_last(spec.nbytes, device, groups)
+                try:
+                    _require_left(device)
+                except RuntimeError:
+                    free()
+                    raise
         except RuntimeError as error:
             left, total = torch.cuda.mem_get_info(device)
             raise OutOfSharedMemoryError(
@@ -311,13 +319,12 @@ class TorchSymmBackend:
         groups: Sequence[Group],  # noqa: ARG002 (others need them)
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Memory, and what frees it beyond dropping it."""
-        tensor = _compat.symm_mem_empty(nbytes, device)
-        if self.name == "nccl":
-            _KEPT.append(tensor)
-        return tensor, lambda: None
+        return _compat.symm_mem_empty(nbytes, device), lambda: None
 
     def _registered(self, tensor: torch.Tensor, group: Group) -> Any:
         """Torch's handle, None if it has none. Collective."""
+        if self.name == "nccl" and not any(tensor is kept for kept in _KEPT):
+            _KEPT.append(tensor)
         return _compat.symm_mem_rendezvous(tensor, group.torch_name)
 
     def _warm_up(self, group: Group, device: torch.device) -> None:
@@ -377,6 +384,15 @@ def _select(memory: str, device: torch.device) -> None:
             fix="use one kind of symmetric memory in a process, or a torch built with this one",
             memory=memory,
         ) from error
+
+
+def _require_left(device: torch.device) -> None:
+    """See that what is left of a device is enough to register a segment, or raise RuntimeError."""
+    if torch.cuda.mem_get_info(device)[0] < _TO_REGISTER:
+        torch.cuda.empty_cache()
+        left = torch.cuda.mem_get_info(device)[0]
+        if left < _TO_REGISTER:
+            raise RuntimeError(f"{left} bytes would be left, too few to register it")
 
 
 def _with_index(device: torch.device) -> torch.device:
