@@ -175,8 +175,8 @@ def test_a_device_that_is_full_on_one_rank(fresh, left):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("stage", ["allocate"])  # a rank alone cannot leave NCCL's registration
 @pytest.mark.parametrize("choose", ["placed", "measure"])
-def test_one_rank_without_memory(pool, choose, stage, victim):
-    results = pool.run(failing, stage, victim, choose)
+def test_one_rank_without_memory(fresh, choose, stage, victim):
+    results = fresh.run(failing, stage, victim, choose)
     assert sum(len(r["warned"]) for r in results) <= 1  # measuring takes memory of another kind
     for result in results:
         assert result["differences"] == []
