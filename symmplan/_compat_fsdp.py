@@ -146,14 +146,20 @@ def in_step(group: Any) -> bool:
 def dtype_of_gradients(group: Any) -> Any:
     """The type of a parameter group's sharded gradients, if nothing else is done to its sums.
 
-    None if FSDP2 reduces them further, gives them to a hook, divides them, or does not say.
+    None if FSDP2 reduces them further, gives them to a hook, divides them, casts them to what a
+    parameter asks for, or does not say.
     """
+    dtype = getattr(group, "_orig_dtype", None)
     more = (
         getattr(group, "_is_hsdp", True),
         getattr(group, "_all_reduce_hook", True),
         getattr(group, "force_sum_reduction_for_comms", False),
+        any(
+            p.sharded_param.requires_grad and getattr(p.sharded_param, "grad_dtype", dtype) != dtype
+            for p in group.fsdp_params
+        ),
     )
-    return None if any(more) else getattr(group, "_orig_dtype", None)
+    return None if any(more) else dtype
 
 
 def gradients_at(group: Any, numel: int) -> Any:

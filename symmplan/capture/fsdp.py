@@ -55,7 +55,7 @@ _SLOT_ALIGN = 512
 _UNDECLARED = "it is not declared that its buffer must be symmetric"
 
 
-@frozen
+@frozen(cache_hash=True)
 class Key:
     """By what a collective is recognised in a later step; equal on all ranks."""
 
@@ -145,7 +145,8 @@ class Recording:
 
     def run(self, index: int, group: str) -> None:
         """The collective of buffer ``index`` runs over ``group``."""
-        self.collectives[index] = evolve(self.collectives[index], group=group)
+        call = self.collectives[index]
+        self.collectives[index] = Call(call.key, call.nbytes, group)
         self.events.append(("run", index))
 
     def drop(self, index: int) -> None:

@@ -57,7 +57,10 @@ class _Planned:
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
         )
-        return tensor.view(tuple(size))
+        buffer = tensor.view(tuple(size))
+        if self._slot.pushed:
+            self._slot.watch(buffer)
+        return buffer
 
 
 class PlannedAllGather(_Planned, _GatherBase):  # type: ignore[valid-type, misc]

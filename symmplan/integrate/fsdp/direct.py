@@ -5,11 +5,12 @@ rank, and copies the result out into parameters. Here a parameter's whole placem
 shards are cast straight into this rank's parts of it, and one coalesced gather fills the rest.
 
 [Note: the seam]
-    FSDP2's public hooks hand out flat buffers, so methods of its parameter groups are replaced,
-    as attributes of the objects: ``unshard``, ``wait_for_unshard`` and ``_to_sharded`` of a group,
-    ``free_unsharded_param`` of its parameters. Where any of what they use is missing, a group
-    does what they do not (see `layout_of`), or somebody has replaced them on the class, the class's
-    methods run and gathers are flat.
+    FSDP2's public hooks hand out flat buffers; no torch up to 2.13 lets a custom all-gather choose
+    how parameters lie, which is proposed upstream (pytorch/pytorch#188276). So methods of its
+    parameter groups are replaced, as attributes of the objects: ``unshard``, ``wait_for_unshard``
+    and ``_to_sharded`` of a group, ``free_unsharded_param`` of its parameters. Where any of what
+    they use is missing, a group does what they do not (see `layout_of`), or somebody has replaced
+    them on the class, the class's methods run and gathers are flat.
 
 [Note: one address]
     Autograd saves views of an unsharded parameter in forward and reads them in backward, after it
@@ -74,6 +75,7 @@ class Direct:
         # When it was put off: which collective, and on which streams it is to run.
         self._wanted: tuple[Key, tuple[Any, Any]] | None = None
         self._to_leave = False
+        self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
         self._of_class = [getattr(type(group), name) for name in fsdp2.REPLACED]
         group.unshard = self.unshard
@@ -368,7 +370,7 @@ class Direct:
         group = self._group
         shards = [p._sharded_param_data for p in group.fsdp_params]
         cuda = home.is_cuda
-        with torch.no_grad(), torch.profiler.record_function(f"FSDP::all_gather ({self.site})"):
+        with torch.no_grad(), _compat.shown(self._shown):
             if not cuda:
                 self._loan = Loan(owner=weakref.proxy(self))
                 home.users.take(home.begin, home.end, self._loan)

@@ -145,9 +145,8 @@ class Pushes:
             sent = self._made[key] = self._make(slot, dtype, shapes, gradients[0].device)
         flat = [g.reshape(-1) for g in gradients]
         with compat.shown("symmplan::push"):
-            for target, spans in sent.targets:
-                for gradient, (begin, end, at) in zip(flat, spans, strict=True):
-                    target[at : at + end - begin].copy_(gradient[begin:end], non_blocking=True)
+            for which, begin, count, target in sent.copies:
+                target.copy_(flat[which].narrow(0, begin, count), non_blocking=True)
         self._sent = sent
         self._gradients = [] if sent.own is None else flat
 
@@ -158,19 +157,17 @@ class Pushes:
         counts = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]  # FSDP2 pads
         size = sum(counts) * dtype.itemsize
         begin = slot.offset + rank * size
-        targets = {}
+        own = Parts(rank, _spans(shapes, counts, rank), device) if sums_parts(device) else None
+        copies = []
         for to in (*range(rank + 1, ranks), *range(rank + 1)):
-            spans, at = [], 0
-            for shape, count in zip(shapes, counts, strict=True):
-                whole = shape.numel()
-                spans.append((min(whole, to * count), min(whole, (to + 1) * count), at))
-                at += count
-            targets[to] = self._peers[to][begin : begin + size].view(dtype), tuple(spans)
-        own = None
-        if sums_parts(device):
-            own = Parts(rank, targets.pop(rank)[1], device)
+            if to == rank and own is not None:
+                continue
+            row = self._peers[to][begin : begin + size].view(dtype)
+            for which, (first, last, at) in enumerate(_spans(shapes, counts, to)):
+                if first < last:
+                    copies.append((which, first, last - first, row[at : at + last - first]))
         mine = self._peers[rank][slot.offset : slot.offset + ranks * size]
-        return _Sent(mine.view(dtype).view(ranks, -1), tuple(targets.values()), own)
+        return _Sent(mine.view(dtype).view(ranks, -1), tuple(copies), own)
 
 
 @frozen(eq=False)
@@ -179,14 +176,25 @@ class _Sent:
 
     Attributes:
         rows: Where this rank receives, a row from each.
-        targets: For each peer this rank's row there, and of each gradient where the peer's part
-            begins and ends, and begins in the row, in elements.
-        own: This rank's row; None if it is one of the targets.
+        copies: Of which gradient, from where, how many elements go where.
+        own: This rank's row; None if it is copied, too.
     """
 
     rows: torch.Tensor
-    targets: tuple[tuple[torch.Tensor, tuple[tuple[int, int, int], ...]], ...]
+    copies: tuple[tuple[int, int, int, torch.Tensor], ...]
     own: Parts | None
+
+
+def _spans(
+    shapes: Sequence[torch.Size], counts: Sequence[int], to: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Of each gradient where a rank's part begins and ends, and begins in a row, in elements."""
+    spans, at = [], 0
+    for shape, count in zip(shapes, counts, strict=True):
+        whole = shape.numel()
+        spans.append((min(whole, to * count), min(whole, (to + 1) * count), at))
+        at += count
+    return tuple(spans)
 
 
 def _marked(stream: torch.cuda.Stream | None) -> list[Mark]:

@@ -148,8 +148,7 @@ class Runtime:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
-        lent = lend(base, slot.drop)
-        return lent.expand(key.numel) if slot.pushed else lent, slot
+        return base.expand(key.numel) if slot.pushed else lend(base, slot.drop), slot
 
     def arrive(self, key: Key, device: torch.device) -> None:
         """The program comes to a collective, for which it may ask `open` for a buffer next.

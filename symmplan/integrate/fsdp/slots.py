@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
@@ -78,11 +79,16 @@ class Slot:
     log: Recording | None = None
     served: int = 1
     expected: Expected | None = None
+    _seen: Any = None
 
     @property
     def pushed(self) -> bool:
         """Whether its bytes go straight to the peers."""
         return self.spot is not None and self.spot.pushed
+
+    def watch(self, buffer: torch.Tensor) -> None:
+        """The slot is dropped with this tensor: it has no bytes that others may keep."""
+        self._seen = weakref.ref(buffer, lambda _: self.drop())
 
     def drop(self) -> None:
         """Nobody holds the buffer any more. In any thread."""
