@@ -21,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import symmplan
 import symmplan.memory.ops
+from symmplan._compat_autograd import fake_mode_of
 from symmplan.capture import capture_fx
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison
 from symmplan.integrate.compile import ops
-from symmplan.integrate.compile.refresh import fake_mode_of
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.model import Barrier
 from symmplan.place.program import place
