@@ -28,8 +28,8 @@ class Config:
     """A program.
 
     Attributes:
-        kind: ``"fsdp"``, ``"hsdp"``, ``"fsdp x tp"``, ``"tp"``, ``"compiled"``, ``"1f1b"`` or
-            ``"interleaved"``.
+        kind: ``"experts"``, ``"fsdp"``, ``"hsdp"``, ``"fsdp x tp"``, ``"tp"``, ``"compiled"``,
+            ``"1f1b"`` or ``"interleaved"``.
         ranks: How many it runs on.
         dim: Width of the model, a multiple of four.
         widths: Of the hidden layer of each block, in units of ``dim``.
@@ -200,7 +200,21 @@ def _pipeline(config, *, interleaved):
     return handles
 
 
+def _experts(config):
+    """Rows to other ranks and back, beside FSDP2."""
+    via = symmplan.expert_parallel(max_tokens=8 * config.ranks, timeout=60.0)
+    planners = _fsdp(config)
+    for step in range(config.steps):
+        counts = [1 + step] * config.ranks
+        routes = via.routes(torch.tensor(counts) if config.micro > 1 else counts)
+        rows = torch.randn(sum(counts), config.dim, requires_grad=True)
+        via.combine(torch.tanh(via.dispatch(rows, routes)), routes).sum().backward()
+        assert rows.grad.shape == rows.shape
+    return [via, *planners]
+
+
 _KINDS = {
+    "experts": _experts,
     "fsdp": _fsdp,
     "hsdp": _hsdp,
     "fsdp x tp": _fsdp_tp,

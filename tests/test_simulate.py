@@ -21,18 +21,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
 from symmplan.cli import main
+from symmplan.cli.simulate import _program as program_of
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
 from symmplan.place.table import Row, Table
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("fsdp", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
+KINDS = ("fsdp", "experts", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
 
 
 @st.composite
 def configs(draw, kind):
     """Small configurations of one kind, of two to four ranks."""
-    few = {"fsdp": (2, 3, 4), "tp": (2, 4), "compiled": (2, 4)}
+    few = {"fsdp": (2, 3, 4), "experts": (2, 3), "tp": (2, 4), "compiled": (2, 4)}
     return Config(
         kind=kind,
         ranks=draw(st.sampled_from(few.get(kind, (4,)))),
@@ -64,7 +65,7 @@ def check(pools, config):
     ("kind", "ranks"),
     [
         ("fsdp", 4),
-        *((kind, 2) for kind in ("compiled", "tp")),
+        *((kind, 2) for kind in ("experts", "compiled", "tp")),
         pytest.param("interleaved", 4, marks=pytest.mark.slow),
     ],
 )
@@ -136,6 +137,18 @@ def test_what_this_machine_has_and_is_says_nothing_of_another_world(monkeypatch)
 def test_text_of_a_plan_does_not_grow_with_the_ranks():
     texts = [symmplan.simulate(wide, ranks=ranks).plans[0].to_json() for ranks in (8, 1024)]
     assert abs(len(texts[0]) - len(texts[1])) < 200
+
+
+def test_experts_without_values_get_the_worst_case():
+    train = program_of(f"{ROOT / 'examples' / 'simulate_moe.py'}:train")
+    report = symmplan.simulate(train, ranks=16, memory="shm")
+    experts, fsdp = report.plans
+    rows = int(1.25 * 512 * 2)
+    assert experts.peak_bytes == 2 * rows * 256 * 2  # two slots of bfloat16
+    assert report.peak_bytes == experts.peak_bytes + fsdp.peak_bytes
+    assert {c.ranks for c in report.collectives} == {2, 8, 16}
+    gathers = [b for b in fsdp.problem.buffers if "forward" in b.name]
+    assert fsdp.peak_bytes < sum(b.nbytes for b in gathers)  # layers share their bytes
 
 
 def test_a_table_says_how_collectives_run(tmp_path):

@@ -37,7 +37,7 @@ class Call:
 
 
 class Planner(Protocol):
-    """What plans in a simulated world: a model of FSDP2's, a compile backend."""
+    """What plans in a simulated world: a model of FSDP2's, a compile backend, experts."""
 
     def simulated_plans(self) -> Sequence[Plan]:
         """Its plans. What was recorded and not yet planned is planned now."""

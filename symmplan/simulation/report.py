@@ -25,7 +25,8 @@ class Collective:
     """Collectives of one kind that the program made.
 
     Attributes:
-        op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's.
+        op: Name of the op; ``"all_gather"`` and ``"reduce_scatter"`` are FSDP2's,
+            ``"all_to_all"`` is of experts.
         count: How often it ran.
         nbytes: Bytes of the largest tensor of one, on this rank.
         group: Name of the process group.
@@ -87,7 +88,8 @@ class SimulationReport:
         rank: Which one it is.
         memory: The memory backend for which was planned.
         plans: The plans that the program's integrations made, as the rank would hold them.
-        peak_bytes: Bytes of symmetric memory that the rank holds.
+        peak_bytes: Bytes of symmetric memory that the rank holds. Those of sessions and experts
+            count also once they were left.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
         ordinary_bytes: Bytes of ordinary memory. What lies in placements is not among them.
         collectives: What ran, by op, size, group and way.

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Literal
 
@@ -46,28 +47,45 @@ def plan_with_homes(
     """
     if not homes:
         return plan_problem(problem, effort=effort)
-    first = {other: leader for leader, other in problem.together}
-    names = frozenset(b.name for b in problem.buffers)
-    others = plan_problem(_only(problem, names - homes), effort=effort)
-    whole = evolve(_only(problem, homes), together=problem.together)
+    # Groups may share segments in another way when parts are planned apart: then none do.
+    apart = evolve(problem, shared_groups=[])
+    asked = [problem] if problem == apart else [problem, apart]
     # If gathers overlap in another way later, each module has its bytes from its first to its last.
-    for own in (_only(problem, homes - first.keys()), whole):
-        leaders = plan_problem(own, effort=effort)
-        above = {g: spec.nbytes for spec in leaders.segments for g in spec.groups}
-        below = functools.partial(_below, others, above)
-        pinned = []
-        for b in problem.buffers:
-            if b.name in homes:
-                offset = leaders.placements[first.get(b.name, b.name)].offset
-            else:
-                offset = others.placements[b.name].offset + below(b.name)
-            pinned.append(evolve(b, offset=offset))
-        try:
-            return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
-        except PlanningError:
-            continue
-    # Groups that share segments in another way when they are planned apart.
+    for whole in (False, True):
+        for one in asked:
+            with contextlib.suppress(PlanningError):
+                return _pinned(one, homes, effort, whole=whole)
     return plan_problem(problem, effort=effort)
+
+
+def _pinned(
+    problem: Problem,
+    homes: frozenset[str],
+    effort: Literal["fast", "optimal"],
+    *,
+    whole: bool,
+) -> Plan:
+    """A plan in which each of ``homes`` lies where the first of its module fits.
+
+    Raises:
+        PlanningError: Some of them overlap there; not if ``whole``, where all of a module's count.
+    """
+    first = {other: leader for leader, other in problem.together}
+    others = plan_problem(
+        _only(problem, frozenset(b.name for b in problem.buffers) - homes), effort=effort
+    )
+    own = _only(problem, homes if whole else homes - first.keys())
+    leaders = plan_problem(evolve(own, together=problem.together if whole else []), effort=effort)
+    above = {g: spec.nbytes for spec in leaders.segments for g in spec.groups}
+    below = functools.partial(_below, others, above)
+    pinned = []
+    for b in problem.buffers:
+        if b.name in homes:
+            offset = leaders.placements[first.get(b.name, b.name)].offset
+        else:
+            offset = others.placements[b.name].offset + below(b.name)
+        pinned.append(evolve(b, offset=offset))
+    return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
 
 
 def _below(others: Plan, homes: Mapping[str, int], name: str) -> int:

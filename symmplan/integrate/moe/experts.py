@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import RunError
 from symmplan.integrate.moe.dispatcher import ExpertParallel
+from symmplan.memory.simulated import current
 from symmplan.place.options import Options, here
 
 if TYPE_CHECKING:
@@ -65,4 +66,9 @@ def expert_parallel(
         )
     options = Options(memory=memory, choose=choose, timeout=timeout)
     name, where = here("symmplan.expert_parallel", group, device)
+    world = current()
+    if world is not None:
+        from symmplan.integrate.moe.simulated import SimulatedExperts
+
+        return SimulatedExperts(name, where, options, max_tokens, world)
     return ExpertParallel(name, where, options, max_tokens)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
     from symmplan.memory.segment import Rendezvous
 
-__all__ = ["Routes", "exchange_routes"]
+__all__ = ["Routes", "exchange_routes", "routes_of"]
 
 #: What a rank whose own numbers are wrong says.
 _WRONG = -1
@@ -94,6 +94,22 @@ def exchange_routes(
     else:
         meeting.enter(_NOTE, given.tolist())
         table = [words[: group.size] for words in meeting.free_words()]
+    return routes_of(table, counts, group)
+
+
+def routes_of(
+    table: Sequence[Sequence[int]], counts: torch.Tensor | Sequence[int], group: Group
+) -> Routes:
+    """The routes of what all ranks said.
+
+    Args:
+        table: What each said.
+        counts: What this one was given to say.
+        group: The ranks.
+
+    Raises:
+        RunError: A rank's counts are none.
+    """
     wrong = next((rank for rank, row in enumerate(table) if min(row) < 0), None)
     if wrong is not None:
         raise RunError(
