@@ -2,10 +2,13 @@
 
 Two layers are gathered on a communication stream and used on a compute stream. With a wait, the
 second gather may take the bytes of the first; without it, nothing orders them.
+
+    python examples/plan_streams.py
+
+prints both plans, and leaves the picture of both, side by side, in `plan_streams.html`.
 """
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import symmplan
 from symmplan.model import Access, Buffer, Operation
@@ -41,15 +44,14 @@ def program(*, wait: bool) -> symmplan.Problem:
 
 def main() -> None:
     """Plan both programs."""
-    for wait in (False, True):
-        plan = symmplan.plan(program(wait=wait))
+    plans = [symmplan.plan(program(wait=wait)) for wait in (False, True)]
+    for plan, wait in zip(plans, ("without", "with"), strict=True):
         plan.verify()
-        print(f"{'with' if wait else 'without'} the wait: {plan.peak_bytes // MIB} MiB")
-        print(plan.summary())
-        with TemporaryDirectory() as folder:
-            page = Path(folder) / "plan.html"
-            plan.to_html(page)
-            print(f"the picture has {page.stat().st_size} bytes\n")
+        print(f"{wait} the wait: {plan.peak_bytes // MIB} MiB")
+        print(plan.summary(), end="\n\n")
+    page = Path("plan_streams.html").resolve()
+    plans[0].to_html(page, beside=plans[1])
+    print(f"open {page} in a browser")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -346,6 +347,20 @@ def test_examples_run(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_notebook_plans_and_draws(capsys):
+    notebook = json.loads((ROOT / "examples" / "plan.ipynb").read_text(encoding="utf-8"))
+    space = {}
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    for cell in cells:
+        exec(cell, space)
+    said = capsys.readouterr().out
+    assert "reached: no plan of this program needs fewer bytes" in said
+    assert "fix: raise the capacity" in said
+    assert "complete True True" in said
+    assert "plan" in cells  # whose value is shown
+    assert "<iframe" in space["plan"]._repr_html_()
 
 
 def test_the_changelog_has_an_unreleased_section_with_a_plan_format():

@@ -30,12 +30,11 @@ def train(name: str, *, planned: bool) -> None:
     for block in blocks:
         styles = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
         parallelize_module(block, mesh["tp"], dict(zip("02", styles, strict=True)))
-        block.compile(backend=backend if planned else backend.settings.inner)  # one line
+        block.compile(backend=backend if planned else inner)  # one line
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     handle = symmplan.fsdp.apply(model) if planned else None  # the other
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(4):
         torch.manual_seed(100 * step + dist.get_rank())
         loss = (model(torch.randn(16, 64).to(device)) - 1).square().mean()
@@ -52,7 +51,8 @@ def train(name: str, *, planned: bool) -> None:
 
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-backend = symmplan.backend(inner="inductor" if cuda else "eager")
+inner = "inductor" if cuda else "eager"
+backend = symmplan.backend(inner=inner)
 train("alone", planned=False)
 train("symmplan", planned=True)
 dist.barrier()

@@ -308,8 +308,9 @@ def _raise_capacity(made: Plan, capacity: int) -> None:
     raise CapacityError(
         f"{len(made.placements)} buffers take {made.peak_bytes} bytes; "
         + (
-            f"{', '.join(buffers[:8])}{', ...' if len(buffers) > 8 else ''} are live together "
-            f"and need more than {capacity}"
+            f"{', '.join(buffers[:8])}{', ...' if len(buffers) > 8 else ''} "
+            + ("are live together and need" if len(buffers) > 1 else "alone needs")
+            + f" more than {capacity}"
             if proven
             else f"no packing into {capacity} was found"
         ),
