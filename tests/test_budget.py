@@ -291,14 +291,14 @@ def _second_group(rank, size):
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
-        ("fsdp", range(4)),
-        ("eager", range(4)),
+        ("fsdp", range(4, 8)),
+        ("eager", range(4, 8)),
         *(
             pytest.param(name, seeds, marks=mark, id=f"{name}-{len(seeds)}")
             for name in ("fsdp", "eager", "compiled", "overlapped")
             for seeds, mark in (
-                (range(4, 16), pytest.mark.further),
-                (range(16, 316), pytest.mark.slow),
+                (range(8, 20), pytest.mark.further),
+                (range(20, 320), pytest.mark.slow),
             )
         ),
     ],
