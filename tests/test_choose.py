@@ -24,6 +24,9 @@ F = torch.ops._c10d_functional
         ((10, 9, 9), True, False, "copy engine"),
         ((10, 8, 9), True, True, "symmetric"),
         ((10, 9.8, None), True, True, "ordinary"),
+        ((1e-4, 0.95e-4, None), True, False, "ordinary"),
+        ((1e-4, 0.85e-4, None), True, False, "symmetric"),
+        ((1e-4, 0.95e-4, None), False, False, "symmetric"),
     ],
 )
 def test_what_is_about_as_fast_is_told_apart_by_its_cost(seconds, kernels, beside, way):

@@ -230,7 +230,8 @@ def _choose(
     device: torch.device,
     company: str = "",
 ) -> None:
-    busy = trial.beside != 0 or bool(company)
+    # What has company was timed with all that it may hold up.
+    busy = trial.beside != 0 and not company
     way = fastest(seconds, kernels=device.type == "cuda", beside=busy)
     choice = evolve(trial.choice, seconds=seconds, way=way, company=company)
     choices_of(groups[choice.group])[trial.key] = choice
