@@ -189,7 +189,7 @@ def test_fsdp_keeps_to_the_least_budget(two, choose):
         result = _alike(two.run(programs.fsdp_on, [f"{capacity}B", "1GiB"], choose))
         assert result["bytes"][0] <= capacity
         assert not result["warned"]
-        if wanted["bytes"][0]:
+        if wanted["bytes"][0] and choose != "measure":  # which may find another time that none gain
             assert result["looked"]["gave"]
             assert "budget: " in result["looked"]["summary"]
         if not part:

@@ -109,12 +109,6 @@ def failing(rank, world, stage, victim, choose):
 
 def measured_in(rank, world, nbytes):
     """How much less is free of the device while a large collective is measured."""
-    # The first has communicators and workspaces made, which stay.
-    _measured(world, 64 << 20)
-    return _measured(world, nbytes)
-
-
-def _measured(world, nbytes):
     from fsdp_models import mesh
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -123,7 +117,7 @@ def _measured(world, nbytes):
     from symmplan.place import trials
 
     over = mesh(world, device="cuda")
-    for size in (1 << 20, nbytes):  # NCCL's communicators come with the first
+    for size in (64 << 20, nbytes):  # communicators and workspaces come with the first, and stay
         trials.forget()
         rows = size // (4 * 1024)
         wide = nn.utils.skip_init(nn.Linear, rows, 1024, bias=False, device="cuda")
