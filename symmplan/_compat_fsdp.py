@@ -162,7 +162,7 @@ def dtype_of_gradients(group: Any) -> Any:
     return None if any(more) else dtype
 
 
-def gradients_at(group: Any, numel: int) -> Any:
+def gradients_at(group: Any, numel: int, dtype: Any) -> Any:
     """The tensor that the sharded gradients of a parameter group are cut from.
 
     FSDP2 cuts them from what it reduced first, and adds what it reduces later to each of them. Who
@@ -171,13 +171,13 @@ def gradients_at(group: Any, numel: int) -> Any:
     Args:
         group: The parameter group.
         numel: Elements of what is being reduced.
+        dtype: Their type; see `dtype_of_gradients`.
 
     Returns:
         None if parameters have no gradients yet or are not reduced now, or their gradients lie
         otherwise or have another type, or somebody else has a part in this.
     """
-    dtype = dtype_of_gradients(group)
-    if dtype is None or not _adds_gradients():
+    if not _adds_gradients():
         return None
     whole: Any = None
     at = 0

@@ -135,10 +135,11 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             slot.served = 2
             self._added = None
             if slot.pushed:  # sums are written in their final type at once
-                dtype = fsdp2.dtype_of_gradients(self._group) or dtype
+                final = fsdp2.dtype_of_gradients(self._group)
                 waits = fsdp2.COPY_INS and slot.base.data_ptr() in fsdp2.COPY_INS
-                if not waits:  # they were pushed
-                    self._added = fsdp2.gradients_at(self._group, math.prod(size))
+                if final is not None and not waits:  # they were pushed
+                    self._added = fsdp2.gradients_at(self._group, math.prod(size), final)
+                dtype = final or dtype
             if self._added is not None:
                 return self._added
             output: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)

@@ -91,12 +91,14 @@ class Slot:
         self._seen = weakref.ref(buffer, lambda _: self.drop())
 
     def drop(self) -> None:
-        """Nobody holds the buffer any more. In any thread."""
+        """Nobody holds the buffer any more; only the first time counts. In any thread."""
+        if not self.held:
+            return
+        self.held = False
         if self.loan is not None:
             self.loan.drop()
         if self.log is not None:
             self.log.drop(self.index)
-        self.held = False
 
     def run(self, group: str) -> None:
         """The collective runs."""
