@@ -175,3 +175,4 @@ def test_a_plan_says_how_its_search_ended(monkeypatch, caplog):
         assert Plan.from_json(made.to_json()).search == end
     assert "search ended by its limit of work" in said["limit"].summary()
     assert "not searched: too many buffers at once" in said["skipped"].summary()
+    assert "not searched: too many buffers at once" in said["skipped"]._repr_html_()

@@ -308,9 +308,10 @@ def _raise_capacity(made: Plan, capacity: int) -> None:
     raise CapacityError(
         f"{len(made.placements)} buffers take {made.peak_bytes} bytes; "
         + (
-            f"{', '.join(buffers[:8])}{', ...' if len(buffers) > 8 else ''} "
-            + ("are live together and need" if len(buffers) > 1 else "alone needs")
-            + f" more than {capacity}"
+            f"{', '.join(buffers[:8])}{', ...' if len(buffers) > 8 else ''} are live together "
+            f"and need more than {capacity}"
+            if proven and len(buffers) > 1
+            else f"{buffers[0]} alone needs more than {capacity}"
             if proven
             else f"no packing into {capacity} was found"
         ),

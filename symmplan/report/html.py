@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from symmplan.report.data import drawing
 from symmplan.report.format import count, size
-from symmplan.report.text import plan_summary
+from symmplan.report.text import ENDS, plan_summary
 
 if TYPE_CHECKING:
     import os
@@ -114,7 +114,7 @@ def _tiles(plan: Plan) -> str:
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""
     tiles = [
         ("peak", size(plan.peak_bytes), count(len(plan.segments), "segment")),
-        ("lower bound", size(plan.lower_bound_bytes), "reached" if reached else "not reached"),
+        ("lower bound", size(plan.lower_bound_bytes), "reached" if reached else ENDS[plan.search]),
         ("one buffer per tensor", size(plan.unshared_bytes), saved),
         ("buffers", f"{len(plan.placements):,}", count(len(plan.barriers), "barrier")),
         ("left out", f"{len(plan.unplanned):,}", "with reasons" if plan.unplanned else ""),

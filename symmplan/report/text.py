@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan, Unplanned
 
-__all__ = ["plan_line", "plan_summary", "reasons_line"]
+__all__ = ["ENDS", "plan_line", "plan_summary", "reasons_line"]
 
 #: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
 #: page have all of them.
@@ -20,7 +20,7 @@ _SHOWN = 20
 
 
 #: Where the bound was not reached: how the search ended.
-_ENDS = {
+ENDS = {
     "complete": "search complete",
     "limit": "search ended by its limit of work",
     "skipped": "not searched: too many buffers at once",
@@ -76,7 +76,7 @@ def _quality(plan: Plan) -> str:
         return "not known"
     ratio = plan.peak_bytes / plan.lower_bound_bytes
     # 1.0000 would claim the bound was reached.
-    return f"peak / bound = {max(ratio, 1.0001):.4f}, {_ENDS[plan.search]}"
+    return f"peak / bound = {max(ratio, 1.0001):.4f}, {ENDS[plan.search]}"
 
 
 def _saving(plan: Plan) -> str:
