@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -125,13 +126,13 @@ def fake_world(
     Yields:
         The mode of its tensors.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers "fake"
 
     names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0}
     kept = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(value) for name, value in names.items()})
     _forget()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=ranks)
     begin, end = dist.init_process_group, dist.destroy_process_group
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     try:

@@ -28,8 +28,8 @@ class Config:
     """A program.
 
     Attributes:
-        kind: ``"experts"``, ``"fsdp"``, ``"hsdp"``, ``"fsdp x tp"``, ``"tp"``, ``"compiled"``,
-            ``"1f1b"`` or ``"interleaved"``.
+        kind: ``"eager"``, ``"experts"``, ``"fsdp"``, ``"hsdp"``, ``"fsdp x tp"``, ``"tp"``,
+            ``"compiled"``, ``"1f1b"`` or ``"interleaved"``.
         ranks: How many it runs on.
         dim: Width of the model, a multiple of four.
         widths: Of the hidden layer of each block, in units of ``dim``.
@@ -213,7 +213,26 @@ def _experts(config):
     return [via, *planners]
 
 
+def _session(config):
+    """An eager session, which is not left: what it holds is asked for."""
+    session = symmplan.eager()
+    session.__enter__()
+    for _ in range(config.steps):
+        x = torch.randn(4, config.dim)
+        for width in config.widths:
+            whole = torch.empty(4 * config.ranks, config.dim)
+            dist.all_gather_into_tensor(whole, torch.tanh(x))
+            whole = whole.repeat(1, width) if width > 1 else whole * 2
+            x = torch.empty(4, config.dim * width)
+            dist.reduce_scatter_tensor(x, whole)
+            x = x[:, : config.dim].contiguous()
+            dist.all_reduce(x)
+        session.step()
+    return [session]
+
+
 _KINDS = {
+    "eager": _session,
     "experts": _experts,
     "fsdp": _fsdp,
     "hsdp": _hsdp,

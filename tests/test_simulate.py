@@ -27,7 +27,7 @@ from symmplan.memory import room, topology
 from symmplan.place.table import Row, Table
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("fsdp", "experts", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
+KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
 
 
 @st.composite
@@ -65,7 +65,7 @@ def check(pools, config):
     ("kind", "ranks"),
     [
         ("fsdp", 4),
-        *((kind, 2) for kind in ("experts", "compiled", "tp")),
+        *((kind, 2) for kind in ("experts", "eager", "compiled", "tp")),
         pytest.param("interleaved", 4, marks=pytest.mark.slow),
     ],
 )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import define, field
 from torch import fx
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._closed or self._aside():
             return func(*args, **kwargs)
-        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+        if any(map(_wraps, types)):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
         if func._schema.name == "aten::record_stream":
             self._used_until_released(args[0], args[1])
@@ -334,6 +335,12 @@ class Recorder(TorchDispatchMode):
         output.meta["val"] = None
 
 
+def _wraps(kind: Any) -> bool:
+    """Whether tensors of this class are made of others."""
+    plain = torch.Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)
+
+
 def _run_apart(
     func: Any,
     args: Any,
@@ -400,7 +407,13 @@ def _is_tensor(x: Any) -> bool:
 
 def _identity(x: torch.Tensor) -> tuple[Any, ...]:
     """What an op that returns its argument gives back unchanged."""
-    return x.untyped_storage()._cdata, x.data_ptr(), tuple(x.shape), tuple(x.stride()), x.dtype
+    return (
+        x.untyped_storage()._cdata,
+        x.storage_offset(),
+        tuple(x.shape),
+        tuple(x.stride()),
+        x.dtype,
+    )
 
 
 def _key(tensor: torch.Tensor) -> int:

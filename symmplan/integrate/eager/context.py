@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from symmplan.integrate.eager.session import ACTIVE, Session
+from symmplan.memory.simulated import current
 from symmplan.place.options import Options, here
 
 if TYPE_CHECKING:
@@ -81,7 +82,12 @@ def eager(
         debug=debug,
         collectives=collectives,
     )
-    return Session(group, here("symmplan.eager", group, device)[1], options)
+    where, world = here("symmplan.eager", group, device)[1], current()
+    if world is not None:
+        from symmplan.integrate.eager.simulated import SimulatedSession
+
+        return SimulatedSession(group, where, options, world)
+    return Session(group, where, options)
 
 
 def empty(

@@ -1,0 +1,85 @@
+"""Eager sessions in a simulated world: recorded and planned; later iterations run on nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import evolve
+
+from symmplan.integrate.eager.kernels import Cursor
+from symmplan.integrate.eager.session import Session
+from symmplan.integrate.eager.streams import Roles
+from symmplan.memory.spares import give_back
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from symmplan.integrate.eager.recording import Recording
+    from symmplan.memory import Arena
+    from symmplan.memory.simulated import World
+    from symmplan.model import Plan, WayName
+    from symmplan.place.options import Options
+
+__all__ = ["SimulatedSession"]
+
+
+class SimulatedSession(Session):
+    """An eager program, as `Session`.
+
+    Args:
+        group: As for `Session`.
+        device: As for `Session`.
+        options: As for `Session`.
+        world: In which it runs.
+    """
+
+    def __init__(self, group: Any, device: torch.device, options: Options, world: World) -> None:
+        super().__init__(group, device, options)
+        self._held: list[Arena] = []
+        world.join(self)
+
+    def replan(self) -> None:
+        """Forget the plan; the next iteration is recorded and planned afresh."""
+        give_back(self._held)
+        super().replan()
+
+    def _freeze(self, recording: Recording) -> None:
+        """Plan. What comes later is not served, and so not compared with what was recorded."""
+        self._recording = None
+        frozen = recording.freeze()
+        self._counts["rendezvous"] += frozen.rendezvous
+        self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
+        self._held.append(frozen.arena)
+        self._frozen = evolve(frozen, events=[], tail=[])
+        self._cursor = Cursor(self, Roles(self._settings.streams), [])
+        self._state = "frozen"
+
+    def _memory(
+        self,
+        kind: Literal["empty", "out"],
+        make: Callable[..., torch.Tensor],
+        args: Any,
+        kwargs: Any,
+    ) -> torch.Tensor:
+        if self._frozen is not None:
+            return make(*args, **kwargs)
+        return super()._memory(kind, make, args, kwargs)
+
+    def _let_go(self) -> None:
+        self._faults.close()
+        self._forget()  # the segment stays: others may make theirs only at the end
+
+    def simulated_plans(self) -> tuple[Plan, ...]:
+        """The plan, if an iteration came to its end."""
+        return () if self.plan is None else (self.plan,)
+
+    def simulated_way(self, call: Any) -> WayName:  # noqa: ARG002
+        """It tells of no calls."""
+        return "ordinary"
+
+    def simulated_end(self) -> None:
+        """Give the segment back; a session that was not left ends."""
+        self.release()
+        give_back(self._held)
