@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
 
 from symmplan._compat_c10d import (  # noqa: F401 (one name for both, for who asks)
     GROUP_METHODS,
@@ -95,6 +96,12 @@ def is_floor_division(expr: Any) -> bool:
     from torch.utils._sympy.functions import FloorDiv
 
     return isinstance(expr, FloorDiv)
+
+
+def wraps_tensors(kind: Any) -> bool:
+    """Whether tensors of this class are made of others, on which their ops run."""
+    plain = torch.Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)
 
 
 def world_name() -> str:

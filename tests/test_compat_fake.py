@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
@@ -75,8 +75,11 @@ WATCH = Watch(lambda *_: None, REMEMBERED)  # one for all programs: none may get
 @example(["first", "detach"])
 @example(["last", "detach"])
 def test_a_remembered_result_is_torchs(names):
-    with PLAIN:
-        expected = run(names)
+    try:
+        with PLAIN:
+            expected = run(names)
+    except (RuntimeError, IndexError):
+        reject()  # no program: a row too few
     with REMEMBERED, WATCH:
         for _ in range(3):
             assert run(names) == expected

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import define, field
 from torch import fx
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -165,7 +164,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._closed or self._aside():
             return func(*args, **kwargs)
-        if any(map(_wraps, types)):
+        if any(map(compat.wraps_tensors, types)):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
         if func._schema.name == "aten::record_stream":
             self._used_until_released(args[0], args[1])
@@ -335,12 +334,6 @@ class Recorder(TorchDispatchMode):
         output.meta["val"] = None
 
 
-def _wraps(kind: Any) -> bool:
-    """Whether tensors of this class are made of others."""
-    plain = torch.Tensor.__torch_dispatch__
-    return kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)
-
-
 def _run_apart(
     func: Any,
     args: Any,
@@ -407,13 +400,7 @@ def _is_tensor(x: Any) -> bool:
 
 def _identity(x: torch.Tensor) -> tuple[Any, ...]:
     """What an op that returns its argument gives back unchanged."""
-    return (
-        x.untyped_storage()._cdata,
-        x.storage_offset(),
-        tuple(x.shape),
-        tuple(x.stride()),
-        x.dtype,
-    )
+    return _key(x), *_view(x)
 
 
 def _key(tensor: torch.Tensor) -> int:

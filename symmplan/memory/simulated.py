@@ -67,6 +67,7 @@ class World:
         segments: All that were made.
         seen: What is known of the storage of a tensor.
         on_join: Called when somebody plans who did not before.
+        reads_values: Whether an error says that a tensor has no value.
     """
 
     ranks: int
@@ -81,6 +82,7 @@ class World:
     segments: list[Segment] = field(factory=list)
     seen: Callable[[torch.Tensor], Any] = id
     on_join: Callable[[], Any] = int
+    reads_values: Callable[[BaseException], bool] = bool
 
     def join(self, planner: Planner) -> None:
         """``planner`` begins to plan."""

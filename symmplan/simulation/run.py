@@ -93,6 +93,7 @@ def simulate(
     world = World(ranks, rank, memory, devices=BACKENDS[memory].devices, choices=path)
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
+    world.reads_values = compat.reads_values
     others: Counter[tuple[Call, bool]] = Counter()
     ops = 0
 

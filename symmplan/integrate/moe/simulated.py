@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, field, frozen
 
-from symmplan._compat_simulate import reads_values
 from symmplan.integrate.moe.dispatcher import ExpertParallel
 from symmplan.integrate.moe.routes import Routes, routes_of
 from symmplan.memory.own import own_work
@@ -82,7 +81,7 @@ class SimulatedExperts(ExpertParallel):
         try:
             numbers = counts.tolist() if isinstance(counts, torch.Tensor) else list(counts)
         except Exception as error:
-            if not reads_values(error):
+            if not self._world.reads_values(error):
                 raise
         else:
             mine = numbers if len(numbers) == size else [-1]
