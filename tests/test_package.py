@@ -43,7 +43,8 @@ ALLOWED = {
     "capture": BASE | {"registry", "planner"},
     "memory": BASE | {"planner", "registry"},
     "place": BASE | {"registry", "planner", "capture", "memory"},
-    "integrate": BASE | {"registry", "planner", "capture", "memory", "place", "report"},
+    "integrate": BASE
+    | {"_compat_simulate", "registry", "planner", "capture", "memory", "place", "report"},
     "simulation": BASE
     | {"_compat_simulate", "report", "registry", "planner", "capture", "memory", "place"}
     | {"integrate"},
