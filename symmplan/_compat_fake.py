@@ -39,10 +39,6 @@ _PLAIN = frozenset(
 )
 
 
-class _TooMuch(Exception):  # noqa: N818
-    """A call that a key cannot describe."""
-
-
 @frozen(eq=False)
 class _Result:
     """A tensor that an op gives: an argument, a view of one, or a new one."""
@@ -90,13 +86,8 @@ class Results:
             or active(_MODES.FUNCTIONAL) is not None
         ):
             return func(*args, **kwargs)
-        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        try:
-            self._describe(key, args)
-            for name, value in kwargs.items():
-                key.append(name)
-                self._describe(key, (value,))
-        except _TooMuch:
+        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+        if not (self._describe(key, args) and self._describe(key, kwargs.values())):
             return func(*args, **kwargs)
         known = self._known.get(tuple(key))
         if known is not None:
@@ -115,13 +106,13 @@ class Results:
                 self._known[tuple(key)] = found
         return result
 
-    def _describe(self, key: list[Any], values: Iterable[Any]) -> None:
-        """Add to ``key`` what results depend on."""
+    def _describe(self, key: list[Any], values: Iterable[Any]) -> bool:
+        """Add to ``key`` what results depend on, if a key can say that."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
                 if value.fake_mode is not self.mode or value.constant is not None:
-                    raise _TooMuch
+                    return False
                 key += (
                     value.shape,
                     value.stride(),
@@ -136,9 +127,11 @@ class Results:
                 key += (kind, value)
             elif kind is list or kind is tuple or kind is torch.Size:
                 key += (kind, len(value))
-                self._describe(key, value)
+                if not self._describe(key, value):
+                    return False
             else:
-                raise _TooMuch
+                return False
+        return True
 
 
 def _remembered(result: Any, args: Sequence[Any]) -> _Result | tuple[_Result, ...] | None:
