@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from pathlib import Path
 
@@ -33,23 +32,8 @@ def pytest_itemcollected(item):
         _SEEN.add(function)
 
 
-def pytest_addoption(parser):
-    text = (
-        "of the selected tests run one in N, chosen at random; --randomly-seed repeats the choice"
-    )
-    parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
-
-
-@pytest.hookimpl(trylast=True)  # behind what selects by marks
-def pytest_collection_modifyitems(config, items):
-    """Leave out what ``--one-in`` leaves out. The order in which tests run stays."""
-    share = config.getoption("one_in")
-    names = sorted(item.nodeid for item in items)
-    random.Random(config.getoption("randomly_seed", 0)).shuffle(names)
-    chosen = set(names[::share])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    items[:] = [item for item in items if item.nodeid in chosen]
-
+# How wide a terminal is, as pytest-xdist tells its workers: the command's texts would be wrapped.
+os.environ.pop("COLUMNS", None)
 
 # A shell that starts the tests in the background has it ignored, and what they start inherits that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
