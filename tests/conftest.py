@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -30,6 +31,22 @@ def pytest_itemcollected(item):
         if function in _SEEN and not item.get_closest_marker("all_cases"):
             item.add_marker("further")
         _SEEN.add(function)
+
+
+def pytest_addoption(parser):
+    text = "of the selected tests run one in N, at random; --randomly-seed repeats the choice"
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
+
+
+@pytest.hookimpl(trylast=True)  # behind what selects by marks
+def pytest_collection_modifyitems(config, items):
+    """Leave out what ``--one-in`` leaves out. The order in which tests run stays."""
+    share = config.getoption("one_in")
+    names = sorted(item.nodeid for item in items)
+    random.Random(config.getoption("randomly_seed", 0)).shuffle(names)
+    chosen = set(names[::share])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
 
 
 # How wide a terminal is, as pytest-xdist tells its workers: the command's texts would be wrapped.
