@@ -317,7 +317,7 @@ def test_readme_has_its_two_commands():
     commands = re.findall(r"^python -m pip install .*$", text, re.MULTILINE)
     assert commands == [
         "python -m pip install . && symmplan demo",
-        "python -m pip install '.[test]' && python -m pytest",
+        "python -m pip install '.[test]' && python -m pytest -n 2 --dist worksteal",
     ]
 
 
