@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 TIMEOUT = 20.0
 
-pool = pool_of(2, timeout=60.0)
+pool = pool_of(2, timeout=180.0)  # Inductor compiles C++
 
 
 def forked(act):
