@@ -41,7 +41,13 @@ def _held(rank, world_size, program):
 _PUSHED = Program((2, 2), (("push", 0, 0), ("scale", 0, 0), ("sum", 0, 0)), (0,))
 
 
+#: Likewise, and the barrier behind that is inside the last call, before its copy out.
+_STEPS = (("relu", 0), ("push", 0, 0), ("relu", 0), ("relu", 0), ("relu", 0), ("scale", 3, 0))
+_COPIED = Program((2, 2), (*_STEPS, ("relu", 0)), (0, 1, 7))
+
+
 @example(_PUSHED)
+@example(_COPIED)
 @given(programs())
 @settings(max_examples=25)
 def test_random_programs(pool, program):

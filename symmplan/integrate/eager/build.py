@@ -250,12 +250,14 @@ class _Builder:
                     if order[following.call.node] > order[step.node]:
                         break
                     if following is event:
-                        lazy = self._hand_over(lazy, following, operation.name)
+                        steps, lazy = self._ready(lazy, operation.name)
+                        following.before += steps
                     current += 1
             if event is None:
                 self._move_up(operation.name, due, events[: current + 1], tail)
-            else:
-                event.ahead(operation.name, due)
+            elif due:  # what still waits comes before these, too
+                steps, lazy = self._ready(lazy, operation.name)
+                event.ahead(operation.name, [*steps, *due])
         return [*(act for _, acts in lazy for act in acts), *tail]
 
     def _barrier(self, instruction: Instruction) -> _Barrier:
@@ -282,21 +284,23 @@ class _Builder:
             if not targets:
                 tail.append(act)
 
-    def _hand_over(
-        self, lazy: list[tuple[str, list[Step]]], event: Event, operation: str
-    ) -> list[tuple[str, list[Step]]]:
-        """Give an event what is to be overwritten by then; returns what is not.
+    def _ready(
+        self, lazy: list[tuple[str, list[Step]]], operation: str
+    ) -> tuple[list[Step], list[tuple[str, list[Step]]]]:
+        """What is to be overwritten before an operation, and what is not.
 
-        It is done on the event's stream, which must come after the last use: the one of that use
-        may be far behind what others wait for. Who writes there next comes after it, too.
+        It is done on the stream of the operation's event, which must come after the last use: the
+        one of that use may be far behind what others wait for. Who writes there next comes after
+        it, too.
         """
+        ready: list[Step] = []
         left, order = [], self.order
         for name, steps in lazy:
             if order is None or order.precedes(order.index[name], order.index[operation]):
-                event.before += steps
+                ready += steps
             else:
                 left.append((name, steps))
-        return left
+        return ready, left
 
     def _behind(self, barrier: _Barrier, events: list[Event]) -> list[Event]:
         """The calls behind which a barrier runs instead of before an op that is not seen.
