@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import RunError
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import meet, run_ranks
+from symmplan_bench.processes import compared, meet, rounds_of, run_ranks
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     import torch
 
@@ -68,28 +69,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ranks = run_ranks(
         _measure, options, ranks=args.ranks, device=args.device, timeout=args.timeout, eager=False
     )
-    rows = [_row([r["rows"][i] for r in ranks]) for i in range(len(options["tokens"]))]
-    return {
-        "ok": all(row["equal"] for row in rows),
-        **options,
-        "torch": ranks[0]["torch"],
-        "machine": ranks[0]["machine"],
-        "results": rows,
-    }
+    return compared(ranks, options, _row)
 
 
-def _row(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One size, over all ranks."""
-    first = found[0]
-    rounds = {
-        side: [max(times) * 1e3 for times in zip(*(f["seconds"][side] for f in found), strict=True)]
-        for side in first["seconds"]
-    }
+    rounds = rounds_of(found)
     ms = {side: statistics.median(times) for side, times in rounds.items()}
     best = min((side for side in ms if side in _FORCED), key=ms.__getitem__)
     return {
-        **{k: v for k, v in first.items() if k != "seconds"},
-        "equal": all(f["equal"] for f in found),
         "ms": {side: round(t, 3) for side, t in ms.items()},
         "best": best,
         # Rounds are compared in pairs: other load hits both sides alike.

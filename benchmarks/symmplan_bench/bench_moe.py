@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import RunError
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import run_ranks
+from symmplan_bench.processes import compared, rounds_of, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -72,29 +72,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
     ranks = run_ranks(_measure, options, ranks=args.ranks, device=args.device, timeout=args.timeout)
-    rows = [_slowest(found) for found in zip(*(r["rows"] for r in ranks), strict=True)]
-    return {
-        "ok": all(row["equal"] for row in rows),
-        **options,
-        "torch": ranks[0]["torch"],
-        "machine": ranks[0]["machine"],
-        "results": rows,
-    }
+    return compared(ranks, options, _slowest)
 
 
 def _slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row for all ranks."""
-    first = found[0]
-    milliseconds = {
-        side: statistics.median(
-            max(rounds) * 1e3 for rounds in zip(*(f["seconds"][side] for f in found), strict=True)
-        )
-        for side in _SIDES
-    }
-    rest = {k: v for k, v in first.items() if k != "seconds"}
+    milliseconds = {side: statistics.median(ms) for side, ms in rounds_of(found).items()}
     return {
-        **rest,
-        "equal": all(f["equal"] for f in found),
         "ms": {side: round(ms, 3) for side, ms in milliseconds.items()},
         "speedup": round(milliseconds["plain"] / milliseconds["symmplan"], 3),
     }

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from symmplan.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
-__all__ = ["meet", "run_ranks"]
+__all__ = ["compared", "meet", "rounds_of", "run_ranks"]
 
 
 def meet() -> None:
@@ -141,3 +141,36 @@ def _rank(
     store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
     meet()
     dist.destroy_process_group()
+
+
+def rounds_of(found: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """``{side: milliseconds of each round}`` of one row, of the slowest of its ranks."""
+    return {
+        side: [max(times) * 1e3 for times in zip(*(f["seconds"][side] for f in found), strict=True)]
+        for side in found[0]["seconds"]
+    }
+
+
+def compared(
+    ranks: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    row: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """The result of a comparison of sides: the options, the machine, and a row for all ranks each.
+
+    Args:
+        ranks: What each rank found: ``rows``, ``torch`` and ``machine``.
+        options: What was asked for.
+        row: Makes one row of those of all ranks; whether results are ``equal`` is added.
+    """
+    rows = []
+    for found in zip(*(r["rows"] for r in ranks), strict=True):
+        first = {k: v for k, v in found[0].items() if k != "seconds"}
+        rows.append({**first, "equal": all(f["equal"] for f in found), **row(found)})
+    return {
+        "ok": all(made["equal"] for made in rows),
+        **options,
+        "torch": ranks[0]["torch"],
+        "machine": ranks[0]["machine"],
+        "results": rows,
+    }

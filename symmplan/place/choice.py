@@ -103,7 +103,7 @@ def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> Way
     """The way that is chosen: of those that are about as fast, the one that costs least else.
 
     Args:
-        seconds: ``{way: time}``.
+        seconds: ``{way: time}``. Where ``kernels``, ways in symmetric memory are charged `MEETING`.
         kernels: Whether ordinary collectives are kernels on the device that computes.
         beside: Whether anything computes meanwhile.
     """
