@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
-from symmplan.capture.fsdp_live import gathers_live
+from symmplan.capture.fsdp_live import gathered_ahead, gathers_live
 from symmplan.model import Access, Buffer, Operation, Problem, Requirement, Unplanned, WayName
 from symmplan.registry import spec_for
 
@@ -65,6 +65,19 @@ class Key:
     dtype: str  # element type, as torch prints it
     backward: bool  # whether autograd was running
 
+    @property
+    def nbytes(self) -> int:
+        """Size of its buffer in bytes."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return self.numel * dtype.itemsize
+
+    @property
+    def of_backward(self) -> bool:
+        """Whether it belongs to a backward pass; FSDP2 may reduce after it."""
+        return self.backward or self.kind == "reduce_scatter"
+
 
 @frozen
 class Call:
@@ -109,6 +122,7 @@ class Planned:
     received: str | None = None
     way: Way = Way("symmetric")  # how it runs
     direct: bool = False  # whether its buffer is the parameters themselves
+    ahead: bool = False  # whether it is started before FSDP2 asks for it
 
 
 @frozen
@@ -129,8 +143,9 @@ class Recording:
     Attributes:
         collectives: Every buffer that FSDP2 asked for, in order.
         events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
-            ``"release"``: the module is done with the parameters that this all-gather gathered;
-            and ``("guest", number)``: a guest runs, see `symmplan.place.guests`.
+            ``"use"`` and ``"release"``: the module begins to use the parameters that this
+            all-gather gathered, and is done with them; and ``("guest", number)``: a guest runs, see
+            `symmplan.place.guests`.
     """
 
     collectives: list[Call] = field(factory=list)
@@ -149,9 +164,18 @@ class Recording:
         self.collectives[index] = Call(call.key, call.nbytes, group)
         self.events.append(("run", index))
 
+    def withdraw(self, index: int) -> None:
+        """The collective of buffer ``index`` was none of the program's."""
+        call = self.collectives[index]
+        self.collectives[index] = Call(call.key, call.nbytes)
+
     def drop(self, index: int) -> None:
         """Nobody holds buffer ``index`` any more. May be called from any thread."""
         self.events.append(("drop", index))
+
+    def use(self, index: int) -> None:
+        """A module begins to use the parameters that all-gather ``index`` gathered."""
+        self.events.append(("use", index))
 
     def release(self, index: int) -> None:
         """The parameters that all-gather ``index`` gathered are resharded."""
@@ -234,6 +258,7 @@ def problem_of(
     for number, recording in enumerate(recordings):
         calls = {i: recording.collectives[i] for i in recording.ran}
         inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
+        ahead = gathered_ahead(recording, inside)
         events = gathers_live(recording, inside, live)
         dropped = {index for what, index in events if what == "drop"}
         planned: dict[int, Planned] = {}
@@ -263,7 +288,8 @@ def problem_of(
             if way.name == "copy engine" and call.key.kind == "reduce_scatter":
                 received = f"{name}.received"
                 buffers.append(_received(received, call, way))
-            planned[index] = Planned(call, name, received, way, index in inside)
+            direct_ = index in inside
+            planned[index] = Planned(call, name, received, way, direct_, index in ahead)
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):

@@ -21,9 +21,52 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Recording
 
-__all__ = ["gathers_live", "most_alive"]
+__all__ = ["gathered_ahead", "gathers_live", "most_alive"]
 
 _Events = list[tuple[str, int]]
+
+
+def gathered_ahead(recording: Recording, direct: set[int]) -> dict[int, int]:
+    """Which gathers of ``direct`` begin ahead of their time, and with the use of which other.
+
+    See [Note: gathered ahead].
+    """
+    found: dict[int, int] = {}
+    seen: set[str] = set()
+    used: set[int] = set()
+    last: int | None = None
+    for what, index in tuple(recording.events):
+        if what == "use":
+            used.add(index)
+        if what != "begin" or not recording.collectives[index].group:
+            continue
+        key = recording.collectives[index].key
+        if key.backward or key.kind != "all_gather":
+            seen.clear()
+            last = None
+            continue
+        if key.site in seen:
+            seen.clear()
+        elif last in used and index in direct:
+            found[index] = last
+        seen.add(key.site)
+        last = index
+    return found
+
+
+def _with_ahead(recording: Recording, direct: set[int]) -> _Events:
+    """The events, in which gathers begin as early as they will; and none of uses."""
+    ahead = gathered_ahead(recording, direct)
+    early: dict[int, list[tuple[str, int]]] = {}
+    for index, other in ahead.items():
+        early.setdefault(other, []).extend([("begin", index), ("run", index)])
+    events: _Events = []
+    for what, index in tuple(recording.events):
+        if what == "use":
+            events += early.pop(index, ())
+        elif index not in ahead or what not in ("begin", "run"):
+            events.append((what, index))
+    return events
 
 
 def gathers_live(recording: Recording, direct: set[int], live: int | None) -> _Events:
@@ -65,7 +108,7 @@ def _released_late(recording: Recording, direct: set[int]) -> _Events:
     events: _Events = []
     late: list[int] = []
     live: list[int] = []
-    for what, index in tuple(recording.events):
+    for what, index in _with_ahead(recording, direct):
         if what == "guest" or index not in direct:
             if what != "release":
                 events.append((what, index))
@@ -120,7 +163,7 @@ def _at_most(
         events.append(("begin", index))
         return True
 
-    for what, index in tuple(recording.events):
+    for what, index in _with_ahead(recording, direct):
         if what == "guest" or index not in direct:
             if what != "release":
                 events.append((what, index))

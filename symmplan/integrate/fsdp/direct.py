@@ -111,11 +111,8 @@ class Direct:
         group = self._group
         if not self._looked:
             self._look()
-        there = (
-            group._all_gather_result is not None
-            or group.is_unsharded
-            or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
-        )
+        self._runtime.ahead.asked(self, needed=not self._is_there())
+        there = self._is_there()
         if self._home is not None and not there:
             self._to_leave = self._to_leave or not self._is_torchs()
             free = self._to_leave and not _compat.in_backward()
@@ -140,6 +137,33 @@ class Direct:
             self._wanted = key, streams
             self._runtime.put_off(key, self)
 
+    def gather_ahead(self) -> bool:
+        """Start to gather if there is room, before FSDP2 asks for that. Whether it was started.
+
+        Collective: yes, if so.
+        """
+        group, home = self._group, self._home
+        if home is None or not group.is_sharded or group._all_gather_result is not None:
+            return False
+        if self._to_leave or not self._is_torchs() or home.users.held(home.begin, home.end):
+            return False
+        with group.use_training_state(type(group._training_state).FORWARD):
+            key = self._key()
+            self._runtime.arrive(key, group.device)
+            self._start(key, home, self._streams(async_op=group.unshard_async_op))
+        return True
+
+    def versions(self) -> list[int]:
+        """What changes whenever a shard does."""
+        return [p._sharded_param_data._version for p in self._group.fsdp_params]
+
+    def forget(self) -> None:
+        """Nobody will use what was gathered ahead."""
+        if self._forget():
+            assert self._layout is not None
+            self._runtime.forgotten(self._layout.key(self.site, backward=False))
+            self._let_go()
+
     def start_early(self) -> bool:
         """Start a gather that was put off, if there is room now. Whether it need not wait more.
 
@@ -155,6 +179,10 @@ class Direct:
 
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are there, and let the module have them."""
+        self._wait()
+        self._runtime.used(self.site)
+
+    def _wait(self) -> None:
         group, home = self._group, self._home
         result = group._all_gather_result
         if home is None or (result is not None and not isinstance(result, Gathered)):
@@ -206,6 +234,15 @@ class Direct:
                 setattr(group, name, before)
 
     # How it is done.
+
+    def _is_there(self) -> bool:
+        """Whether FSDP2 need not gather."""
+        group = self._group
+        return (
+            group._all_gather_result is not None
+            or group.is_unsharded
+            or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
+        )
 
     def _own(self, name: str, *args: Any) -> None:
         """What the group would do without us; also what somebody gave its class meanwhile."""

@@ -18,14 +18,15 @@ import torch
 
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
-from symmplan.capture.fsdp import OPS, Key, Recording
+from symmplan.capture.fsdp import Key, Recording
 from symmplan.errors import CaptureError, RunError
+from symmplan.integrate.fsdp.ahead import Ahead
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
 from symmplan.place.guests import WATCHERS
 from symmplan.place.loans import lend
-from symmplan.place.observe import Expected, checking, launching
+from symmplan.place.observe import checking, launching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from symmplan.model import Placement
     from symmplan.place.guests import Guest
     from symmplan.place.loans import Loan
+    from symmplan.place.observe import Expected
     from symmplan.place.options import Options
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
@@ -71,6 +73,7 @@ class Runtime:
         memory: What the plan lies in.
         planning: Makes the plan.
         counts: See `Counts`.
+        ahead: What was gathered ahead of its time.
         schedule: What the plan wants, None while recording.
     """
 
@@ -87,6 +90,7 @@ class Runtime:
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
         self._early_wanted = False
+        self.ahead = Ahead()
         self._waiting: list[Direct] = []
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
@@ -174,12 +178,12 @@ class Runtime:
         """A module's parameters were gathered where they live."""
         self._arrived = None
         self._follow(key)
-        self._was_backward = _is_backward(key)
+        self._was_backward = key.of_backward
         self.counts.bound += 1
         if self._log is not None:
             log, index = self._early.pop(key, (None, 0))
             if log is not self._log:
-                index = self._log.begin(key, key.numel * _itemsize(key.dtype))
+                index = self._log.begin(key, key.nbytes)
             self._log.run(index, group)
             self._last[key.site] = (self._log, index)
 
@@ -191,7 +195,7 @@ class Runtime:
         else:
             self._waiting.append(direct)
         if self._log is not None:
-            self._early[key] = (self._log, self._log.begin(key, key.numel * _itemsize(key.dtype)))
+            self._early[key] = (self._log, self._log.begin(key, key.nbytes))
 
     def made_room(self) -> None:
         """Bytes are free; those get them that wait for room, in their order.
@@ -201,11 +205,28 @@ class Runtime:
         while self._waiting and self._waiting[0].start_early():
             self._waiting.pop(0)
 
+    def used(self, site: str) -> None:
+        """A module begins to use its parameters.
+
+        Collective: if the plan has a gather begin then.
+        """
+        log, index = self._last.get(site, (None, 0))
+        if log is not None:
+            log.use(index)
+        self.ahead.used(site, self.schedule, self.planning.directs)
+
     def released(self, site: str) -> None:
         """A module is done with its parameters."""
         log, index = self._last.pop(site, (None, 0))
         if log is not None:
             log.release(index)
+
+    def forgotten(self, key: Key) -> None:
+        """A gather ran that the program did not ask for."""
+        self._seen.discard(key)
+        log, index = self._last.get(key.site, (None, 0))
+        if log is not None:
+            log.withdraw(index)
 
     def left(self, site: str, why: str = _LEFT) -> None:
         """A module's gathers are flat from now on."""
@@ -224,19 +245,7 @@ class Runtime:
         """How a collective is to run; None where nobody looks, or there is no plan for it."""
         if not checking() or self.schedule is None:
             return None
-        known = (s for s in self.schedule.spots if s.call.key == key)
-        spot = next(known, None) if spot is None else spot
-        if spot is None:
-            return None
-        return Expected(
-            name=key.site,
-            op=OPS[key.kind],
-            group=spot.call.group,
-            memory=self.memory.name,
-            nbytes=spot.call.nbytes,
-            dtype=key.dtype.removeprefix("torch."),
-            way="ordinary" if spot.place is None else spot.way.name,
-        )
+        return self.schedule.expected(key, self.memory.name, spot)
 
     # Running collectives.
 
@@ -274,7 +283,7 @@ class Runtime:
         slot.run(name)
         if slot.log is not None and slot.key.kind == "all_gather":
             self._last[slot.key.site] = (slot.log, slot.index)
-        self._was_backward = _is_backward(slot.key)
+        self._was_backward = slot.key.of_backward
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
         reason, act = self._way(slot, name, in_place)
         if act is None and slot.pushed:
@@ -352,7 +361,7 @@ class Runtime:
 
     def _turns(self, key: Key) -> bool:
         """Whether a new round of the program begins with ``key``."""
-        if _is_backward(key):
+        if key.of_backward:
             return False
         turns = self._was_backward or key in self._seen
         if turns:
@@ -432,13 +441,3 @@ class Runtime:
             direct.remove()
         self.planning.directs.clear()
         self.memory.release()
-
-
-def _itemsize(dtype: str) -> int:
-    result: int = getattr(torch, dtype.removeprefix("torch.")).itemsize
-    return result
-
-
-def _is_backward(key: Key) -> bool:
-    """Whether the collective belongs to a backward pass; FSDP2 may reduce after it."""
-    return key.backward or key.kind == "reduce_scatter"

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from symmplan.capture.fsdp import OPS
+from symmplan.place.observe import Expected
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,6 +36,7 @@ class Spot:
         received: Where the output of its all-to-all lies; None if it has none.
         way: How it runs.
         direct: Whether its buffer is the parameters themselves.
+        ahead: Whether it is started when the module before it begins to use its parameters.
     """
 
     call: Call
@@ -40,6 +44,7 @@ class Spot:
     received: Placement | None
     way: Way
     direct: bool = False
+    ahead: bool = False
 
     @property
     def pushed(self) -> bool:
@@ -63,6 +68,7 @@ class Schedule:
                 None if c.received is None else plan.placements[c.received],
                 c.way,
                 c.direct,
+                c.ahead,
             )
             for stretch in stretches
             for c in stretch
@@ -100,3 +106,36 @@ class Schedule:
         begin, end = self._bounds[index]
         self._next = index + 1 if index + 1 < end else begin
         return self.spots[index], in_order
+
+    def ahead_of(self, site: str) -> Spot | None:
+        """The gather that begins when ``site`` uses what it has just gathered; None if none does.
+
+        See [Note: gathered ahead] in `symmplan.capture.fsdp_live`.
+        """
+        begin, _ = self._bounds[self._next]
+        spot = self.spots[self._next]
+        if not spot.ahead or self._next == begin:
+            return None
+        return spot if self.spots[self._next - 1].call.key.site == site else None
+
+    def expected(self, key: Key, memory: str, spot: Spot | None = None) -> Expected | None:
+        """How a collective is to run; None if the plan does not know it.
+
+        Args:
+            key: The collective.
+            memory: Name of the memory backend.
+            spot: Its spot, if that is known.
+        """
+        known = (s for s in self.spots if s.call.key == key)
+        spot = next(known, None) if spot is None else spot
+        if spot is None:
+            return None
+        return Expected(
+            name=key.site,
+            op=OPS[key.kind],
+            group=spot.call.group,
+            memory=memory,
+            nbytes=spot.call.nbytes,
+            dtype=key.dtype.removeprefix("torch."),
+            way="ordinary" if spot.place is None else spot.way.name,
+        )
