@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import symmplan
 
-cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+device = torch.device("cuda" if torch.cuda.device_count() >= 2 else "cpu")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.type == "cuda" else -1)
 
 
 def train(name: str, *, planned: bool = True, first: int = 0) -> None:
@@ -53,7 +53,7 @@ def train(name: str, *, planned: bool = True, first: int = 0) -> None:
         handle.remove()
 
 
-dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 train("alone", planned=False)
 train("symmplan")
 train("resumed", first=3)

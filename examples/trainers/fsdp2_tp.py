@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import symmplan
 
-cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+device = torch.device("cuda" if torch.cuda.device_count() >= 4 else "cpu")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device.type == "cuda" else -1)
 
 
 def train(name: str, *, planned: bool) -> None:
@@ -49,9 +49,9 @@ def train(name: str, *, planned: bool) -> None:
         handle.remove()
 
 
-dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-inner = "inductor" if cuda else "eager"
+inner = "inductor" if device.type == "cuda" else "eager"
 backend = symmplan.backend(inner=inner)
 train("alone", planned=False)
 train("symmplan", planned=True)

@@ -31,7 +31,7 @@ import torch
 from attrs import define, field
 
 from symmplan._compat import storage_use_count
-from symmplan.memory.streams import Mark, mark, wait_for
+from symmplan.memory.streams import Mark, current_stream, mark, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,21 +137,22 @@ class Loan:
         if self.stream is None:
             return
         if work is None:
-            work = torch.cuda.Event()
-            work.record()
+            work = current_stream().record_event()
         self.after(work)
         self._at_drop = not done
 
     def after(self, event: Any) -> None:
-        """The bytes are used until ``event``, of the current stream or one that follows it."""
-        self._marks.append(mark(event.wait))
+        """The bytes are used until ``event``, of the current stream or one that follows it.
+
+        Args:
+            event: Or the work of a collective.
+        """
+        self._marks.append(mark(event))
 
     def drop(self) -> None:
         """The buffer was dropped."""
         if self.stream is not None and self._at_drop:
-            event = torch.cuda.Event()
-            event.record(self.stream)
-            self._marks.append(mark(event.wait, self.stream))
+            self._marks.append(mark(self.stream.record_event(), self.stream))
         self.live = False
 
     def wait(self) -> None:
@@ -164,6 +165,21 @@ class Ledger:
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, int, Loan]] = []
+        self._left: dict[str, tuple[int, int]] = {}
+
+    def leave(self, name: str, begin: int, end: int) -> None:
+        """What ``name`` leaves in ``[begin, end)`` is there until somebody else comes there."""
+        self._left[name] = (begin, end)
+
+    def come(self, begin: int, end: int) -> None:
+        """The program comes to who has ``[begin, end)`` in the plan, on all ranks, held or not."""
+        for name, (b, e) in list(self._left.items()):
+            if b < end and begin < e:
+                del self._left[name]
+
+    def has_left(self, name: str) -> bool:
+        """Whether what ``name`` left is still there; the same on all ranks."""
+        return name in self._left
 
     def held(self, begin: int, end: int) -> bool:
         """Whether a live buffer has any of the bytes ``[begin, end)``."""

@@ -55,6 +55,8 @@ class Stats:
         iterations: Iterations of a session that ended, or runs of graphs that have a plan.
         recorded: Calls that ran before there was a plan.
         served: Calls that ran in placements since.
+        reused: Of these, gathers of FSDP2 in backward that did not have to run: what forward had
+            gathered was still there.
         plain: Calls that ran in torch's own way since.
         copies: Copies into and out of placements that were made. Of FSDP2, how often a collective
             (or a graph in its segments) and what this rank still had there made way for each other.
@@ -87,6 +89,7 @@ class Stats:
     iterations: int = 0
     recorded: int = 0
     served: int = 0
+    reused: int = 0
     plain: int = 0
     copies: int = 0
     departures: int = 0

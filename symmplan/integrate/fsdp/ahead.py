@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from symmplan.integrate.fsdp.changes import State
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.schedule import Schedule
 
@@ -21,7 +22,7 @@ class Ahead:
     """The one gather of a model that has begun before FSDP2 asked for it."""
 
     def __init__(self) -> None:
-        self._begun: tuple[Direct, list[int]] | None = None
+        self._begun: tuple[Direct, State] | None = None
 
     def used(self, site: str, schedule: Schedule | None, directs: list[Direct]) -> None:
         """A module begins to use its parameters: the next one's may be gathered.
@@ -32,8 +33,9 @@ class Ahead:
         if spot is None:
             return
         direct = next((d for d in directs if d.site == spot.call.key.site), None)
-        if direct is not None and direct.gather_ahead():
-            self._begun = direct, direct.versions()
+        state = None if direct is None else direct.gather_ahead()
+        if direct is not None and state is not None:
+            self._begun = direct, state
 
     def asked(self, direct: Direct, *, needed: bool) -> None:
         """FSDP2 asks for a module's parameters.
@@ -44,6 +46,6 @@ class Ahead:
         """
         if self._begun is None or (self._begun[0] is not direct and not needed):
             return
-        (begun, versions), self._begun = self._begun, None
-        if begun is not direct or begun.versions() != versions:
+        (begun, state), self._begun = self._begun, None
+        if begun is not direct or begun.state() != state:
             begun.forget()

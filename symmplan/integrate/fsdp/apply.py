@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import CaptureError, PlanningError
+from symmplan.integrate.fsdp.changes import count_steps
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
@@ -71,6 +72,7 @@ class Handle:
             recorded=counts.recorded,
             rendezvous=self._runtime.memory.rendezvous,
             served=counts.bound + counts.staged,
+            reused=counts.reused,
             copies=counts.staged + self._runtime.memory.displaced,
             plain=counts.plain,
             departures=counts.departures,
@@ -224,6 +226,7 @@ def apply(
         if world is None
         else SimulatedRuntime(options, len(found), live_gathers, world)
     )
+    count_steps()
     for site, module, group, gather, scatter in found:
         if fsdp2.can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))

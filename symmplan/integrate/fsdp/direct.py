@@ -39,7 +39,9 @@ import torch
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
+from symmplan.integrate.fsdp.changes import state_of
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
+from symmplan.memory.streams import current_stream, on_stream
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
 from symmplan.place.observe import launching
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from symmplan.capture.fsdp import Key
+    from symmplan.integrate.fsdp.changes import State
     from symmplan.integrate.fsdp.home import Home
     from symmplan.integrate.fsdp.runtime import Runtime
 
@@ -70,6 +73,7 @@ class Direct:
         self._layout: Layout | None = None
         self._home: Home | None = None
         self._loan: Loan | None = None
+        self._state: State | None = None  # of the shards, when they were gathered
         self._looked = False
         self._put_off = False
         # When it was put off: which collective, and on which streams it is to run.
@@ -137,25 +141,30 @@ class Direct:
             self._wanted = key, streams
             self._runtime.put_off(key, self)
 
-    def gather_ahead(self) -> bool:
-        """Start to gather if there is room, before FSDP2 asks for that. Whether it was started.
+    def gather_ahead(self) -> State | None:
+        """Start to gather if there is room, before FSDP2 asks for that.
 
-        Collective: yes, if so.
+        Returns:
+            The state of the shards; None if nothing was started.
+
+        Collective: yes, if that was done.
         """
-        group, home = self._group, self._home
+        group, home, state = self._group, self._home, self.state()
         if home is None or not group.is_sharded or group._all_gather_result is not None:
-            return False
+            return None
         if self._to_leave or not self._is_torchs() or home.users.held(home.begin, home.end):
-            return False
+            return None
+        if state is None:
+            return None
         with group.use_training_state(type(group._training_state).FORWARD):
             key = self._key()
             self._runtime.arrive(key, group.device)
             self._start(key, home, self._streams(async_op=group.unshard_async_op))
-        return True
+        return state
 
-    def versions(self) -> list[int]:
-        """What changes whenever a shard does."""
-        return [p._sharded_param_data._version for p in self._group.fsdp_params]
+    def state(self) -> State | None:
+        """Of the shards."""
+        return state_of(self._group.fsdp_params, cuda=self._group.device.type == "cuda")
 
     def forget(self) -> None:
         """Nobody will use what was gathered ahead."""
@@ -201,10 +210,11 @@ class Direct:
                 return
         fsdp2.release_gather(group)
         if result.all_gather_event is not None:
-            torch.cuda.current_stream().wait_event(result.all_gather_event)
+            current_stream().wait_event(result.all_gather_event)
         home.move_in(group.fsdp_params)
         group._to_unsharded()
         group._all_gather_result = None
+        home.keep(group.fsdp_params, None if _compat.in_backward() else self._state)
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
@@ -405,27 +415,35 @@ class Direct:
 
     def _start(self, key: Key, home: Home, streams: tuple[Any, Any]) -> None:
         group = self._group
-        shards = [p._sharded_param_data for p in group.fsdp_params]
-        cuda = home.is_cuda
+        state = self._state = self.state()
+        self._loan = Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
+        if key.backward and home.has(group.fsdp_params, state):
+            home.users.take(home.begin, home.end, self._loan)
+            self._runtime.counts.reused += 1
+            group._all_gather_result = Gathered()
+        else:
+            home.users.come(home.begin, home.end)
+            group._all_gather_result = Gathered(self._gather(key, home, self._loan, streams))
+        self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
+
+    def _gather(self, key: Key, home: Home, loan: Loan, streams: tuple[Any, Any]) -> Any:
+        """Gather; on devices, an event behind that."""
+        shards = [p._sharded_param_data for p in self._group.fsdp_params]
         with torch.no_grad(), _compat.shown(self._shown):
-            if not cuda:
-                self._loan = Loan(owner=weakref.proxy(self))
-                home.users.take(home.begin, home.end, self._loan)
+            if not home.is_cuda:
+                home.users.take(home.begin, home.end, loan)
                 home.fill(shards)
                 with launching(self._runtime.expected(key)):
                     home.gather()
-                group._all_gather_result = Gathered()
-            else:
-                copies, gathers = streams
-                # Dropped when the module is done, which its own kernels are on this stream.
-                self._loan = Loan(torch.cuda.current_stream(), owner=weakref.proxy(self))
-                with torch.cuda.stream(copies):
-                    home.users.take(home.begin, home.end, self._loan)
-                    home.fill(shards)
-                gathers.wait_stream(copies)
-                with torch.cuda.stream(gathers), launching(self._runtime.expected(key)):
-                    home.gather()
-                    event = gathers.record_event()
-                group._all_gather_result = Gathered(event)
-                self._loan.after(event)
-        self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
+                return None
+            # The loan is dropped when the module is done, which its own kernels are on its stream.
+            copies, gathers = streams
+            with on_stream(copies):
+                home.users.take(home.begin, home.end, loan)
+                home.fill(shards)
+            gathers.wait_stream(copies)
+            with on_stream(gathers), launching(self._runtime.expected(key)):
+                home.gather()
+                event = gathers.record_event()
+                loan.after(event)
+            return event

@@ -4,6 +4,12 @@
     Autograd accumulates gradients in the objects that were parameters when a graph was made, and
     FSDP2 keeps gradients there that are not reduced yet. So parameters move into a placement and
     out of it as the same objects, by ``.data``; what cannot move is a view that a graph has saved.
+
+[Note: gathered once]
+    A module that is released in forward leaves its parameters in their bytes. If nobody has come
+    there by its backward pass, as with the last modules of a forward pass, what forward gathered is
+    what backward would gather, unless a shard has changed: then all is gathered again, on all
+    ranks, as they run the same program.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from symmplan.place.loans import lend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from symmplan.integrate.fsdp.changes import State
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.place.loans import Ledger
 
@@ -65,6 +72,7 @@ class Home:
         self._group = group
         self._memory = memory
         self._alone = 0
+        self._of: State | None = None
         ranks, rank = group.size(), group.rank()
         self._whole = bytes_
         self._offsets = list(layout.offsets)
@@ -105,6 +113,27 @@ class Home:
                 dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
             else:
                 _compat.all_gather_coalesced(self._outputs, self._parts, self._group)
+
+    def keep(self, parameters: Sequence[Any], shards: State | None) -> None:
+        """The parameters are in use, gathered from shards in this state.
+
+        See [Note: gathered once].
+
+        Args:
+            parameters: FSDP2's.
+            shards: None if what was gathered is not to be relied on later.
+        """
+        self._of = None if shards is None else (*shards, *_versions(parameters))
+        if shards is not None:
+            self.users.leave(self._site, self.begin, self.end)
+
+    def has(self, parameters: Sequence[Any], shards: State | None) -> bool:
+        """Whether they are still there, and the shards in this state."""
+        return (
+            shards is not None
+            and self.users.has_left(self._site)
+            and self._of == (*shards, *_versions(parameters))
+        )
 
     def move_in(self, parameters: Sequence[Any]) -> None:
         """Let FSDP2's parameters be views of these bytes, or of copies if a graph has views.
@@ -196,6 +225,12 @@ def _local(parameter: Any) -> Any:
     """The unsharded parameter's own tensor; None before the first gather."""
     old = getattr(parameter, "_unsharded_param", None)
     return getattr(old, "_local_tensor", old)  # of a DTensor
+
+
+def _versions(parameters: Sequence[Any]) -> list[int]:
+    """What changes when somebody writes to an unsharded parameter; none before the first gather."""
+    found = [_local(p) for p in parameters]
+    return [-1 if p is None or p.is_inference() else p._version for p in found]
 
 
 def _nothing() -> None:

@@ -27,7 +27,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.room import agreed_room
 from symmplan.memory.simulated import current
 from symmplan.memory.spares import fits, give_back, obtain, spare_bytes
-from symmplan.memory.streams import synchronize
+from symmplan.memory.streams import current_stream, synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
 from symmplan.place.guests import CarveOut, overlapping, parts_of
 from symmplan.place.loans import Ledger, Loan
@@ -154,9 +154,10 @@ class Memory:
     def take(self, place: Placement) -> Loan | None:
         """Take the bytes at ``place`` for a buffer; None if somebody still uses them."""
         users = self._users[place.segment]
+        users.come(place.offset, place.end)
         if users.held(place.offset, place.end):
             return None
-        loan = Loan(torch.cuda.current_stream(self._device) if self._is_cuda else None)
+        loan = Loan(current_stream(self._device) if self._is_cuda else None)
         users.take(place.offset, place.end, loan)
         return loan
 

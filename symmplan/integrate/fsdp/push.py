@@ -25,7 +25,7 @@ from symmplan import _compat as compat
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import Parts, sum_parts, sum_rows, sums_parts
 from symmplan.memory.own import own_work
-from symmplan.memory.streams import mark, wait_for
+from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,7 +72,8 @@ class Pushes:
         """Push each rank's part of the gradients, from the current stream on.
 
         Args:
-            gradients: Of one dtype, to be sharded along their first dimension.
+            gradients: Of one dtype, to be sharded along their first dimension. Whoever made them
+                must not use their memory for anything else before the reduction has ended.
             slot: Where each rank receives.
 
         Collective: if the last reduction had the same slot, or never came to its meeting.
@@ -84,14 +85,12 @@ class Pushes:
                 self._meeting.barrier()
             self._copy(gradients, slot)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(self._stream.device))
+        with on_stream(self._stream):
             wait_for(self._summed if again else self._met)
             if again:
                 self._meeting.barrier()
             self._copy(gradients, slot)
-        for gradient in gradients:
-            gradient.record_stream(self._stream)
 
     def reduce(
         self, output: torch.Tensor, op: Any, rounded: torch.dtype, *, add: bool = False
@@ -117,7 +116,7 @@ class Pushes:
         def act() -> None:
             stream = self._stream
             if stream is not None:
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+                current_stream(stream.device).wait_stream(stream)
             self._meeting.barrier()
             self._unmet, self._met = False, _marked(stream)
             self._sum(output.view(-1), factor, rounded, add=add)
@@ -133,9 +132,6 @@ class Pushes:
             sum_rows(sent.rows, total, factor, rounded, add=add)
             return
         sum_parts(sent.rows, sent.own, gradients, total, factor, rounded, add=add)
-        stream = torch.cuda.current_stream(total.device)
-        for gradient in gradients:
-            gradient.record_stream(stream)
 
     def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement) -> None:
         dtype, shapes = gradients[0].dtype, tuple(g.shape for g in gradients)
@@ -201,4 +197,4 @@ def _marked(stream: torch.cuda.Stream | None) -> list[Mark]:
     """All that the current stream has queued; nothing on the CPU."""
     if stream is None:
         return []
-    return [mark(torch.cuda.current_stream(stream.device).record_event().wait)]
+    return [mark(current_stream(stream.device).record_event())]

@@ -138,6 +138,7 @@ class Runtime:
             send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
 
             def push(gradients: Sequence[torch.Tensor]) -> None:
+                slot.pushing = tuple(gradients)
                 with launching(slot.expected):
                     send(gradients)
 

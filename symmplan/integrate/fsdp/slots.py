@@ -46,6 +46,7 @@ class Counts:
     plain: int = 0
     departures: int = 0
     replans: int = 0
+    reused: int = 0
     reasons: dict[str, int] = field(factory=dict)
 
     def because(self, reason: str) -> None:
@@ -68,6 +69,8 @@ class Slot:
         log: The recording it is in.
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
         expected: How it is to run, where that is being checked.
+        pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
+            for the end of the reduction, so their memory is free then.
     """
 
     key: Key
@@ -79,6 +82,7 @@ class Slot:
     log: Recording | None = None
     served: int = 1
     expected: Expected | None = None
+    pushing: tuple[torch.Tensor, ...] = ()
     _seen: Any = None
 
     @property
@@ -95,6 +99,7 @@ class Slot:
         if not self.held:
             return
         self.held = False
+        self.pushing = ()
         if self.loan is not None:
             self.loan.drop()
         if self.log is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Parts", "sum_parts", "sum_rows", "sums_parts", "warm_up"]
 
 #: Elements that one program of a kernel sums.
-_BLOCK = 4096
+_BLOCK = 1024
 #: Vector loads want addresses that are multiples of as many elements.
 _ALIGN = 8
 
