@@ -52,7 +52,9 @@ def forced_kind(kind, rank):
     measure, seconds_of = fsdp_choice.measure, trials.seconds_of
 
     def forced(wanted, *args, **kwargs):
-        ops = iter([trial.choice.op for trial in wanted])
+        beside = [trial for trial in wanted if trial.company is not None]
+        alone = [trial for trial in wanted if trial.company is None]
+        ops = iter([trial.choice.op for trial in (*alone, *beside, *beside)])
 
         def timed(*args, **kwargs):
             ways, chosen = seconds_of(*args, **kwargs), next(ops) == kind

@@ -268,7 +268,11 @@ def test_the_benchmark_compares_the_choice_with_forced_ways(capsys):
     words = "bench company --json --ranks 2 --layers 3 --width 32 --tokens 8 --rounds 2"
     assert main(words.split()) == 0
     result = json.loads(capsys.readouterr().out)
-    (row,) = result["results"]
-    assert set(row["ms"]) == {"plain", "measure", "placed", "copy engine", "ordinary"}
-    assert row["best"] in ("placed", "copy engine", "ordinary")
-    assert any(choice["company"] for choice in row["choices"])
+    compiled, fsdp = result["results"]
+    assert (compiled["program"], fsdp["program"]) == ("compiled", "FSDP2")
+    for row in (compiled, fsdp):
+        forced = {"placed", "copy engine", "ordinary", *(["push"] if row is fsdp else [])}
+        assert set(row["ms"]) == {"plain", "measure", *forced}
+        assert row["best"] in forced
+        assert row["equal"]
+        assert any(choice["company"] for choice in row["choices"])

@@ -1,11 +1,11 @@
 """Sharded gathers beside tensor-parallel sums: is the measured choice as good as the best forced?
 
-A compiled program of two groups of the same ranks: each layer's weight is gathered over one group,
-two layers ahead, as FSDP2 does it, while the layers before run matrix products and sum their
-results over the other, as tensor parallelism does. The sides are the same program compiled with
-other ``choose=``; ``inner`` is what compiles it alone. They alternate, a round is over when its
-slowest rank is, and the median counts. All sides get the same inputs and must give the same
-results, up to the order of sums.
+Two programs of two groups of the same ranks. In the compiled one each layer's weight is gathered
+over one group, two layers ahead, while the layers before run matrix products and sum their results
+over the other, as tensor parallelism does; ``inner`` is what compiles it alone. The other is FSDP2,
+forward and backward, with such sums in its blocks. The sides are the same program with other
+``choose=``. They alternate, a round is over when its slowest rank is, and the median counts. All
+sides get the same inputs and must give the same results, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
-_SIDES = ("plain", "measure", "placed", "copy engine", "ordinary")
-_FORCED = ("placed", "copy engine", "ordinary")
-_WARM_UP = 4
+_PROGRAMS = ("compiled", "FSDP2")
 #: How much slower than the best forced side the choice may be.
 _WITHIN = 1.02
 
@@ -43,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", type=int, help="width of the layers")
     add("--layers", type=int, default=6, help="default 6")
     add("--rounds", type=int, default=20, help="timed rounds (default 20)")
+    add("--programs", nargs="+", choices=_PROGRAMS, default=_PROGRAMS, help="default: both")
     add("--inner", choices=("inductor", "eager"), default="eager", help="default eager")
     add("--timeout", type=float, default=500.0, help="seconds for everything (default 500)")
 
@@ -63,6 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "width": args.width or (4096 if cuda else 256),
         "layers": args.layers,
         "rounds": args.rounds,
+        "programs": list(args.programs),
         "inner": args.inner,
         "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
@@ -76,7 +76,7 @@ def _row(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One size, over all ranks."""
     rounds = rounds_of(found)
     ms = {side: statistics.median(times) for side, times in rounds.items()}
-    best = min((side for side in ms if side in _FORCED), key=ms.__getitem__)
+    best = min((side for side in ms if side not in ("plain", "measure")), key=ms.__getitem__)
     return {
         "ms": {side: round(t, 3) for side, t in ms.items()},
         "best": best,
@@ -98,7 +98,7 @@ def render(result: dict[str, Any]) -> str:
         ),
     ]
     for row in result["results"]:
-        lines.append(f"{row['tokens']} tokens")
+        lines.append(f"{row['program']}, {row['tokens']} tokens")
         lines += [f"  {side:12} {ms:>10.3f} ms" for side, ms in row["ms"].items()]
         lines += [f"  {side:12} left out: {why}" for side, why in row["skipped"].items()]
         lines.append(
@@ -106,7 +106,7 @@ def render(result: dict[str, Any]) -> str:
             f"{'agree' if row['equal'] else 'DIFFER'}"
         )
         lines += [
-            f"    {c['op'].partition('::')[2]:36} {c['nbytes']:>12,} bytes: {c['way']}, of "
+            f"    {c['op'].rpartition('::')[2]:36} {c['nbytes']:>12,} bytes: {c['way']}, of "
             + ", ".join(f"{way} {s * 1e6:.0f} us" for way, s in c["seconds"].items())
             + (f", beside {c['company']}" if c["company"] else "")
             for c in row["choices"]
@@ -119,75 +119,50 @@ def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from symmplan._compat import group_name
-
     cuda = options["device"] == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     other = dist.new_group(range(options["ranks"]))
     if cuda:
         dist.barrier(group=other, device_ids=[rank])
-    world: Any = dist.group.WORLD
-    names = group_name(world), group_name(other)
+    groups = dist.group.WORLD, other
     return {
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name(device) if cuda else hardware()["cpu"],
-        "rows": [_compare(n, rank, names, device, options) for n in options["tokens"]],
+        "rows": [
+            _compare(program, tokens, groups, device, options)
+            for program in options["programs"]
+            for tokens in options["tokens"]
+        ],
     }
 
 
-def _program(
-    x: torch.Tensor, shards: list[torch.Tensor], ranks: int, data: str, tensor: str
-) -> torch.Tensor:
-    """Layers whose weights are gathered two ahead, and whose results are summed."""
-    import torch
-
-    ops = torch.ops._c10d_functional
-    gathers = [ops.all_gather_into_tensor(shard, ranks, data) for shard in shards[:2]]
-    for i in range(len(shards)):
-        weight = ops.wait_tensor(gathers[i])
-        if i + 2 < len(shards):
-            gathers.append(ops.all_gather_into_tensor(shards[i + 2], ranks, data))
-        # Two sums beside each gather, as of attention and of what follows it.
-        for _ in range(2):
-            x = ops.wait_tensor(ops.all_reduce(torch.relu(x @ weight), "sum", tensor)) / ranks
-    return x
-
-
 def _compare(
-    tokens: int, rank: int, names: tuple[str, str], device: torch.device, options: dict[str, Any]
+    program: str,
+    tokens: int,
+    groups: Sequence[Any],
+    device: torch.device,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Seconds of each round on each side, and whether all sides gave the same."""
     import torch
+    import torch.distributed as dist
 
-    import symmplan
     from symmplan.errors import SymmplanError
+    from symmplan_bench.company_sides import FORCED, PROGRAMS
 
-    size, width = options["ranks"], options["width"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(rank)
-    shards = [
-        (torch.randn(width // size, width, generator=generator) * width**-0.5).to(device, dtype)
-        for _ in range(options["layers"])
-    ]
-    x = torch.randn(tokens, width, generator=generator).to(device, dtype)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(tokens, options["width"], generator=generator).to(device, dtype)
+    # Once: sides that were there before would be compiled again while they are timed.
+    torch._dynamo.reset()
     sides: dict[str, Any] = {}
-    backends: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    # Copy engines are no property of gloo; there, collectives of the process group do as well.
-    for side in _SIDES:
-        torch._dynamo.reset()
-        compiler: Any = options["inner"]
-        if side != "plain":
-            compiler = backends[side] = symmplan.backend(
-                options["inner"], choose=side, timeout=60.0, collectives="process group"
-            )
-        program = torch.compile(_program, backend=compiler, fullgraph=True)
+    for side in ("plain", "measure", *FORCED[program]):
+        made = PROGRAMS[program]
         try:
-            for _ in range(_WARM_UP):
-                program(x, shards, size, *names)
-            sides[side] = program
-        except (SymmplanError, torch._dynamo.exc.BackendCompilerFailed) as error:
-            skipped[side] = str(getattr(error, "inner_exception", error)).splitlines()[0]
+            sides[side] = made(side, options, groups, x)
+        except SymmplanError as error:
+            skipped[side] = str(error).splitlines()[0]
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     order = list(sides)
     results = {}
@@ -196,7 +171,7 @@ def _compare(
             meet()
             _synchronize(device)
             begin = time.perf_counter()
-            results[side] = sides[side](x, shards, size, *names)
+            results[side] = sides[side]()
             _synchronize(device)
             seconds[side].append(time.perf_counter() - begin)
     want = results["plain"].float()
@@ -205,10 +180,11 @@ def _compare(
         float((r.float() - want).abs().max()) <= most * float(want.abs().max())
         for r in results.values()
     )
-    choices = backends["measure"].choices
-    for backend in backends.values():
-        backend.release()
+    choices = sides["measure"].choices
+    for side in sides.values():
+        side.end()
     return {
+        "program": program,
         "tokens": tokens,
         "seconds": seconds,
         "skipped": skipped,

@@ -13,7 +13,7 @@ issued; that order is the problem's one stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from attrs import define, evolve, field, frozen
 
@@ -146,10 +146,14 @@ class Recording:
             ``"use"`` and ``"release"``: the module begins to use the parameters that this
             all-gather gathered, and is done with them; and ``("guest", number)``: a guest runs, see
             `symmplan.place.guests`.
+        heard: Of collectives that are not FSDP2's how many of its had run before, and what they
+            are; see `symmplan.place.listening`.
     """
 
     collectives: list[Call] = field(factory=list)
     events: list[tuple[str, int]] = field(factory=list)
+    heard: list[tuple[int, Any]] = field(factory=list)
+    _launched: int = 0
 
     def begin(self, key: Key, nbytes: int) -> int:
         """FSDP2 asks for a buffer of ``nbytes`` bytes; returns its index."""
@@ -163,6 +167,11 @@ class Recording:
         call = self.collectives[index]
         self.collectives[index] = Call(call.key, call.nbytes, group)
         self.events.append(("run", index))
+        self._launched += 1
+
+    def hear(self, other: Any) -> None:
+        """Somebody else's collective is called. May be called from any thread."""
+        self.heard.append((self._launched, other))
 
     def withdraw(self, index: int) -> None:
         """The collective of buffer ``index`` was none of the program's."""
@@ -215,7 +224,7 @@ class Recording:
         for before, event in enumerate([*others, None]):
             events += [("drop", index) for index in due.get(before, ())]
             events += [] if event is None else [event]
-        return Recording(self.collectives, events)
+        return Recording(self.collectives, events, self.heard)
 
 
 def problem_of(

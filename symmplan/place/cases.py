@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from symmplan.place.engines import Engines
     from symmplan.place.options import Options
 
-__all__ = ["Case", "cases_of", "measure_cases"]
+__all__ = ["Case", "cases_of", "measure_cases", "often_of", "ordinary", "runs_ordinary"]
 
 #: What passes once, at the begin and the end of what is timed, must not decide.
 _ENOUGH = 512 << 20
@@ -108,26 +108,69 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
     assert overload is not None
     bound = bind_arguments(overload, node.args, node.kwargs)
     name = "inputs" if row.each else "input"
-    given = bound.pop(name)
+    given = bound[name]
     fakes = [n.meta["val"] for n in (given if row.each else [given])]
     group = captured.groups[node]
     assert spec.group is not None  # collectives name theirs
-    for argument in (spec.group, "out", *_SPLITS):
-        bound.pop(argument, None)
     return Case(
         op=spec.op,
         memory=memory,
         group=group,
         dtype=str(fakes[0].dtype).removeprefix("torch."),
         numels=tuple(bound_of(f.numel()) or 0 for f in fakes),
-        others=tuple(
-            sorted((k, tuple(v) if isinstance(v, (list, tuple)) else v) for k, v in bound.items())
-        ),
+        others=_others(bound, name, spec.group),
         copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
         copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
         alone=not flops,
         beside=1 << max(0, math.ceil(math.log2(flops))) if flops else 0,
     )
+
+
+def _others(bound: Mapping[str, Any], *left_out: str) -> tuple[tuple[str, Any], ...]:
+    """The arguments that are no tensors, sorted."""
+    return tuple(
+        sorted(
+            (k, tuple(v) if isinstance(v, (list, tuple)) else v)
+            for k, v in bound.items()
+            if k not in (*left_out, "out", *_SPLITS)
+        )
+    )
+
+
+def ordinary(op: Any, group: str, dtype: torch.dtype, numel: int, bound: Mapping[str, Any]) -> Case:
+    """A functional collective that runs in torch's own way, with its arguments by name."""
+    return Case(
+        op=f"{op._schema.name}.{op._overloadname}",
+        memory="",
+        group=group,
+        dtype=str(dtype).removeprefix("torch."),
+        numels=(numel,),
+        others=_others(bound, "input", "group_name"),
+        copied_in=False,
+        copied_out=False,
+        alone=True,
+        beside=0,
+    )
+
+
+def runs_ordinary(case: Case, size: int, most: int, device: torch.device) -> tuple[Act, float]:
+    """What runs an `ordinary` collective while it is timed, and how many times larger it is.
+
+    Args:
+        case: The collective.
+        size: How many ranks its group has.
+        most: How large its input and its result may be there, in bytes.
+        device: Where they lie.
+    """
+    part = _scaled(case, size, most)
+    plain = [torch.ones(n, dtype=torch.uint8, device=device) for n in _scratch(case, size, part)]
+    act = _Acts(case, part, size, plain, plain).plain(each=False)
+    return act, max(1, sum(case.numels) / max(sum(part), 1))
+
+
+def often_of(times: float) -> int:
+    """How often a company runs beside each collective that is timed."""
+    return min(_OFTEN, max(1, round(times)))
 
 
 @own_work
@@ -196,8 +239,8 @@ def measure_cases(
         def now() -> Choice:
             return next((found[c] for c in theirs if c in found), None) or found[other]
 
-        often = round(case.often * scales[other] / scales[case.by_itself])
-        return Company(other.group, now, min(_OFTEN, max(1, often)), acts_of(other))
+        often = often_of(case.often * scales[other] / scales[case.by_itself])
+        return Company(other.group, now, often, acts_of(other))
 
     trials = [
         Trial(
@@ -306,15 +349,16 @@ class _Acts:
     def acts(self, lowerings: Lowerings, engines: Engines | None) -> dict[str, Act]:
         """What runs it."""
         row, group = lowerings.table[self._case.op], self._case.group
-        acts = {"ordinary": self._plain(row), "symmetric": self._in_placements(row, group)}
+        acts = {"ordinary": self.plain(each=row.each), "symmetric": self._in_placements(row, group)}
         if engines is not None and row.engine:
             acts["copy engine"] = self._in_placements(row, engines.name(row.engine))
         return acts
 
-    def _plain(self, row: Lowering) -> Act:
+    def plain(self, *, each: bool) -> Act:
+        """What runs it in torch's own way; ``each`` if it takes a list of tensors."""
         target = overload_named(self._case.op)
         values = self._values(self._case.group)
-        values["inputs" if row.each else "input"] = self._inputs if row.each else self._inputs[0]
+        values["inputs" if each else "input"] = self._inputs if each else self._inputs[0]
         args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
         has_out = any(a.name == "out" for a in target._schema.arguments)
         kwargs = {"out": self._plain_outs[0]} if has_out else {}
@@ -322,7 +366,7 @@ class _Acts:
         def act(beside: Callable[[], None]) -> None:
             results = target(*args, **kwargs)
             beside()
-            for result in results if row.each else [results]:
+            for result in results if each else [results]:
                 _wait(result)
 
         return act

@@ -10,10 +10,16 @@
 
     Of several neighbours the kind with most bytes counts, as often as it runs for each collective
     of this kind.
+
+    FSDP2's collectives of one kind and size all take one way, so they have one company, that of all
+    of them together. It is what was heard of other groups in the recorded step (see
+    [Note: listening] in `symmplan.place.listening`), and runs in torch's own way.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,14 +27,14 @@ import numpy as np
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import fx
 
     from symmplan.capture import Captured
 
-__all__ = ["company_of"]
+__all__ = ["company_heard", "company_of"]
 
 
 def company_of(
@@ -67,6 +73,43 @@ def company_of(
         if times:
             most = max(times, key=lambda k: times[k] * kinds[nodes[first[k]]][1])
             found[node] = nodes[first[most]], times[most]
+    return found
+
+
+def company_heard(
+    calls: Sequence[tuple[Hashable, Hashable]], heard: Sequence[tuple[int, Hashable, int]]
+) -> dict[Hashable, tuple[Hashable, float]]:
+    """What may run beside each kind of call, by the order in which all were issued.
+
+    Each stream runs its calls one after the other, while the program runs ahead or behind by one:
+    a call may run until the next of its stream is issued, and from the one before on, as a gather
+    is issued behind the products beside which the device runs it.
+
+    Args:
+        calls: The stream and the kind of each, in order.
+        heard: Of others' collectives how many calls were issued before, their kind and bytes.
+
+    Returns:
+        ``{kind: (others' kind, how many of that for each call of this)}`` of those with company.
+    """
+    streams: dict[Hashable, list[int]] = {}
+    for at, (stream, _) in enumerate(calls):
+        streams.setdefault(stream, []).append(at)
+    times: dict[Hashable, dict[Hashable, float]] = {}
+    sizes = {kind: nbytes for _, kind, nbytes in heard}
+    for before, kind, _ in heard:
+        near: list[int] = []
+        for of in streams.values():
+            at = bisect_left(of, before)
+            near += of[max(0, at - 1) : at + 1]
+        for call in near:
+            mine = times.setdefault(calls[call][1], {})
+            mine[kind] = mine.get(kind, 0.0) + 1 / len(near)
+    counts = Counter(kind for _, kind in calls)
+    found = {}
+    for kind, mine in times.items():
+        most = max(mine, key=lambda k: mine[k] * sizes[k])
+        found[kind] = most, mine[most] / counts[kind]
     return found
 
 

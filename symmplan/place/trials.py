@@ -153,11 +153,15 @@ def measure(
     met = {name: groups[name] for name in together}
     beside = [t for t in trials if t.company is not None]
     alike = throughout("company", _in_company(beside, groups), met, timeout)
-    engines = engines_of(groups, memory, timeout)
+    # Who is only somebody's company needs no symmetric bytes.
+    needs = {*(t.choice.group for t in trials), *(b.group for b in problem.buffers)}
+    company = {t.company.group for t in beside if t.company is not None} - needs
+    served = {name: group for name, group in groups.items() if name not in company}
+    engines = engines_of(served, memory, timeout)
     if not trials:
         return
     plan = plan_problem(problem)
-    with borrowed(plan, groups, memory=memory, device=device, timeout=timeout) as (arena, there):
+    with borrowed(plan, served, memory=memory, device=device, timeout=timeout) as (arena, there):
         register(arena, engines)
         acts = [t.acts(there, engines.get(t.choice.group)) for t in trials]
         clock = clock_of(device, timeout)

@@ -20,6 +20,7 @@ from symmplan.capture.c10d import NAMES
 from symmplan.integrate.eager.calls import METHODS, MISS
 from symmplan.integrate.eager.streams import Roles
 from symmplan.memory.own import OWN
+from symmplan.place.listening import silence
 from symmplan.place.ways import overload_named
 from symmplan.registry import all_specs
 
@@ -94,6 +95,7 @@ def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
     """
     libraries: dict[str, torch.library.Library] = {}
     cursor = session._cursor
+    silence()
     stack.callback(cursor.forget)
 
     def add(op: Any, kernel: Callable[..., Any]) -> None:

@@ -188,6 +188,7 @@ def apply(
         one warning says why, and ``handle.stats.reasons`` counts it.
     """
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
     options = Options(
         memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
@@ -221,11 +222,12 @@ def apply(
             fix="call fully_shard(model, ...) first",
         )
     world = current()
-    runtime = (
-        Runtime(options, len(found), live_gathers)
-        if world is None
-        else SimulatedRuntime(options, len(found), live_gathers, world)
-    )
+    if world is None:
+        runtime = Runtime(options, len(found), live_gathers)
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        runtime.planning.meshes = [{*mesh.mesh.flatten().tolist()} for mesh in meshes]
+    else:
+        runtime = SimulatedRuntime(options, len(found), live_gathers, world)
     count_steps()
     for site, module, group, gather, scatter in found:
         if fsdp2.can_be_replaced(group):

@@ -16,9 +16,10 @@ from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
 from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.place.cases import often_of, runs_ordinary
 from symmplan.place.choice import GAVE_WAY, Choice
 from symmplan.place.table import ruled
-from symmplan.place.trials import Trial, choices_of, measure, room_for
+from symmplan.place.trials import Company, Trial, choices_of, measure, room_for
 from symmplan.planner.budget import Stake
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp import Call, Planned
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.model import Problem, WayName
+    from symmplan.place.cases import Case
     from symmplan.place.clock import Act
     from symmplan.place.engines import Engines
     from symmplan.place.options import Options
@@ -51,6 +53,9 @@ class Choices:
 
     Attributes:
         all: What was measured of the calls seen so far, in the order of the program.
+        company: ``{kind and size of a collective: (another group's, how many of it for each)}`` of
+            what is also measured beside that; see [Note: company] in `symmplan.place.company`.
+        beside: ``{name: process group}`` of those others, whose ranks all come to measure.
         refused: Why all collectives are ordinary; None if they need not be.
     """
 
@@ -62,15 +67,22 @@ class Choices:
         self._choose = options.chosen(device)
         self._table = options.table
         self.all: tuple[Choice, ...] = ()
+        self.company: Mapping[Any, tuple[Case, float]] = {}
+        self.beside: Mapping[str, Any] = {}
         self.refused: str | None = None
 
     @property
     def _groups(self) -> Mapping[str, Any]:
         return self._where.groups
 
-    def _key(self, call: Call) -> tuple[Any, ...]:
-        """What takes about the same time has the same."""
+    def kind(self, call: Call) -> tuple[Any, ...]:
+        """What takes about the same time alone has the same."""
         return call.key.kind, self._memory, call.nbytes, call.key.dtype, call.group
+
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        """What takes about the same time in this program has the same."""
+        kind = self.kind(call)
+        return *kind, self.company[kind][0] if kind in self.company else None
 
     def _choice(self, call: Call) -> Choice | None:
         if self._choose != "measure":
@@ -174,11 +186,17 @@ class Choices:
                 found.setdefault(self._key(call), call)
         return [c for key, c in found.items() if key not in choices_of(self._groups[c.group])]
 
+    @property
+    def _room(self) -> int:
+        """How large a tensor may be while collectives are measured, in bytes."""
+        # Its own bytes, symmetric ones, those that an all-to-all receives, its results; what its
+        # company takes and gives.
+        return room_for(6 if self.company else 4, self._device)
+
     def part(self, call: Call) -> Call:
         """What is measured of it. See [Note: how much memory measuring takes]."""
-        # Its own bytes, symmetric ones, those that an all-to-all receives, and its results.
         unit = self._groups[call.group].size() * _ALIGN
-        nbytes = min(call.nbytes, max(unit, room_for(4, self._device) // unit * unit))
+        nbytes = min(call.nbytes, max(unit, self._room // unit * unit))
         itemsize = getattr(torch, call.key.dtype.removeprefix("torch.")).itemsize
         return evolve(call, nbytes=nbytes, key=evolve(call.key, numel=nbytes // itemsize))
 
@@ -199,10 +217,12 @@ class Choices:
         scratch = torch.zeros(
             max(p.call.nbytes for _, p in planned), dtype=torch.uint8, device=self._device
         )
+        alone = [(call, self._trial(call, p, scratch)) for call, p in planned]
+        new = [t for c, t in alone if t.key not in choices_of(self._groups[c.group])]
         measure(
-            [self._trial(call, p, scratch) for call, p in planned],
+            [*new, *self._in_company(alone)],
             problem,
-            self._where.reached,
+            {**self._where.reached, **self.beside},
             memory=self._memory,
             device=self._device,
             timeout=self._timeout,
@@ -210,6 +230,8 @@ class Choices:
         )
 
     def _trial(self, call: Call, planned: Planned, scratch: torch.Tensor) -> Trial:
+        """The collective alone."""
+        kind = self.kind(call)
         choice = Choice(
             op=call.key.kind,
             nbytes=call.nbytes,
@@ -221,11 +243,37 @@ class Choices:
         )
         # FSDP2 does not say how much a step computes meanwhile.
         beside = None if self._device.type == "cuda" else 0.0
-        key = self._key(call)
         acts = functools.partial(self._acts, planned, scratch)
         nbytes = planned.call.nbytes
         scale = call.nbytes / nbytes
-        return Trial(key, list(key[:-1]), choice, nbytes, beside, scale, acts)
+        return Trial((*kind, None), list(kind[:-1]), choice, nbytes, beside, scale, acts)
+
+    def _in_company(self, trials: Sequence[tuple[Call, Trial]]) -> list[Trial]:
+        """The same beside what else runs meanwhile, where that is so."""
+        runs: dict[Case, tuple[Act, float]] = {}
+        found = []
+        for call, trial in trials:
+            if self.kind(call) not in self.company:
+                continue
+            case, often = self.company[self.kind(call)]
+            ranks = self.beside[case.group].size()
+            if case not in runs:
+                runs[case] = runs_ordinary(case, ranks, self._room, self._device)
+            act, scale = runs[case]
+            choice = Choice(
+                case.op, case.nbytes, case.dtype, case.group, ranks, seconds={}, way="ordinary"
+            )
+            company = Company(
+                case.group,
+                functools.partial(_always, choice),
+                often_of(often * scale / trial.scale),
+                functools.partial(_always, {"ordinary": act}),
+            )
+            same = [*trial.same, case.key]
+            found.append(
+                evolve(trial, key=self._key(call), same=same, company=company, alone=trial.key)
+            )
+        return found
 
     def _acts(
         self,
@@ -266,6 +314,11 @@ class Choices:
                 if self._pushes(call):  # they are such an all-to-all of what need not be copied
                     acts["push"] = act
         return {way: _then(act) for way, act in acts.items() if act is not None}
+
+
+def _always(value: Any, *_: object) -> Any:
+    """What does not depend on what there is or was chosen."""
+    return value
 
 
 def _copied_in(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
 from symmplan.place.attempt import attempt, warn
+from symmplan.place.company import company_heard
 from symmplan.place.table import agree_on
 from symmplan.planner.advice import Advice
 from symmplan.planner.budget import within
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
     from symmplan.model import Plan, WayName
+    from symmplan.place.cases import Case
     from symmplan.place.choice import Choice
     from symmplan.place.guests import Guest
     from symmplan.place.options import Options
@@ -65,6 +68,7 @@ class Planning:
         directs: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
+        meshes: The ranks of each mesh on which parameters lie: those of one run the same modules.
     """
 
     def __init__(self, options: Options, memory: Memory, live: int | None = None) -> None:
@@ -74,6 +78,7 @@ class Planning:
         self.directs: list[Direct] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
+        self.meshes: Sequence[set[int]] = ()
         self._options = options
         self._memory = memory
         self._kept: list[Recording] = []
@@ -86,14 +91,29 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
+        recordings = [*self._kept, recording]
+        beside = self._beside(recordings)
         with (
-            telling(self._memory.groups, self._options.timeout),
+            telling({**self._memory.groups, **beside}, self._options.timeout),
             # What is made here outlives the program's mode.
             torch.inference_mode(mode=False),
         ):
-            return self._make([*self._kept, recording])
+            return self._make(recordings, beside)
 
-    def _make(self, recordings: Sequence[Recording]) -> Schedule:
+    def _beside(self, recordings: Sequence[Recording]) -> dict[str, Any]:
+        """The other groups whose collectives were heard, and whose ranks all make this plan."""
+        found = {}
+        for name in dict.fromkeys(case.group for r in recordings for _, case in r.heard):
+            try:
+                group = compat.group_by_name(name)
+            except LookupError:  # it was destroyed since
+                continue
+            ranks = {*dist.get_process_group_ranks(group)}
+            if name not in self._memory.groups and any(ranks <= mesh for mesh in self.meshes):
+                found[name] = group
+        return found
+
+    def _make(self, recordings: Sequence[Recording], beside: Mapping[str, Any]) -> Schedule:
         options, memory = self._options, self._memory
         name = memory.backend
         memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
@@ -101,9 +121,13 @@ class Planning:
         if self.choices is None:
             self.choices = Choices(memory, name, options)
         choices, groups = self.choices, memory.groups
+        choices.beside, choices.company = beside, {}
+        for recording in recordings:
+            choices.company = {**_company(recording, choices), **choices.company}
         recordings = merged(recordings, groups, options.timeout)
         prepare = functools.partial(self._prepared, recordings, choices)
-        made, refusal = attempt(prepare, groups, options.timeout, undo=self._undo)
+        met = {**groups, **beside}
+        made, refusal = attempt(prepare, met, options.timeout, undo=self._undo)
         if refusal is not None:
             choices.refused = refusal.reason
             warn(refusal, "symmplan.fsdp")
@@ -290,6 +314,16 @@ def _planned(
     plan = plan_with_homes(problem, homes, effort)
     plan.verify()
     return plan, stretches
+
+
+def _company(recording: Recording, choices: Choices) -> dict[Any, tuple[Case, float]]:
+    """What was heard beside each kind of collective."""
+    ran = [recording.collectives[i] for what, i in recording.events if what == "run"]
+    calls = [(call.key.kind, choices.kind(call)) for call in ran if call.group]
+    before = [0, *itertools.accumulate(bool(call.group) for call in ran)]  # some were withdrawn
+    others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in choices.beside]
+    found: Any = company_heard(calls, others)
+    return dict(found)
 
 
 def _advice(alive: int, peak: int, other: Callable[[int], tuple[int, int]]) -> tuple[Advice, ...]:

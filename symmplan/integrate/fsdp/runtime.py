@@ -25,6 +25,7 @@ from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
 from symmplan.place.guests import WATCHERS
+from symmplan.place.listening import leave, listen
 from symmplan.place.loans import lend
 from symmplan.place.observe import checking, launching
 
@@ -160,7 +161,8 @@ class Runtime:
 
         Collective: at the end of the first step yes, else no.
         """
-        self.memory.expect(device)
+        if self.memory.expect(device) and self.options.chosen(device) == "measure":
+            listen(self._log, device)
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured and self.schedule is None:
             raise RunError(
@@ -404,6 +406,7 @@ class Runtime:
                 got="none",
                 fix="run a step first",
             )
+        leave(self._log)
         self.schedule = self.planning.make(self._log)
         self._log = Recording()
 
@@ -438,6 +441,7 @@ class Runtime:
         Collective: no.
         """
         WATCHERS.discard(self)
+        leave(self._log)
         for direct in self.planning.directs:
             direct.remove()
         self.planning.directs.clear()

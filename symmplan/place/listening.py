@@ -1,0 +1,121 @@
+"""Hears whose collectives run while a program is recorded that knows its own alone.
+
+[Note: listening]
+    FSDP2 tells of its own collectives. What else runs meanwhile, as the sums of tensor parallelism,
+    is heard while its first step is recorded, and only then: the ops of ``c10d::``, to which all
+    collectives of process groups come, have a kernel at the key BackendSelect that notes the call
+    and hands it on. A frozen eager session has kernels there, too (see [Note: nobody else pays] in
+    `symmplan.integrate.eager.kernels`), and needs them to itself: beside one nobody listens, and
+    one that comes ends the listening. What was heard until then counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from symmplan import _compat as compat
+from symmplan.capture.c10d import NAMES, functional_form
+from symmplan.memory.own import OWN
+from symmplan.place.cases import ordinary
+from symmplan.place.ways import overload_named
+from symmplan.registry import bind_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Listener", "leave", "listen", "silence"]
+
+_ALL_TO_ALL = "c10d::alltoall_base_"
+
+
+class Listener(Protocol):
+    """Who wants to hear of collectives."""
+
+    def hear(self, other: Any) -> None:
+        """A collective was called, in any thread; ``other`` is a `Case`."""
+
+
+#: And of which kind of device they want to hear.
+_LISTENERS: weakref.WeakKeyDictionary[Listener, str] = weakref.WeakKeyDictionary()
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def listen(listener: Listener | None, device: torch.device) -> None:
+    """Let ``listener`` hear of the collectives of all process groups, but for symmplan's own.
+
+    Args:
+        listener: Who wants to hear; nobody if None.
+        device: On tensors of which kind of device.
+    """
+    if listener is None:
+        return
+    if not _LIBRARIES:
+        _LIBRARIES.append(torch.library.Library("c10d", "IMPL"))
+        try:
+            for name in (*NAMES, _ALL_TO_ALL):
+                op = overload_named(f"{name}.default")
+                _LIBRARIES[0].impl(
+                    name.partition("::")[2],
+                    _kernel(op),
+                    "BackendSelect",
+                    with_keyset=True,
+                    allow_override=False,
+                )
+        except RuntimeError:  # a session has kernels there
+            silence()
+            return
+    _LISTENERS[listener] = device.type
+    weakref.finalize(listener, _end).atexit = False
+
+
+def leave(listener: Listener | None) -> None:
+    """``listener`` has heard enough. It need not have listened."""
+    if listener is not None:
+        _LISTENERS.pop(listener, None)
+    _end()
+
+
+def silence() -> None:
+    """Nobody listens any more."""
+    _LISTENERS.clear()
+    _end()
+
+
+def _end() -> None:
+    if not _LISTENERS:
+        while _LIBRARIES:
+            _LIBRARIES.pop()._destroy()
+
+
+def _kernel(op: Any) -> Callable[..., Any]:
+    redispatch, after = compat.redispatch_of(op), compat.keyset_after_select()
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _LISTENERS and not OWN.depth:
+            _tell(op, args, kwargs)
+        return redispatch(keys & after, *args, **kwargs)
+
+    return kernel
+
+
+def _tell(op: Any, args: Any, kwargs: Any) -> None:
+    functional = functional_form(op, args, kwargs)
+    if functional is not None:
+        target = functional.op
+        bound = bind_arguments(target, functional.args, functional.kwargs)
+        source = bound["input"]
+        numel, group = source.numel(), bound["group_name"]
+    elif op._schema.name == _ALL_TO_ALL:  # as if all parts were equal
+        target = torch.ops._c10d_functional.all_to_all_single.default
+        given = bind_arguments(op, args, kwargs)
+        of, source, bound = compat.unboxed_group(given["process_group"]), given["input"], {}
+        numel, group = source.numel() // of.size() * of.size(), compat.group_name(of)
+    else:
+        return
+    case = ordinary(target, group, source.dtype, numel, bound)
+    for listener, device in tuple(_LISTENERS.items()):
+        if device == source.device.type:
+            listener.hear(case)
