@@ -166,6 +166,22 @@ class Exchange:
             pause = min(pause * 1.5, _LONGEST_POLL)
         return answers
 
+    def look(self) -> None:
+        """Raise what a peer failed with, in front of the round for which all others come, too.
+
+        Raises:
+            PeerLostError: A peer's process ended.
+            SymmplanError: What it failed with, with ``failed_rank``.
+        """
+        for side in self._sides.values():
+            with _store_errors(side.group):
+                error = posted_error(side.group, f"{side.prefix}/error")
+            if error is not None:
+                raise error
+            for rank, process in enumerate(side.processes):
+                if is_gone(process):
+                    raise side.group.ended(rank, process.pid, "meanwhile")
+
     def fail(self, error: BaseException) -> None:
         """Tell everyone that this rank failed with ``error``. Never raises."""
         with contextlib.suppress(AttributeError):

@@ -12,27 +12,43 @@
     What else is asked for as company runs as often as the collective, on a third stream; on the CPU
     it runs between the collective's start and its end, and the products within it.
 
+[Note: a rank that fails meanwhile]
+    Nothing ends a collective of the process group on the CPU whose peers do not come, but the
+    group's own timeout, half an hour if nobody has set one. So there the collectives run in a
+    thread of their own, and who waits for it looks whether a peer has failed, as the host of a
+    device does. A rank that fails has missed collectives that its peers have begun, so the group is
+    of no more use to the program: that is an error on all ranks, also where want of memory is the
+    reason.
+
 The ways take turns, the median of some turns is taken, and the slowest rank counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import queue
 import statistics
+import threading
 import time
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from symmplan.errors import PeerTimeoutError
+from symmplan.errors import PeerTimeoutError, RunError, SymmplanError
+from symmplan.memory.exchange import Exchange
+from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     #: Runs a collective: starts it, calls what it is given, waits for it.
     Act = Callable[[Callable[[], None]], Any]
+    #: What a thread is to run; None for no more.
+    _Work = queue.SimpleQueue[tuple[futures.Future[float], Callable[[], float]] | None]
 
 __all__ = ["Clock", "clock_bytes", "clock_of", "seconds_of"]
 
@@ -41,6 +57,8 @@ _REPETITIONS = 7
 _MOST_PRODUCTS = 256
 #: Products that take longer than this many times the collective hide it, and more change nothing.
 _HIDDEN = 3.0
+#: Seconds after which who waits for a collective looks whether a peer has failed.
+_LOOK = 0.1
 
 
 class Clock:
@@ -54,7 +72,14 @@ class Clock:
     _rows = 256
     _dtype = torch.float32
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        self._timeout = timeout
+        self._look: Callable[[], None] = _nothing
+        # Runs what it is given in a thread of its own, while there are peers.
+        self._work: (
+            queue.SimpleQueue[tuple[futures.Future[float], Callable[[], float]] | None] | None
+        )
+        self._work = None
         # The program's own random numbers must not change, and zeros take less power.
         generator = torch.Generator(device).manual_seed(0)
         self._a, self._b, self._out = (
@@ -73,6 +98,48 @@ class Clock:
     def flops(self) -> int:
         """Floating-point operations of one matrix product."""
         return 2 * self._rows**3
+
+    @contextlib.contextmanager
+    def together(self, groups: Mapping[str, Any]) -> Iterator[None]:
+        """What is timed inside ends on all ranks, or fails on all of them.
+
+        See [Note: a rank that fails meanwhile].
+
+        Args:
+            groups: ``{name: process group}`` of who takes part.
+
+        Raises:
+            PeerTimeoutError: A collective did not end in time.
+            SymmplanError: A rank failed.
+
+        Collective: yes, over those groups.
+        """
+        with Exchange(resolve_groups(groups, groups), self._timeout) as exchange:
+            self._look = exchange.look
+            self._begin()
+            try:
+                yield
+                exchange.round("timed", b"")
+            except SymmplanError:
+                raise
+            except Exception as error:
+                raise RunError(
+                    f"a collective failed while it was measured: {type(error).__name__}: {error}",
+                    fix="see why, or choose without a measurement: choose='placed' or 'ordinary'",
+                ) from error
+            finally:
+                self._end()
+                self._look = _nothing
+
+    def _begin(self) -> None:
+        self._work = queue.SimpleQueue()
+        # A daemon: one that waits for a peer that failed must not hold up the end of the process.
+        threading.Thread(target=_run, args=(self._work,), daemon=True).start()
+
+    def _end(self) -> None:
+        if self._work is not None:
+            self._work.put(None)
+        self._work = None
 
     def product(self) -> float:
         """Seconds of one matrix product."""
@@ -108,9 +175,31 @@ class Clock:
             torch.mm(self._a, self._b, out=self._out)
 
     def _timed(self, work: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
+        def timed() -> float:
+            begin = time.perf_counter()
+            work()
+            return time.perf_counter() - begin
+
+        if self._work is None:
+            return timed()
+        future: futures.Future[float] = futures.Future()
+        self._work.put((future, timed))
+        deadline = time.monotonic() + self._timeout
+        while not futures.wait([future], _LOOK).done:
+            self._waits(deadline)
+        if future.exception() is not None:
+            self._look()  # a peer's failure may be the reason
+        return future.result()
+
+    def _waits(self, deadline: float) -> None:
+        """Raise if there is no more use in it."""
+        self._look()
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"a collective that was measured did not end in {self._timeout:g} s",
+                fix="see why a peer failed, or raise timeout=",
+                timeout=self._timeout,
+            )
 
 
 class _DeviceClock(Clock):
@@ -121,11 +210,13 @@ class _DeviceClock(Clock):
     _dtype = torch.bfloat16
 
     def __init__(self, device: torch.device, timeout: float) -> None:
-        super().__init__(device)
-        self._timeout = timeout
+        super().__init__(device, timeout)
         self._products = torch.cuda.current_stream(device)
         self._side, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._token = torch.zeros(1, device=device)
+
+    def _begin(self) -> None:
+        """The host waits for nobody while it queues collectives."""
 
     def span(
         self,
@@ -160,20 +251,18 @@ class _DeviceClock(Clock):
         after.record(self._products)
         # A host that waits in CUDA for a peer that failed would wait until NCCL ends the process.
         deadline = time.monotonic() + self._timeout
+        look = time.monotonic() + _LOOK
         while not after.query():
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"a collective that was measured did not end in {self._timeout:g} s",
-                    fix="see why a peer failed, or raise timeout=",
-                    timeout=self._timeout,
-                )
+            if time.monotonic() > look:
+                self._waits(deadline)
+                look = time.monotonic() + _LOOK
             time.sleep(1e-5)
         return float(before.elapsed_time(after)) / 1e3
 
 
 def clock_of(device: torch.device, timeout: float) -> Clock:
     """What times collectives on ``device``; a span may take ``timeout`` seconds there."""
-    return _DeviceClock(device, timeout) if device.type == "cuda" else Clock(device)
+    return (_DeviceClock if device.type == "cuda" else Clock)(device, timeout)
 
 
 def clock_bytes(device: torch.device) -> int:
@@ -229,3 +318,14 @@ def seconds_of(
 
 def _nothing() -> None:
     """No work beside the collective."""
+
+
+@own_work
+def _run(work: _Work) -> None:
+    """What a clock's thread does."""
+    while (given := work.get()) is not None:
+        future, act = given
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 (raised by who waits)
+            future.set_exception(error)

@@ -179,22 +179,23 @@ def measure(
             )
             return {way: seconds * trial.scale for way, seconds in found.items()}
 
-        times = {i: timed(trials[i]) for of in together.values() for i in of}
-        mine = {name: [times[i] for i in of] for name, of in together.items()}
-        for name, said in tell("times", mine, groups, timeout).items():
-            for place, i in enumerate(together[name]):
-                _choose(trials[i], _slowest(times[i], [r[place] for r in said]), groups, device)
-        for trial in beside * 2 if alike else ():
-            assert trial.company is not None
-            now = trial.company.now()
-            others = trial.company.acts(there, engines.get(trial.company.group))
-            way = now.way if now.way in others else next(iter(others))
-            seconds = timed(trial, _often(others[way], trial.company.often))
-            for _ in range(3):  # as `symmplan.memory.tell.throughout`
-                heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
-                seconds = _slowest(seconds, [r for of in heard.values() for r in of])
-            text = f"{now.op} with {now.nbytes:,} bytes, {way}"
-            _choose(trial, seconds, groups, device, company=text)
+        with clock.together(groups):
+            times = {i: timed(trials[i]) for of in together.values() for i in of}
+            mine = {name: [times[i] for i in of] for name, of in together.items()}
+            for name, said in tell("times", mine, groups, timeout).items():
+                for place, i in enumerate(together[name]):
+                    _choose(trials[i], _slowest(times[i], [r[place] for r in said]), groups, device)
+            for trial in beside * 2 if alike else ():
+                assert trial.company is not None
+                now = trial.company.now()
+                others = trial.company.acts(there, engines.get(trial.company.group))
+                way = now.way if now.way in others else next(iter(others))
+                seconds = timed(trial, _often(others[way], trial.company.often))
+                for _ in range(3):  # as `symmplan.memory.tell.throughout`
+                    heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
+                    seconds = _slowest(seconds, [r for of in heard.values() for r in of])
+                text = f"{now.op} with {now.nbytes:,} bytes, {way}"
+                _choose(trial, seconds, groups, device, company=text)
     for trial in () if alike else beside:
         found = choices_of(groups[trial.choice.group])
         found[trial.key] = found[trial.alone]

@@ -51,15 +51,17 @@ def measured(
         return run
 
     kernels = device.type == "cuda"
-    times = seconds_of(
-        clock_of(device, timeout),
-        {way: act(move) for way, move in ways.items()},
-        group,
-        choice.nbytes,
-        beside=None if kernels else 0.0,  # nobody says how much the experts compute meanwhile
-        enough=_ENOUGH,
-    )
     name = group_name(group)
+    clock = clock_of(device, timeout)
+    with clock.together({name: group}):
+        times = seconds_of(
+            clock,
+            {way: act(move) for way, move in ways.items()},
+            group,
+            choice.nbytes,
+            beside=None if kernels else 0.0,  # nobody says how much the experts compute meanwhile
+            enough=_ENOUGH,
+        )
     said = tell("times", {name: times}, {name: group}, timeout)[name]
     seconds = {way: max(float(rank[way]) for rank in said) for way in times}
     return evolve(choice, seconds=seconds, way=fastest(seconds, kernels=kernels, beside=kernels))
