@@ -280,6 +280,13 @@ def reads_a_table(rank, ranks, files, kind):
             _train(model, Config(steps=2))
             plan = handle.plan
             handle.remove()
+        elif kind == "eager":
+            with symmplan.eager(timeout=20.0, **options) as session:
+                for _ in range(2):
+                    out = torch.ops._c10d_functional.all_reduce(torch.ones(64), "sum", "0")
+                    torch.ops._c10d_functional.wait_tensor(out)
+                    session.step()
+                plan = session.plan
         else:
             backend = symmplan.backend(inner="eager", **options)
             _functional(backend, Config("compiled"))

@@ -174,15 +174,22 @@ def test_a_table_serves_real_options(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["fsdp", "compiled"])
-def test_ranks_that_read_different_tables_say_which(kind, pools, tmp_path):
+@pytest.mark.parametrize("kind", ["fsdp", "compiled", "eager"])
+def test_ranks_that_read_different_tables_say_which(kind, tmp_path):
     files = [str(tmp_path / f"{rank}.json") for rank in range(2)]
     for rank, way in enumerate(("ordinary", "symmetric")):
         Path(files[rank]).write_text(Table("shm", (Row("all_gather", 2, 64, way),)).to_json())
     says = ("AgreementError", "ranks 0 and 1 read different tables of choices", (0, 1))
-    assert pools(2).run(reads_a_table, files, kind) == [says, says]
-    same = pools(2).run(reads_a_table, [files[1]] * 2, kind)
-    assert same[0] == same[1] > 0
+    with RankPool(2) as fresh:
+        for given in (files, [files[0], "placed"], ["measure", files[1]]):
+            assert fresh.run(reads_a_table, given, kind) == [says, says]
+        assert min(fresh.run(reads_a_table, ["placed"] * 2, kind)) > 0
+        # Where one changes its own later, it alone comes to compare them.
+        first, second = fresh.run(reads_a_table, ["placed", files[1]], kind)
+        assert {first[0], second[0]} == {"AgreementError"}
+        assert "different calls at the same time" in first[1]
+        same = fresh.run(reads_a_table, [files[1]] * 2, kind)
+        assert same[0] == same[1] > 0
 
 
 def test_a_report_answers_questions():

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from symmplan.place.attempt import Refusal
     from symmplan.place.choice import Choice
     from symmplan.place.options import Options
+    from symmplan.place.table import Table
     from symmplan.place.ways import Lowering, Lowerings
 
 __all__ = ["Chosen", "choose_ways"]
@@ -83,7 +84,7 @@ def choose_ways(
     before or nothing is to be.
     """
     choose = options.chosen(device)
-    apart = _apart(captured, lowerings.memory, device, options.timeout)
+    apart = _apart(captured, lowerings.memory, device, options)
     sites = (site for site in captured.sites if site.buffer is not None)
     nodes = [n for n in dict.fromkeys(site.node for site in sites) if n not in apart]
     rows = {n: row for n in nodes if (row := lowerings.row(captured.specs[n])) is not None}
@@ -131,7 +132,7 @@ def choose_ways(
         require(groups, engines, lowerings.memory)
         return Chosen(apart, engines=_over(cases, rows, engines))
     if choose == "table":
-        return _by_table(apart, cases, rows, groups, engines, options)
+        return _by_table(apart, cases, rows, groups, engines, options.table)
     choices = {node: choices_of(groups[case.group])[case] for node, case in cases.items()}
     by_engines = {n: cases[n] for n, c in choices.items() if c.way == "copy engine"}
     return Chosen(
@@ -143,15 +144,19 @@ def choose_ways(
 
 
 def _apart(
-    captured: Captured, memory: str, device: torch.device, timeout: float
+    captured: Captured, memory: str, device: torch.device, options: Options
 ) -> dict[fx.Node, str]:
     """The calls over groups that the memory backend cannot serve, and why.
 
-    Collective: yes, over the groups that were not asked before what they are.
+    Raises:
+        AgreementError: Ranks have other tables of choices.
+
+    Collective: yes, over the groups that were not asked before.
     """
     calls = {s.node: captured.groups[s.node] for s in captured.sites if s.buffer is not None}
     groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
-    why = unreached(groups, memory, device, timeout)
+    why = unreached(groups, memory, device, options.timeout)
+    agree_on(options.table, groups, options.timeout)
     return {node: why[group] for node, group in calls.items() if group in why}
 
 
@@ -161,15 +166,14 @@ def _by_table(
     rows: Mapping[fx.Node, Lowering],
     groups: Mapping[str, Any],
     engines: Mapping[str, Engines],
-    options: Options,
+    table: Table | None,
 ) -> Chosen:
-    """As it was measured elsewhere, else by rule. Collective: as `agree_on`."""
-    agree_on(options.table, groups, options.timeout)
+    """As it was measured elsewhere, else by rule."""
     found = {}
     for node, case in cases.items():
         ranks = groups[case.group].size()
         nbytes = sum(case.numels) * int(getattr(torch, case.dtype).itemsize)
-        found[node] = ruled(options.table, case.op, ranks, nbytes, case.memory)
+        found[node] = ruled(table, case.op, ranks, nbytes, case.memory)
     by_engines = {n: cases[n] for n, (way, _) in found.items() if way == "copy engine"}
     return Chosen(
         {**apart, **{n: reason for n, (way, reason) in found.items() if way == "ordinary"}},

@@ -38,7 +38,7 @@ _FORMAT = "symmplan-choices"
 _VERSION = 1
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
-#: Digests of the tables on which the ranks of a process group have agreed.
+#: Digests of the tables on which the ranks of a process group have agreed; empty for none.
 _AGREED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 #: A row says nothing of sizes further away than this factor.
 _FAR = 4
@@ -106,8 +106,8 @@ def agree_on(table: Table | None, groups: Mapping[str, Any], timeout: float) -> 
     """Check that all ranks have read the same table; see [Note: one table].
 
     Args:
-        table: This rank's; None for rules, which all have.
-        groups: ``{name: process group}``.
+        table: This rank's; None if it was given none.
+        groups: ``{name: process group}``, None for one of this process alone.
         timeout: Seconds that ranks wait for each other.
 
     Raises:
@@ -115,23 +115,28 @@ def agree_on(table: Table | None, groups: Mapping[str, Any], timeout: float) -> 
 
     Collective: yes, over the groups that did not agree on this table before.
     """
-    if table is None:
+    mine = "" if table is None else table.digest
+    peers = {n: g for n, g in groups.items() if g is not None and g.size() > 1}
+    new = {n: g for n, g in peers.items() if mine not in _AGREED.get(g, ())}
+    if not new:
         return
-    mine = table.digest
-    new = {n: g for n, g in groups.items() if mine not in _AGREED.get(g, ())}
-    for name, said in tell("table", dict.fromkeys(new, mine), new, timeout).items():
+    for name, said in tell("table of choices", dict.fromkeys(new, mine), new, timeout).items():
         other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
         if other is not None:
             raise AgreementError(
                 f"ranks 0 and {other} read different tables of choices",
-                expected=f"digest {said[0]} (rank 0)",
-                got=f"digest {said[other]} (rank {other})",
+                expected=f"{_called(said[0])} (rank 0)",
+                got=f"{_called(said[other])} (rank {other})",
                 fix="give all ranks the same file",
                 group=name,
                 rank=new[name].rank(),
                 ranks=(0, other),
             )
         _AGREED.setdefault(new[name], set()).add(mine)
+
+
+def _called(digest: Any) -> str:
+    return f"digest {digest}" if digest else "no table"
 
 
 def is_table(choose: object) -> bool:

@@ -45,6 +45,7 @@ from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.observe import launching_from
 from symmplan.place.program import place
 from symmplan.place.stakes import Stakes
+from symmplan.place.table import agree_on
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
 from symmplan.planner.barriers import barriers_of, in_turn
@@ -420,7 +421,9 @@ class Unit:
             return None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
-        survey(self.residents.groups(part.name, plan), self.device, self.settings.timeout)
+        groups = self.residents.groups(part.name, plan)
+        survey(groups, self.device, self.settings.timeout)
+        agree_on(self.settings.table, groups, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
         if any(self._room(p.name, self.lowerings) is None for p in same):
             return None
