@@ -112,6 +112,55 @@ def wide(capacity=None):
         optimizer.zero_grad()
 
 
+def large_root(capacity=None):
+    """The widths of 405 billion parameters, on 512 ranks: the root holds embedding and head."""
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(128_256, 16_384)
+            self.layers = nn.ModuleList(nn.Linear(16_384, 194_560, bias=False) for _ in range(4))
+            self.head = nn.Linear(16_384, 128_256, bias=False)
+
+        def forward(self, x):
+            x = self.words(x)
+            for layer in self.layers:
+                x = x + layer(x)[..., :16_384]
+            return self.head(x)
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Large()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    symmplan.fsdp.apply(model, capacity=capacity)
+    for _ in range(2):
+        model(torch.zeros(1, 128, dtype=torch.long)).sum().backward()
+
+
+def test_the_root_of_405b_gives_way_on_a_budget():
+    def simulated_in(capacity):
+        program = functools.partial(large_root, capacity)
+        return symmplan.simulate(program, ranks=512, memory="nccl")
+
+    whole, less = simulated_in(None), simulated_in("36GiB")
+    buffers = whole.plans[0].problem.buffers
+    root = [b.nbytes for b in buffers if ".model." in b.name or b.name.startswith("slot")]
+    assert sum(root) > 35 << 30
+    assert whole.peak_bytes > 45 << 30
+    assert 0 < less.peak_bytes <= 36 << 30
+    gave = {(g.what.split()[0], g.calls, g.after) for g in less.plans[0].budget.gave_way}
+    assert gave == {("all_gather", 1, "ordinary"), ("reduce_scatter", 1, "ordinary")}
+    # The layers keep theirs.
+    ways = {(c.op, c.way) for c in less.collectives}
+    assert {("all_gather", "copy engine"), ("reduce_scatter", "push")} <= ways
+    assert "budget: 47.28 GiB wanted, 36 GiB there" in less.plans[0].summary()
+
+
 def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number():
     eight, many = (symmplan.simulate(wide, ranks=ranks, rank=ranks - 1) for ranks in (8, 4096))
     assert eight.plans[0].peak_bytes

@@ -14,6 +14,7 @@ from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Key
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
+from symmplan.memory.simulated import current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +138,7 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             if slot.pushed:  # sums are written in their final type at once
                 final = fsdp2.dtype_of_gradients(self._group)
                 waits = fsdp2.COPY_INS and slot.base.data_ptr() in fsdp2.COPY_INS
-                if final is not None and not waits:  # they were pushed
+                if final is not None and not waits and current() is None:  # they were pushed
                     self._added = fsdp2.gradients_at(self._group, math.prod(size), final)
                 dtype = final or dtype
             if self._added is not None:
