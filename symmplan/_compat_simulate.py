@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import traceback
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,8 @@ def fake_world(
                 stack.enter_context(_replaced(PipelineStage, "_warmup_backward_result", _vote))
             init = _init_of_meshes(device_mesh.DeviceMesh.__init__, check_mesh)
             stack.enter_context(_replaced(device_mesh.DeviceMesh, "__init__", init))
+            swap = functools.partial(_swap, torch.utils.swap_tensors, mode)
+            stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
             stack.enter_context(mode)
             yield mode
     finally:
@@ -161,6 +164,22 @@ def fake_world(
         dist.init_process_group, dist.destroy_process_group = begin, end
         dist.destroy_process_group()
         _forget()
+
+
+def _swap(
+    swap: Callable[..., None],
+    mode: fake_tensor.FakeTensorMode,
+    first: torch.Tensor,
+    second: torch.Tensor,
+) -> None:
+    """Let a module convert its parameters: weak references forbid it, and the mode has some."""
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    for tensor in (first, second):
+        keys = [getattr(ref, "key", None) for ref in weakref.getweakrefs(tensor)]
+        for key in keys:
+            if memo.get(key) is tensor:
+                del memo[key]
+    swap(first, second)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

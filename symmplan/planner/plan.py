@@ -21,6 +21,7 @@ from symmplan.planner.order import order_of
 from symmplan.planner.packing.bound import heaviest
 from symmplan.planner.packing.solve import pack
 from symmplan.planner.packing.task import task_of
+from symmplan.planner.uncollected import uncollected
 
 if TYPE_CHECKING:
     from symmplan.model import Problem
@@ -44,6 +45,7 @@ class _Family:
         return sum(t.unit * p.peak for t, p in zip(self.tasks, self.packings, strict=True))
 
 
+@uncollected()
 def plan(
     problem: Problem,
     *,

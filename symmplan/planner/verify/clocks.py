@@ -162,11 +162,11 @@ class Touches:
     ) -> None:
         self.clocks = clocks
         number, count = clocks.number, len(clocks.operations)
-        pairs = np.unique(
-            np.asarray(
-                [owner[a.buffer] * count + number[a.operation] for a in accesses], dtype=np.int64
-            )
+        pairs: Ints = np.asarray(
+            [owner[a.buffer] * count + number[a.operation] for a in accesses], dtype=np.int64
         )
+        pairs.sort()
+        pairs = pairs[np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)]]
         user = pairs // count
         self._op: Ints = pairs % count
         self._bounds: Ints = np.searchsorted(user, np.arange(users + 1))

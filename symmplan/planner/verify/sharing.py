@@ -64,13 +64,15 @@ class _Bytes:
         if self.cuts[j] > high:
             users.append(self.user[j - 1])
             cuts.append(high)
-        owners = self.user[i:j]
-        for k, owner in enumerate(owners, start=i):
-            if owner < 0:
-                self.first.append((max(self.cuts[k], low), min(self.cuts[k + 1], high), user))
+        owners = set(self.user[i:j])
+        if -1 in owners:
+            owners.remove(-1)
+            for k in range(i, j):
+                if self.user[k] < 0:
+                    self.first.append((max(self.cuts[k], low), min(self.cuts[k + 1], high), user))
         self.cuts[i:j] = cuts
         self.user[i:j] = users
-        return {o for o in owners if o >= 0}
+        return owners
 
     def wraps(self) -> set[tuple[int, int]]:
         """(last, first) user of every byte that is used at all."""
@@ -92,7 +94,7 @@ def check_sharing(plan: Plan, users: list[User], touches: Touches) -> Reuse:
     space = {s.name: _Bytes(s.nbytes) for s in plan.segments}
     first = touches.first.tolist()
     pairs: list[tuple[int, int]] = []
-    for u in sorted(range(len(users)), key=lambda k: (first[k], users[k].names)):
+    for u in sorted(range(len(users)), key=first.__getitem__):
         user = users[u]
         pairs += [(b, u) for b in space[user.segment].take(user.offset, user.end, u)]
     pairs.sort()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from symmplan.errors import VerificationError
 
@@ -153,8 +151,7 @@ def _check_pairs(plan: Plan) -> None:
             )
 
 
-@frozen
-class User:
+class User(NamedTuple):
     """A buffer, or several that must share their offset; live from the first to the last access.
 
     Attributes:
