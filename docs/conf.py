@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
 
 import symmplan
 
@@ -34,7 +36,7 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_static_path = ["static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 html_title = f"symmplan {release}"
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main"}
 highlight_language = "none"  # drawings have no mark
@@ -69,6 +71,33 @@ def show_page_of_repository(_app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
+def break_names_in_tables(_app: Sphinx, doctree: nodes.document, _name: str) -> None:
+    """Let long names in tables break after their parts, and nowhere else."""
+    for entry in doctree.findall(nodes.entry):
+        for literal in entry.findall(nodes.literal):
+            parts = re.split(r"(?<=::)(?=\w)|(?<=[\w)][_./,])(?=\w)(?!\w*::)", literal.astext())
+            literal[:] = [nodes.Text(parts[0])]
+            for part in parts[1:]:
+                literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+
+
+def link_notes(_app: Sphinx, _what: str, _name: str, *rest: Any) -> None:
+    """Link what docstrings call a note of the memory model."""
+    lines = rest[-1]
+    model = "`the memory model <../concepts.html#the-memory-model>`__"
+    notes = r"\[Note: (?:happens-before|peers\s+count)\]"
+    lines[:] = re.sub(notes, model, "\n".join(lines)).split("\n")
+
+
+def hide_signature(_app: Sphinx, what: str, name: str, *_rest: Any) -> tuple[str, None] | None:
+    """Say once what all errors take."""
+    hidden = what == "exception" and not name.endswith("SymmplanError")
+    return ("", None) if hidden else None
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", link_notes, priority=600)
+    app.connect("autodoc-process-signature", hide_signature)
     app.connect("source-read", show_page_of_repository)
+    app.connect("doctree-resolved", break_names_in_tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import runpy
 import subprocess
@@ -29,18 +30,9 @@ def _name(path):
     return path.relative_to(ROOT).as_posix()
 
 
-#: Whose code runs in CI; that of the others by hand, as each page starts processes of its own.
-OFTEN = ("README.md", "tour.md", "fsdp2.md", "eager.md")
-
-
+# README's by default; CI runs all of them.
 @pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(p, marks=[] if p.name in OFTEN else pytest.mark.slow)
-        for p in PAGES
-        if _code(p) and p.name not in ELSEWHERE
-    ],
-    ids=_name,
+    "path", [p for p in PAGES if _code(p) and p.name not in ELSEWHERE], ids=_name
 )
 @pytest.mark.ranks
 def test_the_code_of_a_page_runs_and_prints_what_it_says(path, tmp_path):
@@ -116,6 +108,19 @@ def test_every_error_is_on_the_page_under_its_rule():
         if issubclass(kind, Exception) and kind is not errors.SymmplanError
     }
     assert parts == expected
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["symmplan", *(f"symmplan.{name}" for name in ("fsdp", "memory", "registry", "testing"))],
+)
+def test_what_is_public_is_in_the_reference(module):
+    folder = ROOT / "docs" / "reference"
+    text = "\n".join(page.read_text(encoding="utf-8") for page in folder.glob("*.md"))
+    whole = re.findall(r"automodule:: (\S+)", text)
+    named = set(re.findall(r"(?:auto\w+|data):: (?:[\w.]+\.)?(\w+)$", text, re.MULTILINE))
+    public = set(importlib.import_module(module).__all__) - {"__version__", "errors", "fsdp"}
+    assert module in whole or public <= named
 
 
 def test_the_pictures_are_those_that_the_script_draws(tmp_path):

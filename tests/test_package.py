@@ -357,7 +357,7 @@ def test_the_notebook_plans_and_draws(capsys):
     for cell in cells:
         exec(cell, space)
     said = capsys.readouterr().out
-    assert "reached: no plan of this program needs fewer bytes" in said
+    assert "reached: no plan needs fewer bytes" in said
     assert "fix: raise the capacity" in said
     assert "complete True True" in said
     assert "plan" in cells  # whose value is shown

@@ -74,13 +74,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16"),
         help="of reduced gradients, if parameters are not float32 (llama bfloat16)",
     )
-    add("--sides", nargs="+", choices=_SIDES, help="what to compare (default: all there are)")
+    add(
+        "--sides",
+        nargs="+",
+        choices=_SIDES,
+        metavar="SIDE",
+        help=f"what to compare: {', '.join(_SIDES)} (default: all there are)",
+    )
     add(
         "--choose",
         nargs="+",
         choices=CHOOSE,
         default=["measure"],
-        help="how collectives run (default as measured); each further one is a side of its own",
+        metavar="WAY",
+        help=f"how collectives run: {', '.join(CHOOSE)} (default measure); each further one is a "
+        "side of its own",
     )
     add(
         "--cuda-graph",

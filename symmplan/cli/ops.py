@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import re
 import sys
 import textwrap
 from itertools import zip_longest
@@ -34,6 +35,7 @@ _LEGEND = (
     "name. "
     "name@16: aligned to 16 bytes instead of 256."
 )
+_CODE = re.compile(r"\w+::\w+|\b_c10d_functional\b")
 _MAX_SYMMETRIC = 26  # columns
 _MIN_FOLDED = 10  # columns that a folded cell keeps
 _MIN_NOTE = 40  # columns; where fewer are left, a note gets a line of its own
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by-collective",
         action="store_true",
         help="for each collective: the ops that run it, which of their tensors must be symmetric, "
-        "what NCCL has for it, and what symmplan does with it; as Markdown",
+        "what NCCL has for it, and what symmplan does with it; as Markdown where it goes to a file",
     )
     parser.add_argument(
         "--all", action="store_true", help="also list the ops that are left out, and why"
@@ -74,9 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         UnknownOpError: A name matches nothing.
     """
     if args.by_collective:
-        from symmplan.place.collectives import by_collective
-
-        return {"collectives": by_collective()}
+        return {"collectives": _collectives(args.names)}
     if args.imports and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for `python -m`: the current folder counts
     for module in args.imports:
@@ -93,6 +93,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "not_catalogued": [_reason(e) for e in entries if e.spec is None and not e.known],
         "all": bool(args.all or args.names),
     }
+
+
+def _collectives(names: list[str]) -> list[dict[str, Any]]:
+    from symmplan.place.collectives import by_collective
+
+    every = {found["collective"]: found for found in by_collective()}
+    for name in names:
+        if name not in every:
+            raise UnknownOpError(
+                f"no collective is called {name!r}",
+                expected=", ".join(every),
+                got=repr(name),
+                fix="name one of these, or none for all of them",
+                op=name,
+            )
+    return [found for name, found in every.items() if name in (names or every)]
 
 
 def _import(module: str) -> None:
@@ -161,7 +177,8 @@ def _reason(entry: Entry) -> dict[str, str]:
 def render(result: Mapping[str, Any]) -> str:
     """The result as a table for people, as wide as the terminal allows."""
     if "collectives" in result:
-        return "\n\n".join(map(_section, result["collectives"]))
+        section = _listed if sys.stdout.isatty() else _section
+        return "\n\n".join(map(section, result["collectives"]))
     columns = screen.columns()
     parts = []
     if result["ops"]:
@@ -176,29 +193,45 @@ def render(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _section(found: Mapping[str, Any]) -> str:
-    """A collective, in Markdown."""
+def _facts_of_nccl(found: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     nccl, ways = found["nccl"], found["ways"]
-    lines = [f"## {found['collective']}", ""]
     kernels, engines = (".".join(map(str, nccl[key])) for key in ("kernels", "engines"))
     said = [f"symmetric kernels from {kernels} on" if kernels else "no symmetric kernels"]
     said += [f"copy engines from {engines} on"] if engines else []
-    lines.append(f"- NCCL: {', '.join(said)}.")
+    yield "NCCL", ", ".join(said)
     if nccl["sides"]:
-        lines.append(f"- What NCCL wants to be symmetric: {nccl['sides']}.")
+        yield "What NCCL wants to be symmetric", nccl["sides"]
     if nccl["dtypes"]:
-        lines.append(f"- Types that its symmetric kernels take: {', '.join(nccl['dtypes'])}.")
+        yield "Types that its symmetric kernels take", ", ".join(nccl["dtypes"])
     if nccl["reductions"]:
         since = (f"{op} from {'.'.join(map(str, v))} on" for op, v in nccl["reductions"].items())
-        lines.append(f"- Reductions that they know: {', '.join(since)}.")
+        yield "Reductions that they know", ", ".join(since)
     for memory, text in (("nccl", "over NCCL"), ("shm", "in shared memory")):
-        lines.append(f"- symmplan's ways {text}: {', '.join(ways[memory])}.")
+        yield f"symmplan's ways {text}", ", ".join(ways[memory])
+
+
+def _section(found: Mapping[str, Any]) -> str:
+    """A collective, in Markdown."""
+    lines = [f"## {found['collective']}", ""]
+    lines += [f"- {what}: {says}." for what, says in _facts_of_nccl(found)]
     lines += ["", "| op | can be symmetric | over NCCL symmplan runs | in shared memory | note |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for op in found["ops"]:
-        where = ", ".join(op["symmetric"]) or "-"
-        cells = f"`{op['op']}`", where, op["nccl"], op["shm"], op["note"] or "-"
-        lines.append(f"| {' | '.join(cells)} |")
+        where = ", ".join(f"`{name}`" for name in op["symmetric"]) or "-"
+        cells = where, *(_CODE.sub(r"`\g<0>`", op[key] or "-") for key in ("nccl", "shm", "note"))
+        lines.append(" | ".join((f"| `{op['op']}`", *cells)) + " |")
+    return "\n".join(lines)
+
+
+def _listed(found: Mapping[str, Any]) -> str:
+    """A collective, for a terminal."""
+    lines = [f"{found['collective']}:", *(f"  {what}: {s}" for what, s in _facts_of_nccl(found))]
+    for op in found["ops"]:
+        lines += ["", f"  {op['op']}  {', '.join(op['symmetric'])}".rstrip()]
+        same = op["nccl"] == op["shm"]
+        lines += [f"    over NCCL{' and in shared memory' * same}: {op['nccl']}"]
+        lines += [] if same else [f"    in shared memory: {op['shm']}"]
+        lines += [f"    {op['note']}"] if op["note"] else []
     return "\n".join(lines)
 
 
@@ -213,32 +246,47 @@ def _tables(ops: list[dict[str, Any]], columns: int) -> list[str]:
 def _table(namespace: str, ops: list[dict[str, Any]], columns: int) -> str:
     heading = [f"{namespace}::", *_HEADINGS]
     rows = [_cells(op) for op in ops]
+    notes = [op["note"] for op in ops]
     common = ""
     if _width(heading, rows) > columns:  # what is the same in all lines is said once
         same = [i for i in range(2, len(heading)) if len({row[i] for row in rows}) == 1]
         common = ", ".join(f"{heading[i]} {rows[0][i]}" for i in same)
         heading = [cell for i, cell in enumerate(heading) if i not in same]
         rows = [[cell for i, cell in enumerate(row) if i not in same] for row in rows]
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    widths[1] = min(widths[1], _MAX_SYMMETRIC)
-    folded = [1, *(i for i, name in enumerate(heading) if name == "facts")]
-    for i in folded:
-        over = max(0, sum(widths) + 2 * (len(widths) - 1) - columns)
-        widths[i] = max(widths[i] - over, min(widths[i], _MIN_FOLDED))
+    widths = _folded(heading, rows, columns)
+    while sum(widths) + 2 * (len(widths) - 1) > columns and len(widths) > 2:
+        # What a narrow terminal has no column for is in the notes.
+        name = heading.pop()
+        said = [f"{name}: {row.pop()}" for row in rows]
+        notes = [f"{s}; {n}" if n else s for s, n in zip(said, notes, strict=True)]
+        notes = [n.removeprefix(f"{name}: -").removeprefix("; ") for n in notes]
+        widths = _folded(heading, rows, columns)
     room = columns - sum(widths) - 2 * len(widths)
     below = room < _MIN_NOTE
+    folded = [i for i, name in enumerate(heading) if i == 1 or name == "facts"]
     widths.append(0)
     lines = [_line([*heading, "" if below else "note"], widths)]
     lines.append("-" * len(lines[0]))
-    for cells, op in zip(rows, ops, strict=True):
+    for cells, note in zip(rows, notes, strict=True):
         wrapped = [[cell] for cell in cells]
         for i in folded:
             wrapped[i] = textwrap.wrap(cells[i], widths[i])
-        wrapped.append([] if below else textwrap.wrap(op["note"], room))
+        wrapped.append([] if below else textwrap.wrap(note, room))
         lines += [_line(shown, widths) for shown in zip_longest(*wrapped, fillvalue="")]
-        if below and op["note"]:
-            lines += _indented(op["note"], columns)
+        if below and note:
+            lines += _indented(note, columns)
     return "\n".join([*textwrap.wrap(f"all: {common}", columns), *lines] if common else lines)
+
+
+def _folded(heading: list[str], rows: list[list[str]], columns: int) -> list[int]:
+    """How wide columns are; those that may be folded, at words, give what is missing."""
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    widths[1] = min(widths[1], _MAX_SYMMETRIC)
+    for i in [1, *(i for i, name in enumerate(heading) if name == "facts")]:
+        over = max(0, sum(widths) + 2 * (len(widths) - 1) - columns)
+        word = max(len(word) for row in rows for word in row[i].split() or [""])
+        widths[i] = max(widths[i] - over, min(widths[i], max(_MIN_FOLDED, word)))
+    return widths
 
 
 def _width(heading: list[str], rows: list[list[str]]) -> int:

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,17 +34,23 @@ def columns() -> int:
     return shutil.get_terminal_size((_WIDE, 24)).columns
 
 
-def fitted(text: str, width: int | None = None) -> str:
-    """``text`` with long lines wrapped and indented, if stdout is a terminal or ``width`` is given.
+def fitted(text: str, width: int | None = None, *, stream: TextIO | None = None) -> str:
+    """``text`` with long lines wrapped and indented, to ``width`` or that of the terminal.
+
+    Where ``stream``, stdout if None, is no terminal, lines stay as they are.
 
     >>> print(fitted("  4 x input: copied because it comes from elsewhere", 30))
       4 x input: copied because it
           comes from elsewhere
     """
     if width is None:
-        if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
+        stream = stream or sys.stdout
+        if "COLUMNS" in os.environ and stream is sys.stdout:
+            width = columns()
+        elif stream.isatty():
+            width = os.get_terminal_size(stream.fileno()).columns
+        else:
             return text
-        width = columns()
     lines = []
     for line in text.splitlines():
         deeper = " " * (len(line) - len(line.lstrip()) + 4)

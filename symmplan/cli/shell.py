@@ -149,7 +149,7 @@ def _fail(
             told["rule"] = error.rule
         print(json.dumps({"ok": False, "error": told}, indent=2))
         return code
-    print(f"symmplan: {message}", file=sys.stderr)
+    print(fitted(f"symmplan: {message}", stream=sys.stderr), file=sys.stderr)
     return code
 
 

@@ -85,6 +85,13 @@ def render(result: dict[str, Any]) -> str:
 def _program(text: str) -> Callable[[], Any]:
     """The function that ``module:function`` names."""
     name, _, function = text.rpartition(":")
+    if not name:
+        raise SimulationError(
+            f"{text!r} names no function",
+            expected="module:function, or path/to/file.py:function",
+            got=repr(text),
+            fix=f"say which one, such as {text}:train",
+        )
     try:
         if name.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -102,7 +109,7 @@ def _program(text: str) -> Callable[[], Any]:
             f"there is no program {text!r}: {error}",
             expected="module:function, or path/to/file.py:function",
             got=repr(text),
-            fix="run it where `python -c 'import module'` works",
+            fix="check the name and the current folder",
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
@@ -110,6 +117,6 @@ def _program(text: str) -> Callable[[], Any]:
             f"module {name!r} has no function {function!r}",
             expected="a function without arguments",
             got=repr(found),
-            fix="name one: module:function",
+            fix=f"name one that is there: {name}:train",
         )
     return found  # type: ignore[no-any-return]

@@ -39,13 +39,13 @@ class Call:
 class Planner(Protocol):
     """What plans in a simulated world: a model of FSDP2's, a compile backend, experts."""
 
-    def simulated_plans(self) -> Sequence[Plan]:
+    def _simulated_plans_(self) -> Sequence[Plan]:
         """Its plans. What was recorded and not yet planned is planned now."""
 
-    def simulated_way(self, call: Any) -> WayName:
+    def _simulated_way_(self, call: Any) -> WayName:
         """How a call that it was told of runs."""
 
-    def simulated_end(self) -> None:
+    def _simulated_end_(self) -> None:
         """Give all segments back: the world ends."""
 
 

@@ -111,7 +111,8 @@ def _autograd(name: str, kind: str, **more: Any) -> Row:
     return _collective(op, kind, "input return", note=note, **more)
 
 
-def _c10d(name: str, kind: str, where: str, *, note: str = "its Work ends it", **more: Any) -> Row:
+def _c10d(name: str, kind: str, where: str, *, note: str = "", **more: Any) -> Row:
+    note = note or "returns a Work; the wait for that ends it"
     return _collective(f"c10d::{name}", kind, where, group="process_group", note=note, **more)
 
 

@@ -71,7 +71,7 @@ def reasons_line(unplanned: Iterable[Unplanned]) -> str:
 
 def _quality(plan: Plan) -> str:
     if plan.peak_bytes == plan.lower_bound_bytes:
-        return "reached: no plan of this program needs fewer bytes"
+        return "reached: no plan needs fewer bytes"
     if plan.lower_bound_bytes == 0:
         return "not known"
     ratio = plan.peak_bytes / plan.lower_bound_bytes

@@ -129,7 +129,7 @@ def simulate(
             progress(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
             progress(f"{ops:,} ops: planning")
-            plans = [plan for planner in world.planners for plan in planner.simulated_plans()]
+            plans = [plan for planner in world.planners for plan in planner._simulated_plans_()]
             report = _report(world, plans, others, storages)
             del kept
             return report
@@ -140,7 +140,7 @@ def simulate(
         raise found from error
     finally:
         for planner in world.planners:
-            planner.simulated_end()
+            planner._simulated_end_()
         world.planners.clear()
         world.calls.clear()
         world.buffers.clear()
@@ -153,7 +153,7 @@ def _report(
 ) -> SimulationReport:
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, storage in world.buffers:
-        if planner is None or planner.simulated_way(known_by) != "ordinary":
+        if planner is None or planner._simulated_way_(known_by) != "ordinary":
             storage.kind = "placed"
     rows: Counter[tuple[Call, WayName]] = Counter()
     for (call, placed), many in others.items():
@@ -163,7 +163,7 @@ def _report(
             way = "symmetric" if way == "ordinary" else way
         rows[call, way] += many
     for planner, known_by, call in world.calls:
-        rows[call, planner.simulated_way(known_by)] += 1
+        rows[call, planner._simulated_way_(known_by)] += 1
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,

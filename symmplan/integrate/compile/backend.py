@@ -179,15 +179,15 @@ class CompileBackend:
         """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
         return reasons(self._pool.copies)
 
-    def simulated_plans(self) -> tuple[Plan, ...]:
+    def _simulated_plans_(self) -> tuple[Plan, ...]:
         """See `symmplan.memory.simulated`."""
         return self.plans
 
-    def simulated_way(self, call: Any) -> WayName:  # noqa: ARG002
+    def _simulated_way_(self, call: Any) -> WayName:  # noqa: ARG002
         """It tells of no calls: what a graph runs is seen."""
         return "symmetric"
 
-    def simulated_end(self) -> None:
+    def _simulated_end_(self) -> None:
         """See `symmplan.memory.simulated`."""
         self.release()
 

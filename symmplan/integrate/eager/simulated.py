@@ -71,15 +71,15 @@ class SimulatedSession(Session):
         self._faults.close()
         self._forget()  # the segment stays: others may make theirs only at the end
 
-    def simulated_plans(self) -> tuple[Plan, ...]:
+    def _simulated_plans_(self) -> tuple[Plan, ...]:
         """The plan, if an iteration came to its end."""
         return () if self.plan is None else (self.plan,)
 
-    def simulated_way(self, call: Any) -> WayName:  # noqa: ARG002
+    def _simulated_way_(self, call: Any) -> WayName:  # noqa: ARG002
         """It tells of no calls."""
         return "ordinary"
 
-    def simulated_end(self) -> None:
+    def _simulated_end_(self) -> None:
         """Give the segment back; a session that was not left ends."""
         self.release()
         give_back(self._held)

@@ -91,7 +91,7 @@ class SimulatedRuntime(Runtime):
         finally:
             self._world.quiet = False
 
-    def simulated_plans(self) -> tuple[Plan, ...]:
+    def _simulated_plans_(self) -> tuple[Plan, ...]:
         """The plan, if a collective ran."""
         if self.schedule is None and self._log is not None and self._log.ran:
             self.freeze()
@@ -103,12 +103,12 @@ class SimulatedRuntime(Runtime):
                         self._world.buffer(self, key, output)
         return () if self.planning.plan is None else (self.planning.plan,)
 
-    def simulated_way(self, call: Any) -> WayName:
+    def _simulated_way_(self, call: Any) -> WayName:
         """How a collective with this key runs."""
         spots = () if self.schedule is None else self.schedule.spots
         spot = next((s for s in spots if s.call.key == call), None)
         return "ordinary" if spot is None or spot.place is None else spot.way.name
 
-    def simulated_end(self) -> None:
+    def _simulated_end_(self) -> None:
         """Give the segments back."""
         self.release()

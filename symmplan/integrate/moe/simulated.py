@@ -114,14 +114,14 @@ class SimulatedExperts(ExpertParallel):
         """It cannot be used any more. Its segment stays: others may make theirs only at the end."""
         self._released = True
 
-    def simulated_plans(self) -> tuple[Plan, ...]:
+    def _simulated_plans_(self) -> tuple[Plan, ...]:
         """The last plan, if rows were exchanged."""
         return self._made
 
-    def simulated_way(self, call: Any) -> WayName:
+    def _simulated_way_(self, call: Any) -> WayName:
         """How rows of so many bytes move."""
         return self._ways.get(call, "ordinary")
 
-    def simulated_end(self) -> None:
+    def _simulated_end_(self) -> None:
         """Give the segment back."""
         self._let_go()
