@@ -70,6 +70,7 @@ def test_all_to_all_and_sum_in_all_kinds_of_programs(two, program, args):
         (mixed, (torch.bfloat16, torch.bfloat16, None)),
         (mixed, (torch.bfloat16, torch.float32, None)),
         (mixed, (torch.float16, torch.float16, None)),
+        (mixed, (torch.float32, torch.bfloat16, None)),
         (accumulation, (False, True)),
         (several_forwards, ()),
         (failing_step, ()),

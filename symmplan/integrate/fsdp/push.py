@@ -68,29 +68,37 @@ class Pushes:
         self._sent: _Sent | None = None
 
     @own_work
-    def send(self, gradients: Sequence[torch.Tensor], slot: Placement) -> None:
+    def send(
+        self, gradients: Sequence[torch.Tensor], slot: Placement, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
         """Push each rank's part of the gradients, from the current stream on.
 
         Args:
-            gradients: Of one dtype, to be sharded along their first dimension. Whoever made them
-                must not use their memory for anything else before the reduction has ended.
+            gradients: Of one dtype, to be sharded along their first dimension.
             slot: Where each rank receives.
+            dtype: In which FSDP2 reduces: for so many bytes there is room.
+
+        Returns:
+            What has to stay alive until the current stream has waited for the reduction.
 
         Collective: if the last reduction had the same slot, or never came to its meeting.
         """
         again = self._unmet or self._last == slot
         self._last, self._unmet = slot, True
+        if gradients[0].dtype.itemsize > dtype.itemsize:
+            gradients = [g.to(dtype) for g in gradients]
         if self._stream is None:
             if again:
                 self._meeting.barrier()
             self._copy(gradients, slot)
-            return
+            return tuple(gradients)
         self._stream.wait_stream(current_stream(self._stream.device))
         with on_stream(self._stream):
             wait_for(self._summed if again else self._met)
             if again:
                 self._meeting.barrier()
             self._copy(gradients, slot)
+        return tuple(gradients)
 
     def reduce(
         self, output: torch.Tensor, op: Any, rounded: torch.dtype, *, add: bool = False

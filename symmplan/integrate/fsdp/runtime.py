@@ -136,12 +136,11 @@ class Runtime:
             assert spot.place is not None
             # Nothing is copied there: one element that looks like all of them.
             base = torch.empty(1, dtype=dtype, device=device)
-            send = functools.partial(self.memory.pushes(spot).send, slot=spot.place)
+            send = functools.partial(self.memory.pushes(spot).send, slot=spot.place, dtype=dtype)
 
             def push(gradients: Sequence[torch.Tensor]) -> None:
-                slot.pushing = tuple(gradients)
                 with launching(slot.expected):
-                    send(gradients)
+                    slot.pushing = send(gradients)
 
             fsdp2.COPY_INS[base.data_ptr()] = base, push
         elif spot is not None and spot.place is not None and not spot.direct:
