@@ -28,7 +28,7 @@ from symmplan._compat_fake import DEVICE, Results
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Watch", "fake_world", "in_pipeline", "reads_values"]
+__all__ = ["Watch", "fake_world", "in_pipeline", "needs_bytes", "reads_values"]
 
 #: What is raised where a program asks for the value of a fake tensor.
 _READS = tuple(
@@ -59,6 +59,14 @@ _OF_MESHES = (
 def reads_values(error: BaseException) -> bool:
     """Whether a program asked for a value that a fake tensor does not have."""
     return isinstance(error, _READS)
+
+
+def needs_bytes(error: BaseException) -> bool:
+    """Whether code asked where the bytes of a fake tensor lie."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "data is not allocated yet" in text or "Cannot access data pointer" in text
+    )
 
 
 def in_pipeline(error: BaseException) -> bool:
@@ -151,6 +159,10 @@ def fake_world(
                 stack.enter_context(_replaced(PipelineStage, "_warmup_backward_result", _vote))
             init = _init_of_meshes(device_mesh.DeviceMesh.__init__, check_mesh)
             stack.enter_context(_replaced(device_mesh.DeviceMesh, "__init__", init))
+            wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+            if wrapper is not None:
+                compiles = _compiles(wrapper.__call__)
+                stack.enter_context(_replaced(wrapper, "__call__", compiles))
             swap = functools.partial(_swap, torch.utils.swap_tensors, mode)
             stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
             stack.enter_context(mode)
@@ -166,6 +178,28 @@ def fake_world(
         _forget()
 
 
+def _compiles(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor with all that it does to a graph, but for kernels, which need bytes."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor import compile_fx as inductor
+
+        ops = functools.partial(inductor.compile_fx, inner_compile=_ops_of)
+        with _replaced(inductor, "compile_fx", ops):
+            return call(*args, **kwargs)
+
+    return run
+
+
+def _ops_of(gm: Any, _inputs: Any, **_kwargs: Any) -> Any:
+    """A graph's ops one by one, in place of Inductor's code."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    gm.recompile()
+    return make_boxed_func(gm)
+
+
 def _swap(
     swap: Callable[..., None],
     mode: fake_tensor.FakeTensorMode,
@@ -173,7 +207,7 @@ def _swap(
     second: torch.Tensor,
 ) -> None:
     """Let a module convert its parameters: weak references forbid it, and the mode has some."""
-    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    memo: Any = mode.fake_tensor_converter.meta_converter.tensor_memo
     for tensor in (first, second):
         keys = [getattr(ref, "key", None) for ref in weakref.getweakrefs(tensor)]
         for key in keys:

@@ -16,7 +16,16 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
-from simulate_programs import Config, program, reads_a_table, real, simulated
+from simulate_programs import (
+    Config,
+    Net,
+    _sharded,
+    _train,
+    program,
+    reads_a_table,
+    real,
+    simulated,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
@@ -178,9 +187,13 @@ def test_what_this_machine_has_and_is_says_nothing_of_another_world(monkeypatch)
     monkeypatch.setattr(room, "free_bytes", never)
     monkeypatch.setattr(topology, "facts_of", never)
     assert symmplan.simulate(wide, ranks=8).plans[0].budget is None
-    planned = symmplan.simulate(functools.partial(wide, capacity=0), ranks=8).plans[0]
+    report = symmplan.simulate(functools.partial(wide, capacity=0), ranks=8)
+    (planned,) = report.plans
     assert planned.budget is not None
     assert not planned.peak_bytes
+    costs = [a.text for a in report.advice() if a.kind == "cost"]
+    assert len(costs) == len(planned.budget.gave_way)
+    assert "as ordinary instead of push" in costs[0]
 
 
 def test_text_of_a_plan_does_not_grow_with_the_ranks():
@@ -254,6 +267,70 @@ def test_a_report_answers_questions():
     assert short.nbytes == -1
 
 
+def trained(steps, prepare=lambda model: model):
+    """Shard a small model and train it."""
+    model = prepare(Net(16, (1, 3)))
+    handle = symmplan.fsdp.apply(_sharded(model, init_device_mesh("cpu", (2,)), Config()))
+    _train(model, Config(dim=16, steps=steps))
+    return handle
+
+
+def test_the_optimizer_has_its_state_before_its_first_step():
+    one, two = (
+        symmplan.simulate(functools.partial(trained, steps), ranks=2).ordinary_bytes
+        for steps in (1, 2)
+    )
+    assert one == two
+    assert one.optimizer >= 2 * one.parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("convert", "share"),
+    [
+        (lambda model: model.to("cpu"), 1),
+        (lambda model: model.to(torch.float64), 2),
+        (lambda model: model.bfloat16().float(), 1),
+    ],
+)
+def test_models_may_be_moved_and_converted(convert, share):
+    def tied(model, convert=lambda model: model):
+        block = model.blocks[0]
+        block.down.weight = block.up.weight
+        model = convert(model)
+        assert block.down.weight is block.up.weight
+        return model
+
+    plain, converted = (
+        symmplan.simulate(functools.partial(_once, prepare), ranks=2, memory="shm")
+        for prepare in (tied, functools.partial(tied, convert=convert))
+    )
+    assert plain.ordinary_bytes.parameters > 0
+    assert converted.ordinary_bytes.parameters == share * plain.ordinary_bytes.parameters
+    assert converted.peak_bytes == pytest.approx(share * plain.peak_bytes, rel=0.05)
+    assert plain.peak_bytes > 0
+
+
+def _once(prepare):
+    model = prepare(Net(32, (1, 1)))
+    symmplan.fsdp.apply(_sharded(model, init_device_mesh("cpu", (2,)), Config()))
+    dtype = model.inlet.weight.dtype
+    model(torch.randn(4, 32, dtype=dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_blocks_may_be_compiled_by_others(backend):
+    def compiled(model):
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        return model
+
+    plain, other = (
+        symmplan.simulate(functools.partial(trained, 2, prepare), ranks=2, memory="shm")
+        for prepare in (lambda model: model, compiled)
+    )
+    assert plain.plans[0].fingerprint == other.plans[0].fingerprint
+
+
 def test_a_world_leaves_nothing_behind():
     plans_of()
     assert not dist.is_initialized()
@@ -266,6 +343,10 @@ def reads():
     return torch.ones(1).sum().add(1).item()
 
 
+def by_hand():
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
 def cuda():
     torch.cuda.current_stream()
 
@@ -273,7 +354,8 @@ def cuda():
 @pytest.mark.parametrize(
     ("run", "options", "says", "fix"),
     [
-        (reads, {"ranks": 2}, "reads the value of a tensor", "read values where"),
+        (reads, {"ranks": 2}, r"value of a tensor.*test_simulate.*in reads", "read values where"),
+        (by_hand, {"ranks": 2}, r"reads a tensor's bytes, at .*in by_hand", "register_fake"),
         (cuda, {"ranks": 2}, "a device that is not there", 'name "cpu"'),
         (wide, {"ranks": 2, "rank": 2}, "rank 2 is not in a world of 2", "pass rank="),
         (wide, {"ranks": 0}, "not in a world of 0", "pass rank="),

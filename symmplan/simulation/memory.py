@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -105,14 +106,23 @@ class Storages:
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._before(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._after(optimizer)),
         ]
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def backward_(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            self._sort_modules()
+
         storages: Any = torch.UntypedStorage
         modules: Any = torch.nn.Module
         storages.resize_, modules.__init__ = resize_, init_
+        torch.autograd.backward = backward_
         try:
             yield
-            self._sort(p for m in tuple(self._modules) for p in m.parameters(recurse=False))
+            self._sort_modules()
         finally:
             storages.resize_, modules.__init__ = resize, init
+            torch.autograd.backward = backward
             for hook in hooks:
                 hook.remove()
 
@@ -125,6 +135,9 @@ class Storages:
                 if isinstance(value, torch.Tensor):
                     self.seen(value).kind = "optimizer"
 
+    def _sort_modules(self) -> None:
+        self._sort(p for m in tuple(self._modules) for p in m.parameters(recurse=False))
+
     def _sort(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
             self.seen(parameter).kind = "parameters"
@@ -134,18 +147,25 @@ class Storages:
     def peak(self) -> dict[Kind, int]:
         """Bytes of each kind at the moment at which all but what is placed are most.
 
-        What came before `begin` does not count.
+        What came before `begin` does not count. The state of optimizers does all the time: it is
+        made at the end of the first step, and is there in each later one.
         """
         now: dict[Kind, int] = dict.fromkeys(
             ("parameters", "gradients", "optimizer", "activations"), 0
         )
+        now["optimizer"] = self._most("optimizer")
         most, at = -1, dict(now)
         total = 0
         for index, (storage, change) in enumerate(self._changes):
-            if storage.kind == "placed":
+            if storage.kind in ("placed", "optimizer"):
                 continue
             now[storage.kind] += change
             total += change
             if total > most and index >= self._begin:
                 most, at = total, dict(now)
         return at
+
+    def _most(self, kind: Kind) -> int:
+        """Most bytes of a kind at once."""
+        sizes = accumulate((n for s, n in self._changes if s.kind == kind), initial=0)
+        return max(sizes)

@@ -49,7 +49,7 @@ class Ordinary:
     Attributes:
         parameters: Parameters that the optimizer has, sharded.
         gradients: Their gradients.
-        optimizer: State of optimizers.
+        optimizer: State of optimizers, from the beginning on: each step but the first has it.
         activations: All else, buffers of collectives that are not planned included.
     """
 
@@ -69,7 +69,7 @@ class Advice:
     """One answer about a simulated program.
 
     Attributes:
-        kind: ``"fits"``, ``"peak"`` or ``"saves"``.
+        kind: ``"fits"``, ``"peak"``, ``"cost"`` or ``"saves"``.
         text: One sentence for people.
         nbytes: The bytes that it is about.
     """
@@ -77,6 +77,22 @@ class Advice:
     kind: str
     text: str
     nbytes: int
+
+
+def _costs(plan: Plan) -> list[Advice]:
+    """What a plan gave up for its budget."""
+    budget = plan.budget
+    if budget is None:
+        return []
+    head = f"{size(budget.capacity)} instead of {size(budget.wanted_bytes)} cost"
+    found = []
+    for g in budget.gave_way:
+        seconds = "" if g.seconds is None else f", {g.seconds:.3g} s in all"
+        text = (
+            f"{head}: {g.calls:,} x {visible(g.what)} as {g.after} instead of {g.before}{seconds}"
+        )
+        found.append(Advice("cost", text, budget.wanted_bytes - plan.peak_bytes))
+    return found
 
 
 @frozen
@@ -122,14 +138,15 @@ class SimulationReport:
         }
 
     def advice(self, capacity: int | None = None) -> tuple[Advice, ...]:
-        """What fits, what sets the peak, and what would save bytes.
+        """What fits, what sets the peak, what a budget costs, and what would save bytes.
 
         Args:
             capacity: Bytes of memory that a device has; None if only the others are asked.
 
         Returns:
             ``"peak"``: for each plan the group whose buffers are most at its peak, and the largest
-            of them. ``"saves"``: see `symmplan.planner.advice`. ``"fits"``: by how much
+            of them. ``"cost"``: which collectives gave way to a ``capacity=`` that the program
+            has, and to what. ``"saves"``: see `symmplan.planner.advice`. ``"fits"``: by how much
             activations, which grow with the sequence or the batch, and layers, with which
             parameters, their state and symmetric memory grow, may grow until all takes
             ``capacity``; a bound from this one run, which a second run with that size confirms.
@@ -148,6 +165,7 @@ class SimulationReport:
                     f"buffer has {size(groups[group])}"
                 )
                 found.append(Advice("peak", text, plan.peak_bytes))
+            found += _costs(plan)
             found += [Advice("saves", a.text, a.saves) for a in advise(plan) if a.saves > 0]
         if capacity is not None:
             found += self._fits(capacity)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,10 +242,18 @@ def _explained(error: BaseException) -> SimulationError | None:
             )
         if compat.reads_values(seen):
             return SimulationError(
-                f"the program reads the value of a tensor ({seen})",
+                f"the program reads the value of a tensor ({seen}){_place(error)}",
                 expected="a program that runs the same whatever its numbers are",
                 got=".item(), .tolist(), or a condition on a tensor",
                 fix=_ITEM,
+            )
+        if compat.needs_bytes(seen):
+            return SimulationError(
+                f"code that is not torch's ops reads a tensor's bytes{_place(error)}",
+                expected="ops that work on fake tensors, which have none",
+                got=str(seen).partition("\n")[0],
+                fix="leave that call out, or make it an op with a fake implementation "
+                "(torch.library.register_fake)",
             )
         if not torch.cuda.is_available() and _names_device(str(seen)):
             return SimulationError(
@@ -254,6 +264,15 @@ def _explained(error: BaseException) -> SimulationError | None:
             )
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def _place(error: BaseException) -> str:
+    """Where the program is when it fails: its own innermost line, if there is one."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *ours)):
+            return f", at {frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def _names_device(text: str) -> bool:
