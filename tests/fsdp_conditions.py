@@ -59,7 +59,7 @@ def forced_kind(kind, rank):
         def timed(*args, **kwargs):
             ways, chosen = seconds_of(*args, **kwargs), next(ops) == kind
             # Ranks measure different times, as they do; the slowest counts.
-            fast, slow = 1e-6 * (rank + 1), 5e-6
+            fast, slow = 1e-4 * (rank + 1), 5e-4
             return {w: fast if (w == "ordinary") == chosen else slow for w in ways}
 
         trials.seconds_of = timed

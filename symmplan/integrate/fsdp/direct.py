@@ -158,7 +158,8 @@ class Direct:
             return None
         with group.use_training_state(type(group._training_state).FORWARD):
             key = self._key()
-            self._runtime.arrive(key, group.device)
+            if not self._runtime.comes(key):
+                return None
             self._start(key, home, self._streams(async_op=group.unshard_async_op))
         return state
 

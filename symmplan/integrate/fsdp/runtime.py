@@ -208,10 +208,7 @@ class Runtime:
             self._waiting.pop(0)
 
     def used(self, site: str) -> None:
-        """A module begins to use its parameters.
-
-        Collective: if the plan has a gather begin then.
-        """
+        """A module begins to use its parameters. Collective: if the plan has a gather begin then."""
         log, index = self._last.get(site, (None, 0))
         if log is not None:
             log.use(index)
@@ -363,13 +360,17 @@ class Runtime:
 
     def _turns(self, key: Key) -> bool:
         """Whether a new round of the program begins with ``key``."""
-        if key.of_backward:
+        if key.of_backward or self.comes(key):
             return False
-        turns = self._was_backward or key in self._seen
-        if turns:
-            self._seen.clear()
+        self._seen = {key}
+        return True
+
+    def comes(self, key: Key) -> bool:
+        """Whether a gather of a forward pass goes on with the round; it is noted if so."""
+        if self._was_backward or key in self._seen:
+            return False
         self._seen.add(key)
-        return turns
+        return True
 
     def _turn(self) -> None:
         if self.schedule is None:
