@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import symmplan
 from symmplan import errors
 from symmplan.errors import SymmplanError
 
@@ -111,3 +112,18 @@ def test_every_error_class_of_the_package_is_here():
             if isinstance(node, ast.ClassDef) and path.name != "errors.py":
                 bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
                 assert not bases & known, f"{path.name}: {node.name}"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: symmplan.fsdp.apply("model"), "was given no module"),
+        (lambda: symmplan.simulate("train.py", ranks=4), "is no function"),
+        (lambda: symmplan.plan("plan.csv"), "Problem.from_csv"),
+        (lambda: symmplan.plan([("a", 0, 1, 64)]), "Problem.from_intervals"),
+        (lambda: symmplan.eager("world").__enter__(), "no process group|init_process_group"),
+    ],
+)
+def test_things_of_another_kind_are_named_with_what_to_pass(call, said):
+    with pytest.raises(SymmplanError, match=said):
+        call()

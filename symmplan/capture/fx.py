@@ -19,6 +19,7 @@ A buffer stands for a storage, not a tensor: its accesses are those of all its a
 from __future__ import annotations
 
 import warnings
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -158,11 +159,16 @@ def _graph_of(program: Any) -> tuple[fx.Graph, fx.GraphModule | None]:
     inner = getattr(program, "graph_module", None)  # ExportedProgram
     if isinstance(inner, fx.GraphModule):
         return inner.graph, inner
+    fix = "trace the program first, for example with torch.export.export"
+    if isinstance(program, str | PathLike):
+        fix = "read the file with symmplan.Problem.from_csv or from_json"
+    elif isinstance(program, list | tuple):
+        fix = "make a problem of it: symmplan.Problem.from_intervals"
     raise CaptureError(
         f"cannot plan a {type(program).__name__}",
         expected="an fx.Graph, a GraphModule, an ExportedProgram or a Problem",
         got=type(program).__name__,
-        fix="trace the program first, for example with torch.export.export",
+        fix=fix,
     )
 
 

@@ -165,14 +165,19 @@ def render(result: Mapping[str, Any]) -> str:
     if topology["device"] == "cuda":
         for name in ("peer_access", "multicast", "copy_engines"):
             words.append(f"{'' if topology[name] else 'no '}{name.replace('_', ' ')}")
-    rows = [("collective", "ways", "ran in a profiled step", "why not others")]
+    rows = [("collective", "ways", "ran in a profiled step")]
+    why = [""]
     for row in result["collectives"]:
         ran = [w if said == w else f"not {w} ({said})" for w, said in row["tried"].items()]
-        rows.append((row["collective"], ", ".join(row["ways"]), ", ".join(ran) or "-", row["why"]))
+        rows.append((row["collective"], ", ".join(row["ways"]), ", ".join(ran) or "-"))
+        why.append(row["why"])
+    lines = []
+    for line, reason in zip(table(rows), why, strict=True):
+        lines += [line.rstrip(), f"      {reason}"] if reason else [line.rstrip()]
     measured = topology["device"] == "cuda"
     last = (
         "The fastest of these ways is measured for each kind and size of collective."
         if measured
         else "The last of these ways is taken; pushes are for FSDP2's choose='push'."
     )
-    return "\n".join([", ".join(words), "", *(line.rstrip() for line in table(rows)), "", last])
+    return "\n".join([", ".join(words), "", *lines, "", last])

@@ -103,7 +103,7 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
         device: Where they lie; the current CUDA device if the group has NCCL, else the CPU.
 
     Raises:
-        CaptureError: There is no process group.
+        CaptureError: There is no process group, or ``group`` is none.
     """
     import torch
 
@@ -115,6 +115,13 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
             fix="call torch.distributed.init_process_group first",
         )
     chosen: Any = torch.distributed.group.WORLD if group is None else group
+    if not isinstance(chosen, torch.distributed.ProcessGroup):
+        raise CaptureError(
+            f"{who} was given no process group",
+            expected="a torch.distributed.ProcessGroup, or None for all ranks",
+            got=repr(group),
+            fix="pass mesh.get_group() of a device mesh, or what torch.distributed.new_group gave",
+        )
     if device is None:
         cuda = torch.cuda.is_available() and compat.has_nccl_backend(chosen)
         device = "cuda" if cuda else "cpu"

@@ -157,7 +157,8 @@ def symm_args(
     bare = [w for w in where if not isinstance(w, str | Requirement)]
     if bare:
         raise DeclarationError(
-            f"symm_args was given {bare[0]!r} where names of arguments belong",
+            f"symm_args was given {getattr(bare[0], '__qualname__', repr(bare[0]))} where names of "
+            "arguments belong",
             expected='names, such as @symmplan.symm_args("input", "return")',
             got="the decorator without parentheses"
             if callable(bare[0])

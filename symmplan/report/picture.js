@@ -187,6 +187,7 @@ function segmentPicture(plan, segment, index, column) {
     });
     if (segment.bound < segment.nbytes && segment.bound > low && segment.bound <= high) {
       line(c, css("--bound"), LEFT, y(segment.bound), p.width - RIGHT, y(segment.bound));
+      c.fillStyle = css("--back"); c.fillRect(p.width - RIGHT - 84, y(segment.bound) - 15, 84, 14);
       c.fillStyle = css("--bound"); c.textAlign = "right"; c.textBaseline = "bottom";
       c.fillText("lower bound", p.width - RIGHT - 4, y(segment.bound) - 2);
     }

@@ -88,7 +88,7 @@ def simulate(
     >>> report.plans[0].peak_bytes == report.peak_bytes > 0
     True
     """
-    _check(ranks, rank, memory)
+    _check(program, ranks, rank, memory)
     path = None if choices is None else os.fspath(choices)
     if path is not None:
         read_table(path)
@@ -203,7 +203,14 @@ def _call(op: Any, args: Sequence[Any], results: Any) -> Call | None:
     return Call(op.name().partition(".")[0], nbytes, group)
 
 
-def _check(ranks: int, rank: int, memory: str) -> None:
+def _check(program: object, ranks: int, rank: int, memory: str) -> None:
+    if not callable(program):
+        raise SimulationError(
+            "the program is no function",
+            expected="a function without arguments",
+            got=repr(program),
+            fix="pass the function that trains; for a file run symmplan simulate FILE:FUNCTION",
+        )
     if ranks < 1 or not 0 <= rank < ranks:
         raise SimulationError(
             f"rank {rank} is not in a world of {ranks} ranks",

@@ -189,6 +189,7 @@ def apply(
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+    from torch.nn import Module
 
     options = Options(
         memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
@@ -199,6 +200,13 @@ def apply(
             expected="live_gathers of at least 1",
             got=live_gathers,
             fix="leave it out, and see plan.summary() for how many there are",
+        )
+    if not isinstance(model, Module):
+        raise CaptureError(
+            "symmplan.fsdp.apply was given no module",
+            expected="a torch.nn.Module to which fully_shard was applied",
+            got=type(model).__name__,
+            fix="pass the model",
         )
     found: list[tuple[str, Any, Any, Any, Any]] = []
     seen: set[int] = set()

@@ -404,7 +404,7 @@ class Runtime:
                 "no FSDP collective has run yet",
                 expected="one forward and backward pass over more than one rank",
                 got="none",
-                fix="run a step first",
+                fix="run a step first; where each group has one rank, there is nothing to plan",
             )
         leave(self._log)
         self.schedule = self.planning.make(self._log)

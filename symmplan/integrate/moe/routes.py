@@ -113,8 +113,8 @@ def routes_of(
     wrong = next((rank for rank, row in enumerate(table) if min(row) < 0), None)
     if wrong is not None:
         raise RunError(
-            f"the counts of rank {wrong} are no numbers of rows",
-            expected=f"{group.size} whole numbers, one for each rank, not negative",
+            f"the counts of rank {wrong} do not say how many rows go where",
+            expected=f"a whole number for each of {group.size} ranks, none negative",
             got=f"{counts!r}" if wrong == group.rank else f"what rank {wrong} says",
             fix="pass how many rows go to each rank of the group",
             **group.here,
