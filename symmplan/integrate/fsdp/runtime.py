@@ -208,7 +208,7 @@ class Runtime:
             self._waiting.pop(0)
 
     def used(self, site: str) -> None:
-        """A module begins to use its parameters. Collective: if the plan has a gather begin then."""
+        """A module begins to use its parameters. Collective: where the plan gathers ahead."""
         log, index = self._last.get(site, (None, 0))
         if log is not None:
             log.use(index)
