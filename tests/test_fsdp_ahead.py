@@ -113,6 +113,32 @@ def test_the_next_module_is_gathered_first_and_the_last_ones_once(two):
         assert result["stats"]["reused"] == 3 * 2  # the first step was recorded
 
 
+def by_hand(rank, world):
+    log = []
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(4):
+            log.clear()
+            with noted(model, log):
+                for block in model.blocks:
+                    block.unshard()
+                    block.reshard()
+                log.append("forward")
+                train_step(model, optimizer, trace, step, rank)
+        trace.parameters(model)
+
+    result = fsdp_models.both(lambda: shard(Net(BLOCKS)), program, rank)
+    return {**result, "log": log}
+
+
+def test_nothing_is_gathered_ahead_outside_of_a_forward_pass(two):
+    """There FSDP2's streams may not have waited for the optimizer yet."""
+    for result in same(two.run(by_hand), copies=0):
+        before = result["log"][: result["log"].index("forward")]
+        assert before == [f"gather blocks.{i}" for i in range(BLOCKS)]
+
+
 def in_place(block):
     with torch.no_grad():
         block.up.weight.mul_(1.5)

@@ -91,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "side of its own",
     )
     add(
+        "--live-gathers",
+        type=int,
+        help="modules that have bytes at once (default: as the program)",
+    )
+    add(
         "--cuda-graph",
         action="store_true",
         help="replay steps that were captured (cuda; not of torch's pool)",
@@ -128,7 +133,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "ok": all(_right(run, options) for run in runs),
         "command": " ".join(
-            ["symmplan bench fsdp", *words, *["--cuda-graph"] * options["cuda_graph"]]
+            [
+                "symmplan bench fsdp",
+                *words,
+                *["--cuda-graph"] * options["cuda_graph"],
+                *(
+                    []
+                    if options["live_gathers"] is None
+                    else [f"--live-gathers {args.live_gathers}"]
+                ),
+            ]
         ),
         **{name: options[name] for name in (*_ALL, "sides")},
         "skipped": options["skipped"],
@@ -176,7 +190,10 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         wanted[at:at] = args.choose[1:]
     found = {side: missing(side, args.device, graph=graph) for side in wanted}
     skipped = {side: why for side, why in found.items() if why is not None}
-    options = {name: getattr(args, name) for name in (*_ALL, "profile", "memory", "cuda_graph")}
+    options = {
+        name: getattr(args, name)
+        for name in (*_ALL, "profile", "memory", "cuda_graph", "live_gathers")
+    }
     return {
         **options,
         "sides": [side for side in wanted if side not in skipped],

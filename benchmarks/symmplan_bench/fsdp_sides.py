@@ -198,7 +198,10 @@ class Side:
         elif self.name != "plain":
             choose: Any = self._options["choose"][0] if self.name == "symmplan" else self.name
             self.handle = symmplan.fsdp.apply(
-                self.model, choose=choose, timeout=self._options["wait"]
+                self.model,
+                choose=choose,
+                live_gathers=self._options.get("live_gathers"),
+                timeout=self._options["wait"],
             )
 
     def _mesh(self) -> DeviceMesh:

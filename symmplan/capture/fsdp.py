@@ -143,9 +143,9 @@ class Recording:
     Attributes:
         collectives: Every buffer that FSDP2 asked for, in order.
         events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
-            ``"use"`` and ``"release"``: the module begins to use the parameters that this
-            all-gather gathered, and is done with them; and ``("guest", number)``: a guest runs, see
-            `symmplan.place.guests`.
+            ``"use"`` and ``"release"``: in forward the module begins to use the parameters that
+            this all-gather gathered, and is done with them; and ``("guest", number)``: a guest
+            runs, see `symmplan.place.guests`.
         heard: Of collectives that are not FSDP2's how many of its had run before, and what they
             are; see `symmplan.place.listening`.
     """

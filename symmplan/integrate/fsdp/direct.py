@@ -105,8 +105,6 @@ class Direct:
         """Whether the parameters live in a placement."""
         return self._home is not None
 
-    # What FSDP2 calls.
-
     def unshard(self, async_op: bool = False) -> None:
         """Start to gather, if that was not done yet.
 
@@ -150,17 +148,18 @@ class Direct:
         Collective: yes, if that was done.
         """
         group, home, state = self._group, self._home, self.state()
-        if home is None or not group.is_sharded or group._all_gather_result is not None:
+        if home is None or state is None or self._to_leave or not self._is_torchs():
             return None
-        if self._to_leave or not self._is_torchs() or home.users.held(home.begin, home.end):
-            return None
-        if state is None:
+        if self._is_there() or not group.is_sharded or home.users.held(home.begin, home.end):
             return None
         with group.use_training_state(type(group._training_state).FORWARD):
             key = self._key()
             if not self._runtime.comes(key):
                 return None
-            self._start(key, home, self._streams(async_op=group.unshard_async_op))
+            streams = self._streams(async_op=group.unshard_async_op)
+            if home.is_cuda:  # it may have waited for no change of the shards yet
+                streams[0].wait_stream(current_stream())
+            self._start(key, home, streams)
         return state
 
     def state(self) -> State | None:
@@ -190,7 +189,8 @@ class Direct:
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are there, and let the module have them."""
         self._wait()
-        self._runtime.used(self.site)
+        if self._group._training_state.name == "FORWARD":
+            self._runtime.used(self.site)
 
     def _wait(self) -> None:
         group, home = self._group, self._home
@@ -243,8 +243,6 @@ class Direct:
             group.__dict__.pop(name, None)
             if before is not None:
                 setattr(group, name, before)
-
-    # How it is done.
 
     def _is_there(self) -> bool:
         """Whether FSDP2 need not gather."""
