@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmplan._compat_fake import DEVICE, Results
@@ -75,6 +76,22 @@ def in_pipeline(error: BaseException) -> bool:
     return any(Path(frame.filename).parent.name == "pipelining" for frame in frames[-12:])
 
 
+#: Not empty while DTensor asks what an op makes, of whole tensors that nobody has.
+_asked: list[None] = []
+
+
+def _asking(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(propagate)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        _asked.append(None)
+        try:
+            return propagate(*args, **kwargs)
+        finally:
+            _asked.pop()
+
+    return asking
+
+
 class Watch(TorchDispatchMode):
     """Tells of every op that runs on tensors without parts of their own.
 
@@ -101,7 +118,7 @@ class Watch(TorchDispatchMode):
             if issubclass(kind, DTensor):
                 return NotImplemented
         result = self._results.of(func, args, kwargs or {})
-        if func is not DEVICE:
+        if func is not DEVICE and not _asked:
             self._seen(func, (args, kwargs or {}), result)
         return result
 
@@ -165,6 +182,10 @@ def fake_world(
                 stack.enter_context(_replaced(wrapper, "__call__", compiles))
             swap = functools.partial(_swap, torch.utils.swap_tensors, mode)
             stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
+            asks = "_propagate_tensor_meta_non_cached"
+            if hasattr(ShardingPropagator, asks):
+                asking = _asking(getattr(ShardingPropagator, asks))
+                stack.enter_context(_replaced(ShardingPropagator, asks, asking))
             stack.enter_context(mode)
             yield mode
     finally:

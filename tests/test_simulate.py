@@ -284,6 +284,11 @@ def test_the_optimizer_has_its_state_before_its_first_step():
     assert one.optimizer >= 2 * one.parameters > 0
 
 
+def test_whole_tensors_of_which_dtensor_asks_the_shape_take_nothing():
+    found = symmplan.simulate(wide, ranks=64, memory="shm").ordinary_bytes
+    assert found.activations < 64 * found.parameters  # of all layers
+
+
 @pytest.mark.parametrize(
     ("convert", "share"),
     [
