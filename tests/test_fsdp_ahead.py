@@ -157,6 +157,14 @@ def an_optimizer(block):
     optimizer.zero_grad()
 
 
+def another_optimizer(block):
+    """Of this rank alone: nothing may depend on it."""
+    if torch.distributed.get_rank() == 0:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        torch.optim.SGD([weight], lr=0.1).step()
+
+
 def changed(rank, world, change, during):
     """A shard changes where plain FSDP2 has not gathered it yet."""
 
@@ -180,7 +188,7 @@ def changed(rank, world, change, during):
 
 
 @pytest.mark.parametrize("during", [True, False], ids=["during forward", "after forward"])
-@pytest.mark.parametrize("change", [in_place, its_part, an_optimizer])
+@pytest.mark.parametrize("change", [in_place, its_part, an_optimizer, another_optimizer])
 def test_a_shard_that_changes_is_gathered_again(two, change, during):
     same(two.run(changed, change, during), copies=0)
 

@@ -3,8 +3,9 @@
 [Note: versions of shards]
     A tensor's version grows with what is written to it, but optimizers that write to many DTensors
     in one call (``foreach``, ``fused``) leave their versions as they were. So steps of optimizers
-    are counted, too. What is written past all of these (through ``.data``, or by a program's own
-    calls of ``torch._foreach_*``) between a module's gather and its use is not seen.
+    are counted, too: of those that have DTensors, as a rank alone may have another. What is written
+    past all of these (through ``.data``, or by a program's own calls of ``torch._foreach_*``)
+    between a module's gather and its use is not seen.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from symmplan.memory.streams import capture_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.optim.optimizer import Optimizer
 
 __all__ = ["State", "count_steps", "state_of"]
 
@@ -31,8 +35,9 @@ _steps = [0]
 def count_steps() -> None:
     """From now on steps of optimizers are counted. See [Note: versions of shards]."""
 
-    def count(*_: object) -> None:
-        _steps[0] += 1
+    def count(optimizer: Optimizer, *_: object) -> None:
+        groups = optimizer.param_groups
+        _steps[0] += any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
     register_optimizer_step_post_hook(count)
 
