@@ -122,6 +122,7 @@ def beside_tensor_parallelism(rank, world, loses):
 
 
 @pytest.mark.ranks
+@pytest.mark.further
 @pytest.mark.parametrize("loses", [True, False])
 def test_gathers_are_timed_beside_tensor_parallel_sums(four, loses):
     results = four.run(beside_tensor_parallelism, loses)

@@ -201,6 +201,7 @@ def test_text_of_a_plan_does_not_grow_with_the_ranks():
     assert abs(len(texts[0]) - len(texts[1])) < 200
 
 
+@pytest.mark.further
 def test_experts_without_values_get_the_worst_case():
     train = program_of(f"{ROOT / 'examples' / 'simulate_moe.py'}:train")
     report = symmplan.simulate(train, ranks=16, memory="shm")
@@ -322,6 +323,7 @@ def _once(prepare):
     model(torch.randn(4, 32, dtype=dtype)).sum().backward()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_blocks_may_be_compiled_by_others(backend):
     def compiled(model):
