@@ -60,6 +60,7 @@ def _several(rank, world_size, given_programs: list[Program], inner: str):
         backend.release()
 
 
+@pytest.mark.further
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -192,6 +192,7 @@ def test_a_child_of_a_session(pool, what, when):
         assert "forked" in said
 
 
+@pytest.mark.further
 def test_a_child_of_a_compiled_program(pool):
     for rank, (said, *rest) in enumerate(pool.run(a_backend)):
         assert said == ("" if rank else "nothing")
