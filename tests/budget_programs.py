@@ -112,6 +112,18 @@ def fsdp_on(rank, world, capacities, choose):
     return fsdp(rank, world, choose, capacity=capacities[rank % len(capacities)])
 
 
+def fsdp_where_free(rank, world, free):
+    """Nobody is given a capacity, and each rank has another number of bytes free."""
+    from symmplan.memory import room
+
+    before = room.free_bytes
+    room.free_bytes = lambda *_: free[rank]
+    try:
+        return fsdp(rank, world, "placed")
+    finally:
+        room.free_bytes = before
+
+
 def seeded(rank, world, name, seeds):
     """Many programs, each with a fault somewhere or a budget, or both; the bad ones."""
     bad, hit = [], 0

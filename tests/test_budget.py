@@ -198,6 +198,15 @@ def test_fsdp_keeps_to_the_least_budget(two, choose):
 
 
 @pytest.mark.ranks
+def test_without_a_capacity_it_is_what_the_fullest_rank_has_free(two):
+    wanted = _alike(two.run(programs.fsdp_on, [None], "placed"))["bytes"][0]
+    free = wanted // 2
+    less = _alike(two.run(programs.fsdp_where_free, [1 << 30, free]))
+    assert 0 < less["bytes"][0] <= free * 9 // 10  # a tenth is left alone
+    assert "budget: " in less["looked"]["summary"]
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [*programs.STAGES, *programs.MEASURING])
 def test_fsdp_without_memory_on_one_rank_runs_as_ever(
