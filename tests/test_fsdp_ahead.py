@@ -84,7 +84,8 @@ def noted(model, log):
             hook.remove()
 
 
-def stepped(rank, world):
+def stepped(rank, world, by_hand):
+    """What the last of four steps gathers; ``by_hand``: once more before its forward pass."""
     log = []
 
     def program(model, trace, rank):
@@ -92,6 +93,10 @@ def stepped(rank, world):
         for step in range(4):
             log.clear()
             with noted(model, log):
+                for block in model.blocks if by_hand else ():
+                    block.unshard()
+                    block.reshard()
+                log.append("forward")
                 train_step(model, optimizer, trace, step, rank)
         trace.parameters(model)
 
@@ -100,8 +105,8 @@ def stepped(rank, world):
 
 
 def test_the_next_module_is_gathered_first_and_the_last_ones_once(two):
-    results = two.run(stepped)
-    forward = ["gather model", "gather blocks.0"]
+    results = two.run(stepped, False)
+    forward = ["forward", "gather model", "gather blocks.0"]
     for i in range(BLOCKS):
         forward += [f"gather blocks.{i + 1}"] * (i + 1 < BLOCKS) + [f"blocks.{i}"]
     for result in same(results, departures=0, plain=0, copies=0, replans=0):
@@ -113,28 +118,9 @@ def test_the_next_module_is_gathered_first_and_the_last_ones_once(two):
         assert result["stats"]["reused"] == 3 * 2  # the first step was recorded
 
 
-def by_hand(rank, world):
-    log = []
-
-    def program(model, trace, rank):
-        optimizer = sgd(model)
-        for step in range(4):
-            log.clear()
-            with noted(model, log):
-                for block in model.blocks:
-                    block.unshard()
-                    block.reshard()
-                log.append("forward")
-                train_step(model, optimizer, trace, step, rank)
-        trace.parameters(model)
-
-    result = fsdp_models.both(lambda: shard(Net(BLOCKS)), program, rank)
-    return {**result, "log": log}
-
-
 def test_nothing_is_gathered_ahead_outside_of_a_forward_pass(two):
     """There FSDP2's streams may not have waited for the optimizer yet."""
-    for result in same(two.run(by_hand), copies=0):
+    for result in same(two.run(stepped, True), copies=0):
         before = result["log"][: result["log"].index("forward")]
         assert before == [f"gather blocks.{i}" for i in range(BLOCKS)]
 

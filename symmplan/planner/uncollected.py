@@ -1,7 +1,7 @@
 """Work that makes objects by the hundred thousand, none of them in cycles, without the collector.
 
-Python looks for cycles among all objects of a process whenever their number has grown enough: of
-100,000 buffers that is a quarter of the time, and more beside the objects of torch.
+Python looks for cycles among all objects of a process, those of torch too, whenever their number
+has grown enough.
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@
     there by its backward pass, as with the last modules of a forward pass, what forward gathered is
     what backward would gather, unless a shard has changed: then all is gathered again, on all
     ranks, as they run the same program.
+
+    No bytes lose their order by a gather that does not run. Whoever comes to these next is written
+    by its peers in a collective that enters: none of them touches this rank's bytes before this
+    rank has started it, which is after the parameters' last use. And pushes, which do not enter,
+    are ordered by meetings of their own.
 """
 
 from __future__ import annotations
