@@ -165,21 +165,21 @@ class Ledger:
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, int, Loan]] = []
-        self._left: dict[str, tuple[int, int]] = {}
+        self._kept: dict[str, tuple[int, int]] = {}
 
-    def leave(self, name: str, begin: int, end: int) -> None:
-        """What ``name`` leaves in ``[begin, end)`` is there until somebody else comes there."""
-        self._left[name] = (begin, end)
+    def keep(self, name: str, begin: int, end: int) -> None:
+        """What ``name`` has in ``[begin, end)`` stays there until somebody claims the bytes."""
+        self._kept[name] = (begin, end)
 
-    def come(self, begin: int, end: int) -> None:
+    def claim(self, begin: int, end: int) -> None:
         """The program comes to who has ``[begin, end)`` in the plan, on all ranks, held or not."""
-        for name, (b, e) in list(self._left.items()):
+        for name, (b, e) in list(self._kept.items()):
             if b < end and begin < e:
-                del self._left[name]
+                del self._kept[name]
 
-    def has_left(self, name: str) -> bool:
-        """Whether what ``name`` left is still there; the same on all ranks."""
-        return name in self._left
+    def keeps(self, name: str) -> bool:
+        """Whether what ``name`` had is still there; the same on all ranks."""
+        return name in self._kept
 
     def held(self, begin: int, end: int) -> bool:
         """Whether a live buffer has any of the bytes ``[begin, end)``."""

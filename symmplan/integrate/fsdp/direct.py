@@ -421,7 +421,7 @@ class Direct:
             self._runtime.counts.reused += 1
             group._all_gather_result = Gathered()
         else:
-            home.users.come(home.begin, home.end)
+            home.users.claim(home.begin, home.end)
             group._all_gather_result = Gathered(self._gather(key, home, self._loan, streams))
         self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
 

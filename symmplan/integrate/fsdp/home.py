@@ -130,13 +130,13 @@ class Home:
         """
         self._of = None if shards is None else (*shards, *_versions(parameters))
         if shards is not None:
-            self.users.leave(self._site, self.begin, self.end)
+            self.users.keep(self._site, self.begin, self.end)
 
     def has(self, parameters: Sequence[Any], shards: State | None) -> bool:
         """Whether they are still there, and the shards in this state."""
         return (
             shards is not None
-            and self.users.has_left(self._site)
+            and self.users.keeps(self._site)
             and self._of == (*shards, *_versions(parameters))
         )
 

@@ -156,7 +156,7 @@ class Memory:
     def take(self, place: Placement) -> Loan | None:
         """Take the bytes at ``place`` for a buffer; None if somebody still uses them."""
         users = self._users[place.segment]
-        users.come(place.offset, place.end)
+        users.claim(place.offset, place.end)
         if users.held(place.offset, place.end):
             return None
         loan = Loan(current_stream(self._device) if self._is_cuda else None)
