@@ -41,7 +41,7 @@ def test_a_small_benchmark_runs_and_compares():
     result = json.loads(json.dumps(bench_fsdp.run(args)))
     assert result["ok"]
     (run,) = result["runs"]
-    assert set(run["sides"]) == {"plain", "symmplan", "unsharded"}
+    assert set(run["sides"]) == {"plain", "kept", "symmplan", "unsharded"}
     for name, side in run["sides"].items():
         low, high = side["step_quartiles_ms"]
         assert 0 < low <= side["step_ms"] <= high
@@ -51,7 +51,8 @@ def test_a_small_benchmark_runs_and_compares():
     planned = run["sides"]["symmplan"]
     # Two layers gather twice and reduce once; the root has nothing of its own.
     assert planned["collectives"] == 2 * 3
-    assert planned["difference"] == 0.0
+    assert run["sides"]["kept"]["collectives"] == 2 * 2
+    assert planned["difference"] == run["sides"]["kept"]["difference"] == 0.0
     assert planned["losses_equal"]
     assert planned["loss"] == run["sides"]["plain"]["loss"]
     stats = result["stats"]

@@ -157,7 +157,7 @@ def test_models_and_parts_of_one_have_a_plan_each(two, program):
         assert all(s.served for s in stats)
         assert [s.plain for s in stats] == [0, 0]
         if program == "_interleaved":
-            assert [s.rendezvous for s in stats] == [1, 1]
+            assert all(s.rendezvous <= 1 for s in stats)  # none in a segment that lies ready
             assert [s.copies for s in stats] == [0, 0]
 
 

@@ -1,10 +1,11 @@
 """Train under FSDP2 plainly and with symmplan, and compare times, bytes and results.
 
 The same model is trained in the same processes in several ways, the *sides*: with FSDP2's own
-collectives (``plain``); on devices with all-gathers in torch's pool of symmetric memory, over a
-communicator with copy engines (``pooled``); with `symmplan.fsdp.apply` (``symmplan``); and without
-FSDP2 and communication, which is the limit (``unsharded``). A step is a forward and a backward
-pass, of a batch per rank.
+collectives (``plain``), which also keep what forward gathered for backward, in more bytes
+(``kept``: ``reshard_after_forward=False``); on devices with all-gathers in torch's pool of
+symmetric memory, over a communicator with copy engines (``pooled``); with `symmplan.fsdp.apply`
+(``symmplan``); and without FSDP2 and communication, which is the limit (``unsharded``). A step is a
+forward and a backward pass, of a batch per rank.
 
 Steps of all sides alternate, so that other load hits them alike. A step's time is its slowest
 rank's, on devices by events, and medians are compared. The time in collectives is what the host
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
-_SIDES = ("plain", "pooled", "symmplan", "unsharded")
+_SIDES = ("plain", "kept", "pooled", "symmplan", "unsharded")
 _ALL = ("ranks", "device", "model", "layers", "dim", "tokens", "steps", "dtype", "reduce", "choose")
 #: Per model: what an option is where the user does not say.
 _DEFAULTS: dict[str, dict[str, Any]] = {

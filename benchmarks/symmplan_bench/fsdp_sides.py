@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SIDES", "HostClock", "Side", "batch_of", "missing"]
 
 #: In the order in which they are built: torch's pool must be there before other symmetric memory.
-SIDES = ("plain", "pooled", "symmplan", "unsharded")
+SIDES = ("plain", "kept", "pooled", "symmplan", "unsharded")
 
 
 def missing(side: str, device: str, *, graph: bool = False) -> str | None:
@@ -188,14 +188,16 @@ class Side:
         if dtype != torch.float32:
             policy = MixedPrecisionPolicy(dtype, getattr(torch, self._options["reduce"]))
         for part in parts(self.model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(
+                part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.name != "kept"
+            )
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         if self.name == "pooled":
             if compat.symm_mem_backend(self.device) != "NCCL":
                 compat.set_symm_mem_backend("NCCL")
             self._pool = Pool(self.device)
             self.how = install(self._modules(), self._pool)
-        elif self.name != "plain":
+        elif self.name not in ("plain", "kept"):
             choose: Any = self._options["choose"][0] if self.name == "symmplan" else self.name
             self.handle = symmplan.fsdp.apply(
                 self.model,
@@ -220,11 +222,15 @@ class Side:
 
     @property
     def collectives(self) -> int:
-        """How many FSDP2 runs in a step: modules gather twice and reduce, the root gathers once."""
+        """How many FSDP2 runs in a step.
+
+        Modules gather twice, or once if they are kept, and reduce; the root gathers once.
+        """
         if self.name == "unsharded":
             return 0
         own = any(True for g in fsdp2.param_groups(self._modules()[0]) if g.fsdp_params)
-        return 3 * len(parts(self.model)) + (2 if own else 0)
+        each = 2 if self.name == "kept" else 3
+        return each * len(parts(self.model)) + (2 if own else 0)
 
     @property
     def symmetric_bytes(self) -> int:

@@ -7,7 +7,8 @@
     that is not known, as many as take as long as torch's own way takes alone. A way that is slower
     by itself and a way that slows the products down both make the span longer, each by as much as
     it costs such a program. All ranks begin together, after an all-reduce, and the host is ahead of
-    the device. On the CPU the products run between the collective's start and its end.
+    the device: before that all-reduce run products that take longer than the host took so far to
+    queue what is timed. On the CPU the products run between the collective's start and its end.
 
     What else is asked for as company runs as often as the collective, on a third stream; on the CPU
     it runs between the collective's start and its end, and the products within it.
@@ -31,6 +32,7 @@ import queue
 import statistics
 import threading
 import time
+from collections import deque
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,8 @@ _REPETITIONS = 7
 _MOST_PRODUCTS = 256
 #: Products that take longer than this many times the collective hide it, and more change nothing.
 _HIDDEN = 3.0
+#: How many times as long as the host queued so far it may queue now and still be ahead.
+_AHEAD = 2.0
 #: Seconds after which who waits for a collective looks whether a peer has failed.
 _LOOK = 0.1
 
@@ -214,6 +218,9 @@ class _DeviceClock(Clock):
         self._products = torch.cuda.current_stream(device)
         self._side, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._token = torch.zeros(1, device=device)
+        #: Seconds that the host took to queue what was timed: of each way, at least.
+        self._queueing: deque[float] = deque(maxlen=8)
+        self._one = self.product()
 
     def _begin(self) -> None:
         """The host waits for nobody while it queues collectives."""
@@ -239,16 +246,19 @@ class _DeviceClock(Clock):
             for stream in sides:
                 self._products.wait_stream(stream)
 
+        # While these run the host queues what is timed. Ranks may need more or fewer.
+        ahead = _AHEAD * max(self._queueing) / max(self._one, 1e-9)
+        self._multiply(min(_MOST_PRODUCTS, 2 + times + round(ahead)))
         dist.all_reduce(self._token, group=group)
-        # While these run the host queues what is timed.
-        self._multiply(2 + times)
         return self._timed(both)
 
     def _timed(self, work: Callable[[], None]) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = time.perf_counter()
         before.record(self._products)
         work()
         after.record(self._products)
+        self._queueing.append(time.perf_counter() - begin)
         # A host that waits in CUDA for a peer that failed would wait until NCCL ends the process.
         deadline = time.monotonic() + self._timeout
         look = time.monotonic() + _LOOK

@@ -157,3 +157,24 @@ def test_all_to_alls_are_measured(pool, how):
     assert {frozenset(c.seconds) for c in choices} == {
         frozenset(("ordinary", "symmetric", "copy engine"))
     }
+
+
+def _late_host(rank, world_size):
+    import time
+
+    import torch.distributed as dist
+
+    from symmplan.place.clock import clock_of, seconds_of
+
+    def late(beside):
+        time.sleep(0.01)
+        beside()
+
+    clock = clock_of(torch.device("cuda", rank), 30.0)
+    acts = {"ordinary": lambda beside: beside(), "late": late}
+    return seconds_of(clock, acts, dist.group.WORLD, 1, beside=0.0, enough=1)
+
+
+def test_what_the_host_takes_to_queue_is_not_in_what_is_timed(pool):
+    for seconds in pool.run(_late_host):
+        assert seconds["late"] < 0.005

@@ -116,8 +116,9 @@ def test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, k
     departures.test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind, 2)
 
 
-def test_parts_of_a_model_have_a_plan_each(two):
-    handles.test_parts_of_a_model_have_a_plan_each(two)
+@pytest.mark.parametrize("program", ["_interleaved", "_parts"])
+def test_models_and_parts_of_one_have_a_plan_each(two, program):
+    handles.test_models_and_parts_of_one_have_a_plan_each(two, program)
 
 
 @pytest.mark.parametrize("way", ["placed", "copy engine"])

@@ -170,7 +170,8 @@ def apply(
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         live_gathers: How many modules may have bytes for their unsharded parameters at once, the
             root's included; None for as many as the first step had. Fewer need fewer bytes, and
-            gathers ahead of their time begin when a module before them is done; more leave room for
+            gathers ahead of their time begin when a module before them is done; with more, modules
+            that forward gathered last are not gathered again in backward, and there is room for
             longer prefetch lists. ``plan.summary()`` says how many there are, ``plan.advice()``
             what one less saves and one more costs. What a program must have at once, it has.
         timeout: Seconds that ranks wait for each other before they raise.

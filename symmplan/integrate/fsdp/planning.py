@@ -345,8 +345,8 @@ def _advice(alive: int, peak: int, other: Callable[[int], tuple[int, int]]) -> t
     more, needs = other(alive + 1)
     if more > alive and needs >= peak:
         text = (
-            f"live_gathers={more} needs {needs - peak:,} bytes more; prefetch lists may then be "
-            "longer by one module"
+            f"live_gathers={more} needs {needs - peak:,} bytes more; backward may then gather one "
+            "module less, or prefetch lists may be longer by one"
         )
         found.append(Advice("live_gathers", 0, text))
     return tuple(found)
