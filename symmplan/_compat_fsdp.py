@@ -150,6 +150,9 @@ def dtype_of_gradients(group: Any) -> Any:
     parameter asks for, or does not say.
     """
     dtype = getattr(group, "_orig_dtype", None)
+    # Later a group has parameters of several types, and each says what its gradients have.
+    dtypes = {getattr(p, "sharded_grad_dtype", dtype) for p in group.fsdp_params}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
     more = (
         getattr(group, "_is_hsdp", True),
         getattr(group, "_all_reduce_hook", True),

@@ -33,6 +33,8 @@ pytestmark = pytest.mark.ranks
 
 two = pool_of(2)
 
+SEVERAL_TYPES = needs("param_dtype_override_fn", MixedPrecisionPolicy)
+
 USUAL, every_step = cases_of()
 CHANGES, later = cases_of()
 
@@ -55,6 +57,33 @@ def policies(rank, world):
             mesh=mesh(world),
             mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32),
         )
+
+    return both(build, train, rank)
+
+
+@every_step(None, marks=SEVERAL_TYPES)
+@every_step(torch.float32, marks=SEVERAL_TYPES)
+def own_types(rank, world, reduce):
+    """Modules whose parameters are gathered in several types; gradients are reduced in one."""
+
+    class Scaled(Block):
+        def __init__(self, dim, hidden):
+            super().__init__(dim, hidden)
+            self.scale = nn.Parameter(torch.rand(dim, 1, 1) + 0.5)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale.flatten()
+
+    def build():
+        model = Net()
+        model.blocks = nn.ModuleList(Scaled(16, 32) for _ in range(3))
+        model.outlet.register_forward_pre_hook(lambda m, args: (args[0].to(m.weight.dtype),))
+        policy = MixedPrecisionPolicy(
+            torch.bfloat16,
+            reduce,
+            param_dtype_override_fn=lambda p: p.dtype if p.dim() == 3 else None,
+        )
+        return shard(model, mp_policy=policy)
 
     return both(build, train, rank)
 

@@ -24,7 +24,7 @@ from test_fsdp import (
     tied,
 )
 from test_fsdp_departures import failing_step, holder, uneven_use
-from test_fsdp_setters import placements, uneven
+from test_fsdp_setters import SEVERAL_TYPES, own_types, placements, uneven
 from test_fsdp_user import in_backward_optimizer
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -84,6 +84,8 @@ def test_all_to_all_and_sum_in_all_kinds_of_programs(two, program, args):
         (tied, ()),
         (checkpointed, (False,)),
         (in_backward_optimizer, ()),
+        pytest.param(own_types, (None,), marks=SEVERAL_TYPES),
+        pytest.param(own_types, (torch.float32,), marks=SEVERAL_TYPES),
     ],
 )
 def test_pushes_in_all_kinds_of_programs(two, program, args):

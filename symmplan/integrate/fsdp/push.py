@@ -74,7 +74,7 @@ class Pushes:
         """Push each rank's part of the gradients, from the current stream on.
 
         Args:
-            gradients: Of one dtype, to be sharded along their first dimension.
+            gradients: To be sharded along their first dimension.
             slot: Where each rank receives.
             dtype: In which FSDP2 reduces: for so many bytes there is room.
 
@@ -85,7 +85,8 @@ class Pushes:
         """
         again = self._unmet or self._last == slot
         self._last, self._unmet = slot, True
-        if gradients[0].dtype.itemsize > dtype.itemsize:
+        made = {g.dtype for g in gradients}
+        if len(made) > 1 or made.pop().itemsize > dtype.itemsize:
             gradients = [g.to(dtype) for g in gradients]
         if self._stream is None:
             if again:
