@@ -5,7 +5,7 @@ rank, and copies the result out into parameters. Here a parameter's whole placem
 shards are cast straight into this rank's parts of it, and one coalesced gather fills the rest.
 
 [Note: the seam]
-    FSDP2's public hooks hand out flat buffers; no torch up to 2.13 lets a custom all-gather choose
+    FSDP2's public hooks hand out flat buffers; no torch up to 2.15 lets a custom all-gather choose
     how parameters lie, which is proposed upstream (pytorch/pytorch#188276). So methods of its
     parameter groups are replaced, as attributes of the objects: ``unshard``, ``wait_for_unshard``
     and ``_to_sharded`` of a group, ``free_unsharded_param`` of its parameters. Where any of what
