@@ -1,14 +1,17 @@
-"""Private names of torch are in ``_compat*.py``, and the check of that can fail."""
+"""Names: torch's private ones are in ``_compat*.py``, and tests for GPUs use what is there."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import pathlib
 import re
 
 import pytest
 from test_package import _imports as imports
 from test_package import _sources as sources
 
+TESTS = pathlib.Path(__file__).parent
 #: Documented, though their names do not look it.
 DOCUMENTED = ("_ops.", "_subclasses.", "_foreach_", "utils._pytree.", "utils._python_dispatch.")
 #: Who stands on what has no public names: torch's registry, and the compilers.
@@ -63,3 +66,30 @@ def test_private_names_of_torch_are_in_one_place():
 def test_the_check_of_private_names_can_fail(source):
     assert private_names({"place/x.py": source})
     assert not private_names({"_compat_x.py": source})
+
+
+def missing_names(source: str) -> list[str]:
+    """What a file of tests uses of other files of tests, and is not there."""
+    tree = list(ast.walk(ast.parse(source)))
+    tests = {path.stem for path in TESTS.glob("*.py")}
+    modules = {
+        name.asname or name.name: importlib.import_module(name.name)
+        for node in tree
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name in tests
+    }
+    used = [
+        (modules[node.value.id], node.attr)
+        for node in tree
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    ]
+    return [f"{module.__name__}.{name}" for module, name in used if not hasattr(module, name)]
+
+
+def test_what_runs_on_gpus_only_names_what_is_there():
+    found = {path.name: missing_names(path.read_text()) for path in TESTS.glob("gpu/*.py")}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+    assert missing_names("import test_package as package\npackage.test_of_no_name()")
