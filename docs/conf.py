@@ -44,7 +44,11 @@ html_static_path = ["static"]
 html_css_files = ["pages.css"]
 html_title = f"symmplan {release}"
 html_domain_indices = False
-html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main"}
+html_theme_options = {
+    "source_repository": REPOSITORY,
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 highlight_language = "none"  # drawings have no mark
 pygments_style = "default"
 pygments_dark_style = "github-dark"
@@ -81,6 +85,16 @@ def show_page_of_repository(_app: Sphinx, name: str, source: list[str]) -> None:
 
     text = (ROOT / here).read_text(encoding="utf-8")
     source[0] = re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, text)
+
+
+def link_source(
+    _app: Sphinx, name: str, _template: str, context: dict[str, Any], _doctree: object
+) -> None:
+    """Let "view" and "edit" of a page of the repository lead to it."""
+    here = {page: path for path, page in PAGES.items()}.get(name)
+    if here is not None:
+        context["theme_source_view_link"] = f"{REPOSITORY}/blob/main/{here}?plain=true"
+        context["theme_source_edit_link"] = f"{REPOSITORY}/edit/main/{here}"
 
 
 def break_names(_app: Sphinx, doctree: nodes.document, _name: str) -> None:
@@ -156,3 +170,4 @@ def setup(app: Sphinx) -> None:
     app.connect("missing-reference", find_name)
     app.connect("source-read", show_page_of_repository)
     app.connect("doctree-resolved", break_names)
+    app.connect("html-page-context", link_source)
