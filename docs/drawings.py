@@ -135,19 +135,19 @@ def draw_plan() -> None:
     panel(450, f"Planned, one segment: {plan.peak_bytes // MIB} MiB", placed, idle=False)
     y = bottom - plan.lower_bound_bytes / MIB * scale
     out.line((450, y), (450 + wide, y), kind="bound")
-    out.text(450, y - 6, "lower bound: no plan of this step needs less", "small", "bound-text")
+    out.text(458, y - 6, "lower bound: no plan of this step needs less", "small", "bound-text")
     for k, (kind, text) in enumerate(
         [("gather", "gathered parameters"), ("grads", "gradients to be scattered"),
          ("idle", "registered, not in use")]
     ):  # fmt: skip
-        out.box(450, top + 8 + 20 * k, 14, 12, kind)
-        out.text(472, top + 18 + 20 * k, text, "small")
+        out.box(458, top + 8 + 20 * k, 14, 12, kind)
+        out.text(480, top + 18 + 20 * k, text, "small")
     out.write("plan.svg")
 
 
 def draw_ranks() -> None:
     """What symmetric means: the same offsets in every rank's segment."""
-    out = Drawing(640, 250, "Three ranks, each with the same segment")
+    out = Drawing(640, 264, "Three ranks, each with the same segment")
     parts = [("x", 40, "gather"), ("y", 70, "grads"), ("", 30, "idle"), ("z", 40, "other")]
     for rank in range(3):
         left, y = 60 + 200 * rank, 50.0
@@ -162,7 +162,7 @@ def draw_ranks() -> None:
     out.text(20, 74, "40", "small")
     out.text(
         60,
-        248 - 4,
+        250,
         "y lies at offset 40 on every rank: its address at a peer is the peer's base + 40",
         "small",
     )

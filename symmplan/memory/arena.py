@@ -46,8 +46,8 @@ class Arena:
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
         user: Who plans in it, for people; empty if nobody does.
-        guests: Who lives in carve-outs of it, for people.
-        left: Whether it was given back but for its guests.
+        guests: Who has a part of it on loan, for people.
+        left: Whether all of it but those parts was given back.
         races: Looks for races; None unless asked for, and possible.
     """
 
@@ -247,7 +247,7 @@ def realize(
         temporary: The segments will be released before the process ends, and nothing but
             collectives of process groups will use them: no peer views, no ``torch.ops.symm_mem``.
             NCCL's memory is then given back, which else is kept. Equal on all ranks.
-        debug: Look for races on shared memory: see `symmplan.memory.races`. Equal on all ranks.
+        debug: Look for races on shared memory: see `RaceError`. Equal on all ranks.
         user: Who plans in it, for `symmplan.segments`.
 
     Raises:

@@ -64,7 +64,7 @@ class Health:
 
 
 class Rendezvous:
-    """The one-time association of a segment with a group: here one of one rank, which is alone.
+    """The one-time association of a segment with a group; this class is that of a rank alone.
 
     Attributes:
         group: The group.
@@ -77,7 +77,7 @@ class Rendezvous:
 
     @property
     def peers(self) -> tuple[torch.Tensor, ...]:
-        """Each rank's bytes of the segment, also this one's: one-dimensional uint8."""
+        """Each rank's bytes of the segment, also this one's, as one-dimensional uint8."""
         return self._peers
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -170,7 +170,7 @@ class Segment:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """This rank's bytes: uint8, one-dimensional; its storage is exactly the segment.
+        """This rank's bytes as one-dimensional uint8; its storage is exactly the segment.
 
         Raises:
             ReleasedError: The segment was released.
@@ -185,7 +185,7 @@ class Segment:
         self.rendezvous[rendezvous.group.torch_name] = rendezvous
 
     def forget(self, group: str) -> None:
-        """It has not met that group after all. Nothing if it never seemed to."""
+        """Undo `add_rendezvous` for a group; no error if there was none."""
         gone = self.rendezvous.get(group)
         self.rendezvous = {n: met for n, met in self.rendezvous.items() if met is not gone}
 
@@ -264,7 +264,7 @@ class Segment:
         self.rendezvous.clear()
 
     def forked(self) -> None:
-        """This process was forked from the rank. See [Note: forked processes]."""
+        """Let go of what belongs to the rank from which this process was forked."""  # see the note
         if self.rendezvous and all(r.group.size == 1 for r in self.rendezvous.values()):
             return  # nobody else has it
         self._inherited = True

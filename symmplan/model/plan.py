@@ -275,7 +275,10 @@ class Plan:
         return plan_frame(self)
 
     def advice(self) -> tuple[Any, ...]:
-        """What would save bytes, largest saving first; each piece verified by planning again."""
+        """What would save bytes, largest saving first; each piece verified by planning again.
+
+        They are `symmplan.planner.advice.Advice`.
+        """
         from symmplan.planner.advice import advise
 
         return (*advise(self), *(self.advisor() if self.advisor is not None else ()))

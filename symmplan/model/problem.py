@@ -25,9 +25,11 @@ class Operation:
         name: Unique in its problem.
         stream: Operations of one stream run in the order listed.
         group: Process group that the facts below are about, if any.
-        handshake: See [Note: peers count], as for the next three.
-        release: Of the call that begins here.
-        meets: The same. A call that handshakes or releases meets, whether this says so or not.
+        handshake: Whether the call that begins here touches no symmetric byte before every rank has
+            started it. See [Note: peers count], also for the next two.
+        release: Whether that call ends only when all ranks' accesses for it are over.
+        meets: Whether its end on a rank comes after its start on every rank. A call that
+            handshakes or releases meets, whether this says so or not.
         ends: Names of operations before it: the calls that began there end here. It states no facts
             of its own then.
         op: Qualified op name, for people; takes no part in planning.

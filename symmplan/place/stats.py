@@ -70,7 +70,7 @@ class Stats:
         reasons: Why calls were plain or copied, and how often, most frequent first.
         flat: FSDP modules whose gathers are flat, so that FSDP2 copies parameters out, and why.
         disengaged: Collectives that ran otherwise than planned when that was last checked, and why;
-            see `symmplan.place.observe`.
+            see `Checked`.
         copied: What a session copies in every iteration, why, and the line that would avoid it.
     """
 

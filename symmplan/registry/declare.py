@@ -229,7 +229,7 @@ def all_specs() -> Iterator[OpSpec]:
     """Every op that this process can plan for, sorted by qualified name.
 
     Ops that are in the catalogue but not in this torch are left out, and so are declarations in
-    torch's registry that do not fit their op (`requirements` of such an op raises).
+    torch's registry that do not fit their op (`symmplan.requirements` of such an op raises).
 
     Collective: no.
     """
@@ -316,7 +316,8 @@ class _Store:
     def spec_for(self, op: OpOverload) -> OpSpec | None:
         """What is declared for this very overload; fast enough to ask for every node of a graph.
 
-        See [Note: who wins]. Collective: no.
+        A user's declaration counts first, then the catalogue, then torch's registry. Collective:
+        no.
         """
         op = self._originals.get(op, op)
         cache = self._cache  # read before the declarations: see `_replace`

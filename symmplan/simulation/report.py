@@ -144,12 +144,12 @@ class SimulationReport:
             capacity: Bytes of memory that a device has; None if only the others are asked.
 
         Returns:
-            ``"peak"``: for each plan the group whose buffers are most at its peak, and the largest
-            of them. ``"cost"``: which collectives gave way to a ``capacity=`` that the program
-            has, and to what. ``"saves"``: see `symmplan.planner.advice`. ``"fits"``: by how much
-            activations, which grow with the sequence or the batch, and layers, with which
+            Four kinds. ``"peak"`` says for each plan the group whose buffers are most at its peak,
+            and the largest of them; ``"cost"`` which collectives gave way to a ``capacity=`` that
+            the program has, and to what; ``"saves"`` what `Plan.advice` finds; ``"fits"`` by how
+            much activations, which grow with the sequence or the batch, and layers, with which
             parameters, their state and symmetric memory grow, may grow until all takes
-            ``capacity``; a bound from this one run, which a second run with that size confirms.
+            ``capacity``: a bound from this one run, which a second run with that size confirms.
         """
         found: list[Advice] = []
         for plan in self.plans:

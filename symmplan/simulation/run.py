@@ -60,7 +60,9 @@ def simulate(
         memory: The memory backend for which is planned, whatever the program asks for: its
             alignments, ways and rules. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
         choices: A table of ways that were measured elsewhere, as ``symmplan bench comm -o`` writes
-            it; what it has no row for follows the rules of `symmplan.place.table`.
+            it. What it has no row for follows rules: in shared memory all is symmetric; in a
+            device's, what is smaller than 1 MiB is ordinary, gathers run on copy engines where
+            there are some, FSDP2's reduce-scatters are pushes, and all else is ordinary.
         progress: Called with a line of text now and then.
 
     Returns:

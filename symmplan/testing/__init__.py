@@ -1,4 +1,4 @@
-"""For tests of planners, ours and others': strategies, oracles and a conformance kit.
+"""Checks for authors of ops and of planners: declarations, strategies, oracles, a conformance kit.
 
 What draws random problems needs Hypothesis, which the extra ``test`` installs; all else does not.
 

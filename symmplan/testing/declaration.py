@@ -158,8 +158,7 @@ def check_declaration(
     """Run a declared op on real ranks of this machine, and see whether its declaration holds.
 
     Processes are started for the ranks; this one takes no part. In each call another rank is late,
-    at the start or before each access of a peer's bytes: see [Note: how a declaration is
-    contradicted] in `symmplan.testing.declaration`.
+    at the start or before each access of a peer's bytes, so that whoever does not wait runs ahead.
 
     Args:
         op: What is declared: a name, an overload, a packet or a custom op.

@@ -66,7 +66,7 @@ class CompileOptions(Options):
 class CompileBackend:
     """A Dynamo backend that puts declared tensors into planned symmetric memory.
 
-    Made by `backend`; see there.
+    Made by `symmplan.backend`; see there.
 
     Attributes:
         settings: How it was asked to work.
@@ -85,7 +85,7 @@ class CompileBackend:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans made so far: of graphs with declared tensors, then of kept inputs."""
+        """The plans made so far, of graphs with declared tensors, then of kept inputs."""
         return (*self._plans, *self._kept)
 
     @property
@@ -293,8 +293,8 @@ def backend(
             plan what is not clearly faster in symmetric memory; ``"copy engine"`` to let copy
             engines run all-gathers, without kernels, over communicators of their own
             (``memory="nccl"``); ``"ordinary"`` to plan no collective, only ops that need symmetric
-            memory; ``"auto"`` to measure on devices only (shared memory between processes is
-            always faster).
+            memory; ``"auto"`` to measure on devices only, and place all elsewhere. The path of a
+            ``.json`` file to take what was measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``, equal on all ranks or the least counts; None for what is free, less a
             tenth, when a graph of some groups is first compiled. Collectives that save least for

@@ -44,7 +44,8 @@ def eager(
             of collective in every way there is when the iteration is planned, and leaves out of the
             plan what is not clearly faster in symmetric memory; ``"copy engine"`` lets copy engines
             run all-gathers (``memory="nccl"``); ``"ordinary"`` plans no collective, only ops that
-            need symmetric memory; ``"auto"`` measures on devices and places all elsewhere.
+            need symmetric memory; ``"auto"`` measures on devices and places all elsewhere. The path
+            of a ``.json`` file takes what was measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. None for what is free when the iteration is planned, less a tenth. Ranks
             take the least that one of them has. Collectives that save least for their bytes give

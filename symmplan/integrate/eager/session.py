@@ -48,7 +48,7 @@ ACTIVE: list[Session] = []
 
 
 class Session:
-    """An eager program whose declared ops run in planned placements. Made by `eager`."""
+    """An eager program whose declared ops run in planned placements. Made by `symmplan.eager`."""
 
     def __init__(self, group: Any, device: torch.device, options: Options) -> None:
         name = compat.world_name() if group is None else compat.group_name(group)

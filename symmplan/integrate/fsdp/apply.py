@@ -162,7 +162,8 @@ def apply(
             model's own groups; ``"copy engine"`` without kernels where the backend has copy
             engines, reduce-scatters as an all-to-all and a local sum; ``"push"`` lets gradients go
             straight to where peers sum them, and copy engines gather; ``"ordinary"`` as FSDP2 does.
-            ``"auto"`` measures on devices and places all elsewhere.
+            ``"auto"`` measures on devices and places all elsewhere. The path of a ``.json`` file
+            takes what was measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. None for what is free when the plan is made, less a tenth. Ranks take the
             least that one of them has. Collectives that save least for their bytes give way, and

@@ -60,7 +60,7 @@ _SLOTS = ("slot 0", "slot 1")
 
 
 class ExpertParallel:
-    """Dispatch and combine over one group. Made by `expert_parallel`; a context manager.
+    """Dispatch and combine over one group. Made by `symmplan.expert_parallel`; a context manager.
 
     All ranks make the same calls in the same order, with rows of one shape and type. Where a peer
     does not, in shared memory every rank raises a `RunError`.
@@ -135,7 +135,7 @@ class ExpertParallel:
             counts: How many rows this rank sends to each rank of the group, in their order.
 
         Raises:
-            RunError: A rank's counts are none; raised on every rank.
+            RunError: A rank's counts are negative, or not one for each rank; raised on every rank.
 
         Collective: yes.
         """

@@ -51,7 +51,10 @@ class TinyCall:
 
     Attributes:
         name: Unique in its program.
-        kind: One of `BEHAVIOURS`, ``"wait"`` or ``"barrier"``: the ranks of the group meet.
+        kind: ``"local"`` or ``"copy"``; one-sided, ``"read"``, ``"push"``, ``"push_next"``,
+            ``"read_write"`` or ``"read_write_next"``; ``"all_gather"``, ``"all_to_all"``,
+            ``"broadcast"``, ``"all_reduce"`` or ``"reduce_scatter"``; ``"wait"``; or ``"barrier"``,
+            at which the ranks of the group meet.
         reads: Names of the buffers that it is given to read, in one string or a tuple.
         writes: Names of the buffers that it is given to write.
         group: The group whose ranks take part.
@@ -270,7 +273,8 @@ class Verdict:
     wrong: WrongRead | None = None
 
     def __str__(self) -> str:
-        return str(self.wrong) if self.wrong else f"{self.kind} after {self.runs} runs"
+        runs = f"{self.runs} run{'' if self.runs == 1 else 's'}"
+        return str(self.wrong) if self.wrong else f"{self.kind} after {runs}"
 
 
 def explore(
@@ -319,7 +323,7 @@ def explore(
       rank 0: 'add', iteration 0: reads ('y', 0), writes s0
       rank 1: 'peer_max', iteration 0: reads s0 of rank 0
     >>> print(explore(program, TinyPlan(shared, barriers=(("add", "all"),))))
-    right after 1 runs
+    right after 1 run
     """
     plan = plan or TinyPlan()
     symbols = Symbols()
