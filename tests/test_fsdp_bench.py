@@ -65,6 +65,7 @@ def test_a_small_benchmark_runs_and_compares():
     assert "the same bits" in text
     assert "speedup" in text
     assert "pooled: left out" in text
+    assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 80
 
 
 @pytest.mark.further

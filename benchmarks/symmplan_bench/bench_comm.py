@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import RunError
 from symmplan.place.table import Row, Table
+from symmplan.report.format import count
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import run_ranks
 
@@ -175,7 +176,7 @@ def render(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
         (
-            f"{result['ranks']} ranks, {result['threads_per_rank']} threads each, "
+            f"{result['ranks']} ranks, {count(result['threads_per_rank'], 'thread')} each, "
             f"{result['dtype']}; {machine['cpu']}, {machine['cores']} cores, "
             f"torch {machine['torch']}"
         ),

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--choose",
         choices=CHOOSE,
         default="auto",
-        help="how collectives run: as measured (the default on devices), all in symmetric memory, "
-        "all there by copy engines, ...",
+        metavar="WAY",
+        help=f"how collectives run: {', '.join(CHOOSE)} (default auto: measured on devices)",
     )
     for name, (cpu, cuda) in _SIZES.items():
         option = f"--{name.replace('_', '-')}"

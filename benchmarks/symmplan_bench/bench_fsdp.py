@@ -281,7 +281,7 @@ def render(result: dict[str, Any]) -> str:
             f"torch {machine['torch']}{nccl}"
         ),
         (
-            f"{'tokens':>8} {'side':11} {'step ms':>10} {'quartiles':>19} {'host us each':>13} "
+            f"{'tokens':>7} {'side':11} {'step ms':>9} {'quartiles':>19} {'host us each':>13} "
             f"{'collectives ms':>15}"
         ),
     ]
@@ -289,14 +289,14 @@ def render(result: dict[str, Any]) -> str:
         for side, row in run["sides"].items():
             low, high = row["step_quartiles_ms"]
             lines.append(
-                f"{run['tokens']:>8} {side:11} {row['step_ms']:>10.2f} "
+                f"{run['tokens']:>7} {side:11} {row['step_ms']:>9.2f} "
                 f"{f'{low:.2f} - {high:.2f}':>19} {_number(row['host_us']):>13} "
                 f"{_number(row['collectives_ms']):>15}"
             )
         if run["step_speedup"] is not None:
             comms = run["collectives_speedup"]
             lines.append(
-                f"{'':8} {'speedup':11} {run['step_speedup']:>9.2f}x {'':>19} {'':>13} "
+                f"{'':7} {'speedup':11} {run['step_speedup']:>8.2f}x {'':>19} {'':>13} "
                 + (f"{'-':>15}" if comms is None else f"{comms:>14.2f}x")
             )
         for side, row in run["sides"].items():
@@ -304,7 +304,7 @@ def render(result: dict[str, Any]) -> str:
                 apart = row["difference"]
                 same = "the same bits" if apart == 0 else f"{apart:.2g} from plain FSDP2's"
                 losses = "equal" if row["losses_equal"] else "not equal"
-                lines.append(f"{'':8} {side}: losses are {losses}, gradients are {same}")
+                lines.append(f"{'':7} {side}: losses are {losses}, gradients are {same}")
     lines += [f"{side}: left out, {why}" for side, why in result["skipped"].items()]
     for side, seen in result["memory"].items():
         bytes_ = ", ".join(f"{key.replace('_', ' ')} {size(n)}" for key, n in seen.items() if n)
