@@ -68,6 +68,7 @@ def test_version(capsys):
         ["bench", "nonsense"],
         ["demo", "--steps", "0"],
         ["show", "a", "b"],
+        ["show", "a", "--beside", "b"],
     ],
 )
 def test_wrong_usage_is_2(words, capsys):
@@ -81,6 +82,14 @@ def test_wrong_usage_is_2(words, capsys):
     told = json.loads(out)
     assert (told["ok"], err) == (False, "")
     assert told["error"]["fix"].startswith("usage: symmplan")
+
+
+def test_the_usage_is_that_of_the_command(capsys):
+    assert main(["plan", "--nope", "f"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: symmplan plan ")
+    assert "wrong usage: unknown: --nope" in err
+    assert main(["--nope", "plan", "f"]) == 2
 
 
 @pytest.mark.parametrize("name", sorted(shell.COMMANDS))
@@ -295,6 +304,8 @@ def test_bad_files_are_clear_errors(command, text, says, tmp_path, capsys):
     assert out == ""
     assert err.startswith("symmplan: ")
     assert (says if command == "plan" else "not a symmplan plan") in err
+    if "not a symmplan plan" in err:
+        assert str(path) in err.splitlines()[0]
 
 
 def test_bytes_that_are_no_text(tmp_path, capsys):

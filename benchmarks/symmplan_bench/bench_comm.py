@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.place.table import Row, Table
 from symmplan.report.format import count
 from symmplan_bench.machine import hardware
@@ -63,14 +63,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time.
+        CommandError: A rank failed or did not finish in time.
     """
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     if args.output is not None:
         return _write_choices(args)
     if args.device != "cpu":
-        raise RunError("gloo has no collectives of devices", fix="add -o choices.json")
+        raise CommandError("gloo has no collectives of devices", fix="add -o choices.json")
     options = {
         "ranks": args.ranks,
         "sizes": args.sizes,

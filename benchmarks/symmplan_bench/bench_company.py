@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.report.format import count
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import compared, meet, rounds_of, run_ranks
@@ -63,10 +63,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, time all sides, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time, or there are no peers.
+        CommandError: A rank failed or did not finish in time, or there are no peers.
     """
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     cuda = args.device == "cuda"
     options = {
         "device": args.device,

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, time everything.
 
     Raises:
-        RunError: A rank failed, or did not finish in time.
+        CommandError: A rank failed, or did not finish in time.
     """
     options = {
         "device": args.device,

@@ -21,7 +21,7 @@ import shlex
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
 from symmplan_bench.fsdp_ranks import measure, worst
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: An option makes no sense here, or a rank failed or did not finish in time.
+        CommandError: An option makes no sense here, or a rank failed or did not finish in time.
     """
     options = _options(args)
     ranks = run_ranks(
@@ -163,24 +163,29 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     from symmplan_bench.fsdp_sides import missing
 
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     for name, value in _DEFAULTS[args.model].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.steps < 1 or args.layers < 1 or args.dim < 1 or min(args.tokens) < 1:
-        raise RunError(
+        raise CommandError(
             "nothing can be measured of a model or a run of no size",
             expected="--steps, --layers, --dim and --tokens of at least 1",
             got=f"{args.steps}, {args.layers}, {args.dim}, {args.tokens}",
         )
     if args.model == "llama" and args.dim % 16:
-        raise RunError(
+        raise CommandError(
             "attention heads cannot share the width evenly",
             expected="--dim that 16 divides",
             got=args.dim,
         )
     if args.cuda_graph and args.device != "cuda":
-        raise RunError(
+        raise CommandError(
             "the CPU has no CUDA graphs", expected="--device cuda", got=f"--device {args.device}"
         )
     graph = args.cuda_graph

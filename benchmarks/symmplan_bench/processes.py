@@ -11,7 +11,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def run_ranks(
         What each rank returned.
 
     Raises:
-        RunError: A rank failed, or did not finish in time. No process is left.
+        CommandError: A rank failed, or did not finish in time. No process is left.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -79,7 +79,7 @@ def run_ranks(
             time.sleep(0.05)
         codes = [process.exitcode for process in processes]
         if any(code != 0 for code in codes):
-            raise RunError(
+            raise CommandError(
                 "ranks of the benchmark failed or did not finish",
                 expected=f"all of them done within {timeout:g} s",
                 got=f"exit codes {codes} (None: still running)",
