@@ -287,3 +287,26 @@ def test_the_interpreter_ends_well(how, tmp_path):
     lines = sorted(done.stdout.splitlines())
     code = 1 if how.startswith("raises") else 0
     assert lines == [f"exit {code}"] * times * 2 + ["threads []"] * times * 2, done.stderr
+
+
+_ENDS = """
+import gc, weakref
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import symmplan._compat
+import torch._dynamo, torch.distributed.fsdp
+from torch.distributed.nn import functional
+assert functional.all_reduce(torch.ones(2)).tolist() == [1, 1]
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+print(group())
+"""
+
+
+def test_what_symmplan_imports_does_not_hold_the_default_group():
+    """Its threads would run while the interpreter ends, and abort the process now and then."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "None\n", done.stderr
