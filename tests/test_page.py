@@ -69,12 +69,13 @@ class Page:
         """Where a part of the time and of the bytes is on the screen, of the whole picture."""
         return self.left + time * self.width, self.top + (1 - share) * self.height
 
-    def svg(self) -> list[str]:
-        """What the texts of the picture are when it is saved."""
+    def svg(self, at_least: float = -99) -> list[str]:
+        """What the texts of the picture are when it is saved, those so many pixels down."""
         with self.page.expect_download() as given:
             self.page.locator(".save").first.click()
         root = ET.fromstring(given.value.path().read_text(encoding="utf-8"))
-        return [e.text or "" for e in root.iter() if e.tag.endswith("}text")]
+        texts = [e for e in root.iter() if e.tag.endswith("}text")]
+        return [e.text or "" for e in texts if float(e.get("y", "0")) >= at_least]
 
 
 def layered(layers: int = 6) -> Plan:
@@ -182,6 +183,14 @@ def test_labels_keep_what_tells_names_apart(browser, tmp_path):
         assert any(
             re.fullmatch(r"\d+\.(gather|reduce|scatter)\.weight", text) for text in labels
         ), labels
+
+
+def test_a_bound_close_to_the_peak_is_named_inside_the_picture(browser, tmp_path):
+    problem = Problem.from_intervals([("a", 0, 1, 1 << 20)])
+    spec = SegmentSpec("s", ("default",), (1 << 20) + 512, 1 << 20)
+    plan = Plan(problem, (spec,), {"a": Placement("s", 0, 1 << 20)})
+    with Page(browser, tmp_path, plan) as shown:
+        assert "lower bound" in shown.svg(at_least=10)
 
 
 def test_two_plans_are_side_by_side(browser, tmp_path):

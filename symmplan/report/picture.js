@@ -188,9 +188,10 @@ function segmentPicture(plan, segment, index, column) {
     });
     if (segment.bound < segment.nbytes && segment.bound > low && segment.bound <= high) {
       line(c, css("--bound"), LEFT, y(segment.bound), p.width - RIGHT, y(segment.bound));
-      c.fillStyle = css("--back"); c.fillRect(p.width - RIGHT - 84, y(segment.bound) - 15, 84, 14);
+      const under = y(segment.bound) < 18 ? y(segment.bound) + 16 : y(segment.bound);  // no room above
+      c.fillStyle = css("--back"); c.fillRect(p.width - RIGHT - 84, under - 15, 84, 14);
       c.fillStyle = css("--bound"); c.textAlign = "right"; c.textBaseline = "bottom";
-      c.fillText("lower bound", p.width - RIGHT - 4, y(segment.bound) - 2);
+      c.fillText("lower bound", p.width - RIGHT - 4, under - 2);
     }
     strip(c, s, t, w);
     axis(p, c, HEIGHT - AXIS);
