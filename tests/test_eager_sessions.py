@@ -310,3 +310,31 @@ def test_what_symmplan_imports_does_not_hold_the_default_group():
         [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "None\n", done.stderr
+
+
+_LEAVES = """
+import gc, weakref
+import torch, torch.distributed as dist
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import symmplan
+from symmplan.integrate.eager import faults
+ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+def program():
+    with symmplan.eager(memory="shm", choose="placed") as session:
+        for _ in range(2):
+            ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(8), 1, name))
+            session.step()
+program()
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+faults._end_threads()
+print(group())
+"""
+
+
+def test_what_a_session_leaves_does_not_hold_its_group_when_the_interpreter_ends():
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "None\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 import json
 import multiprocessing
 import os
@@ -140,6 +141,7 @@ def _rank(
     meet()  # symmetric memory needs a communicator that has run something
     store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
     meet()
+    gc.collect()  # what is left in cycles holds the group, whose threads must end with it
     dist.destroy_process_group()
 
 
