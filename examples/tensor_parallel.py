@@ -80,7 +80,7 @@ def train(rank: int, world_size: int, store: str) -> None:
         optimizer.step()
         seen = largest(tokens).max()
         if rank == 0:
-            print(f"step {step}: loss {float(loss):.4f}, largest input of any rank {seen:.4f}")
+            print(f"step {step}: loss {loss.item():.4f}, largest input of any rank {seen:.4f}")
     if rank == 0:
         print(backend.stats)
         print(backend.plans[0].summary())

@@ -1,8 +1,19 @@
-"""The works and methods of process groups; a part of `symmplan._compat`."""
+"""The works and methods of process groups; a part of `symmplan._compat`.
+
+[Note: groups end before the interpreter]
+    Functions of torch.distributed.nn.functional have ``group=group.WORLD``, which is the default
+    group if there is one when they are imported. Dynamo and FSDP2 import them, and symmplan imports
+    those, for programs whose group is there by then. The functions would hold it for ever: its
+    threads would run while the interpreter ends, and one that frees a tensor then aborts the
+    process. None is the default group, too, and holds nothing.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +21,20 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def _import_functions(name: str = "torch.distributed.nn.functional") -> None:
+    """Import them, unless the program did. See [Note: groups end before the interpreter]."""
+    if name in sys.modules or not dist.is_available():
+        return
+    for function in vars(importlib.import_module(name)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            given = function.__defaults__
+            kept = (None if isinstance(v, dist.ProcessGroup) else v for v in given)
+            function.__defaults__ = tuple(kept)
+
+
+_import_functions()
 
 
 def register_work() -> Callable[[torch.Tensor, Any], None] | None:

@@ -134,9 +134,9 @@ class CapacityError(PlanningError):
 
 
 class PlanFormatError(SymmplanError, ValueError):
-    """A text is not a plan that this version of symmplan wrote."""
+    """A text is not a plan, or a problem, that this version of symmplan wrote."""
 
-    rule = "not a symmplan plan"
+    rule = "not a symmplan plan or problem"
 
 
 class VerificationError(SymmplanError):

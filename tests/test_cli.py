@@ -68,6 +68,7 @@ def test_version(capsys):
         ["bench", "nonsense"],
         ["demo", "--steps", "0"],
         ["show", "a", "b"],
+        ["show", "a", "--beside", "b"],
     ],
 )
 def test_wrong_usage_is_2(words, capsys):
@@ -83,18 +84,31 @@ def test_wrong_usage_is_2(words, capsys):
     assert told["error"]["fix"].startswith("usage: symmplan")
 
 
+def test_the_usage_is_that_of_the_command(capsys):
+    assert main(["plan", "--nope", "f"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: symmplan plan ")
+    assert "wrong usage: unknown: --nope" in err
+    assert main(["--nope", "plan", "f"]) == 2
+
+
 @pytest.mark.parametrize("name", sorted(shell.COMMANDS))
-def test_every_command_has_help(name, capsys):
+def test_every_command_has_help(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"usage: symmplan {name}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", sorted(shell.benches()))
-def test_every_benchmark_has_help_and_a_description(name, capsys):
+def test_every_benchmark_has_help_and_a_description(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     assert shell.benches()[name]
     assert main(["bench", name, "--help"]) == 0
-    assert f"usage: symmplan bench {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: symmplan bench {name}" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def _command(monkeypatch, name="plan", **parts) -> None:
@@ -243,7 +257,7 @@ def test_an_op_that_is_not_there(capsys):
     assert capsys.readouterr().err.startswith("symmplan: command cannot run: ")
 
 
-@pytest.mark.parametrize("words", [["ops"], ["doctor"], ["demo", "--help"], ["--help"]])
+@pytest.mark.parametrize("words", [["ops"], ["doctor"], ["--help"]])
 def test_eighty_columns_are_enough(words, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(words) == 0
@@ -290,6 +304,8 @@ def test_bad_files_are_clear_errors(command, text, says, tmp_path, capsys):
     assert out == ""
     assert err.startswith("symmplan: ")
     assert (says if command == "plan" else "not a symmplan plan") in err
+    if "not a symmplan plan" in err:
+        assert str(path) in err.splitlines()[0]
 
 
 def test_bytes_that_are_no_text(tmp_path, capsys):

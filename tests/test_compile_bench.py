@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan_bench import bench_compile
 
 
@@ -49,11 +49,11 @@ def test_a_small_benchmark_runs_and_compares():
     ],
 )
 def test_wrong_options_are_refused(words, match):
-    with pytest.raises(RunError, match=match):
+    with pytest.raises(CommandError, match=match):
         bench_compile.run(options(*words))
 
 
 @pytest.mark.ranks
 def test_a_benchmark_that_takes_too_long_says_so():
-    with pytest.raises(RunError, match="did not finish"):
+    with pytest.raises(CommandError, match="did not finish"):
         bench_compile.run(options("--timeout", "0.2"))

@@ -287,3 +287,54 @@ def test_the_interpreter_ends_well(how, tmp_path):
     lines = sorted(done.stdout.splitlines())
     code = 1 if how.startswith("raises") else 0
     assert lines == [f"exit {code}"] * times * 2 + ["threads []"] * times * 2, done.stderr
+
+
+_ENDS = """
+import gc, weakref
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import symmplan._compat
+import torch._dynamo, torch.distributed.fsdp
+from torch.distributed.nn import functional
+assert functional.all_reduce(torch.ones(2)).tolist() == [1, 1]
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+print(group())
+"""
+
+
+def test_what_symmplan_imports_does_not_hold_the_default_group():
+    """Its threads would run while the interpreter ends, and abort the process now and then."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "None\n", done.stderr
+
+
+_LEAVES = """
+import gc, weakref
+import torch, torch.distributed as dist
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import symmplan
+from symmplan.integrate.eager import faults
+ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+def program():
+    with symmplan.eager(memory="shm", choose="placed") as session:
+        for _ in range(2):
+            ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(8), 1, name))
+            session.step()
+program()
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+faults._end_threads()
+print(group())
+"""
+
+
+def test_what_a_session_leaves_does_not_hold_its_group_when_the_interpreter_ends():
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "None\n", done.stderr

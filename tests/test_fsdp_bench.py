@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from symmplan.cli import shell
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.place.observe import Event, kind_of
 from symmplan_bench import bench_fsdp
 from symmplan_bench.fsdp_mixin import PooledAllGather, install
@@ -66,6 +66,7 @@ def test_a_small_benchmark_runs_and_compares():
     assert "the same bits" in text
     assert "speedup" in text
     assert "pooled: left out" in text
+    assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 80
 
 
 @pytest.mark.further
@@ -95,7 +96,7 @@ def test_a_small_llama_runs_at_several_lengths():
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_it_starts(words, match):
-    with pytest.raises(RunError, match=match):
+    with pytest.raises(CommandError, match=match):
         bench_fsdp.run(options(*words))
 
 
@@ -107,7 +108,7 @@ def test_sides_that_do_not_exist_are_wrong_usage(capsys):
 
 @pytest.mark.ranks
 def test_a_benchmark_that_takes_too_long_says_so():
-    with pytest.raises(RunError, match="did not finish"):
+    with pytest.raises(CommandError, match="did not finish"):
         bench_fsdp.run(options("--timeout", "0.2"))
 
 

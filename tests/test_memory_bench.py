@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan_bench import bench_comm
 
 pytestmark = pytest.mark.ranks
@@ -47,11 +47,11 @@ def test_sizes_have_units():
 
 
 def test_one_rank_is_refused():
-    with pytest.raises(RunError, match="peers"):
+    with pytest.raises(CommandError, match="peers"):
         bench_comm.run(options("--ranks", "1"))
 
 
 def test_a_deadline_ends_it():
-    with pytest.raises(RunError, match="did not finish") as caught:
+    with pytest.raises(CommandError, match="did not finish") as caught:
         bench_comm.run(options("--timeout", "0.2"))
     assert caught.value.exit_codes

@@ -353,10 +353,14 @@ def test_examples_run(name, tmp_path):
 def test_the_notebook_plans_and_draws(capsys):
     notebook = json.loads((ROOT / "examples" / "plan.ipynb").read_text(encoding="utf-8"))
     space = {}
-    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    for cell in cells:
+    code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    cells = ["".join(c["source"]) for c in code]
+    said = ""
+    for cell, shown in zip(cells, code, strict=True):
         exec(cell, space)
-    said = capsys.readouterr().out
+        said += (printed := capsys.readouterr().out)
+        kept = [o for o in shown["outputs"] if o["output_type"] == "stream"]
+        assert "".join(t for o in kept for t in o["text"]) == printed, "run the notebook again"
     assert "reached: no plan needs fewer bytes" in said
     assert "fix: raise the capacity" in said
     assert "complete True True" in said

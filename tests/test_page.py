@@ -14,6 +14,7 @@ import pytest
 from symmplan import Plan, Problem
 from symmplan.model import Access, Buffer, Operation, Placement, SegmentSpec
 from symmplan.planner import plan as make_plan
+from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -68,12 +69,13 @@ class Page:
         """Where a part of the time and of the bytes is on the screen, of the whole picture."""
         return self.left + time * self.width, self.top + (1 - share) * self.height
 
-    def svg(self) -> list[str]:
-        """What the texts of the picture are when it is saved."""
+    def svg(self, at_least: float = -99) -> list[str]:
+        """What the texts of the picture are when it is saved, those so many pixels down."""
         with self.page.expect_download() as given:
             self.page.locator(".save").first.click()
         root = ET.fromstring(given.value.path().read_text(encoding="utf-8"))
-        return [e.text or "" for e in root.iter() if e.tag.endswith("}text")]
+        texts = [e for e in root.iter() if e.tag.endswith("}text")]
+        return [e.text or "" for e in texts if float(e.get("y", "0")) >= at_least]
 
 
 def layered(layers: int = 6) -> Plan:
@@ -183,6 +185,14 @@ def test_labels_keep_what_tells_names_apart(browser, tmp_path):
         ), labels
 
 
+def test_a_bound_close_to_the_peak_is_named_inside_the_picture(browser, tmp_path):
+    problem = Problem.from_intervals([("a", 0, 1, 1 << 20)])
+    spec = SegmentSpec("s", ("default",), (1 << 20) + 512, 1 << 20)
+    plan = Plan(problem, (spec,), {"a": Placement("s", 0, 1 << 20)})
+    with Page(browser, tmp_path, plan) as shown:
+        assert "lower bound" in shown.svg(at_least=10)
+
+
 def test_two_plans_are_side_by_side(browser, tmp_path):
     with Page(browser, tmp_path, layered(), beside=layered(3)) as shown:
         one, two = (shown.page.locator(".frame").nth(i).bounding_box() for i in (0, 2))
@@ -190,6 +200,84 @@ def test_two_plans_are_side_by_side(browser, tmp_path):
         assert one["x"] + one["width"] < two["x"]
         assert shown.page.locator("section").count() == 2
         assert shown.page.locator(".which").all_inner_texts()[1].startswith("Beside ")
+
+
+def of_ops(*ops: str) -> Plan:
+    return make_plan(
+        Problem(
+            [Buffer(f"{op}.x", 4096, op=op) for op in ops],
+            [Operation(op, op=op) for op in ops],
+            [Access(op, f"{op}.x") for op in ops],
+        )
+    )
+
+
+def test_an_op_has_one_colour_in_both_plans(browser, tmp_path):
+    with Page(browser, tmp_path, of_ops("b", "c"), beside=of_ops("a", "b", "c")) as shown:
+        marks = "[...document.querySelectorAll('#legend button')].map((b) => b.innerText)"
+        assert shown.page.evaluate(marks) == ["b", "c", "a"]
+        rows = shown.page.evaluate(
+            "[...document.querySelectorAll('tbody tr')].map((r) => "
+            "[r.innerText.split(/\\s/)[0], r.querySelector('i').style.background])"
+        )
+        assert len(rows) == 5
+        assert len(set(map(tuple, rows))) == 3, rows
+        assert {"b", "c"} <= set(shown.svg())
+
+
+def test_a_narrow_window_shows_all(browser, tmp_path):
+    with Page(browser, tmp_path, layered(), beside=layered(3)) as shown:
+        shown.page.set_viewport_size({"width": 390, "height": 844})
+        one, two = (shown.page.locator(".frame").nth(i).bounding_box() for i in (0, 2))
+        assert one["x"] == two["x"]
+        assert one["width"] > 300
+        assert shown.page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize("at", [0.1, 0.9])
+def test_the_pinned_panel_leaves_its_buffer_visible(browser, tmp_path, at):
+    plan = make_plan(Problem.from_intervals([(f"b{i}", i, i + 1, 4096) for i in range(10)]))
+    with Page(browser, tmp_path, plan) as shown:
+        x, y = shown.spot(at, 0.5)
+        shown.page.mouse.click(x, y)
+        box = shown.page.locator("#pin").bounding_box()
+        assert not box["x"] <= x < box["x"] + box["width"]
+
+
+def test_a_notebook_shows_and_saves_the_picture(browser):
+    page = browser.new_page(accept_downloads=True)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_content(f"<details>{layered()._repr_html_()}</details>")  # not shown at first
+    page.locator("details").evaluate("(node) => { node.open = true; }")
+    frame = page.frames[1]
+    frame.wait_for_function("document.body.dataset.frames")
+    with page.expect_download() as given:
+        frame.locator(".save").click()
+    assert given.value.suggested_filename.endswith("-segment0.svg")
+    page.close()
+    assert not errors
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_simulation_shows_its_plans(browser, scheme):
+    ordinary = Ordinary(1, 2, 3, 4)
+    done = Collective("<b>", 3, 4096, "0", 2, "ordinary")
+    report = SimulationReport(2, 0, "shm", (layered(),) * 2, 1, 1, ordinary, (done,))
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 3000})
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text))
+    page.set_content(report.to_html())
+    assert page.locator("td").nth(1).inner_text() == "<b>"
+    for frame in page.frames[1:]:
+        frame.wait_for_function("document.body.dataset.frames")
+        assert frame.locator("canvas").count() == 5
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 28)"}[scheme]
+    page.close()
+    assert not errors
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -357,7 +357,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
     shown = simple("<b>")._repr_html_()
     (tag, attributes), *rest = _Page(shown).tags
     assert (tag, rest) == ("iframe", [])
-    assert attributes["sandbox"] == "allow-scripts"
+    assert attributes["sandbox"] == "allow-scripts allow-downloads"
     assert attributes["srcdoc"] == plan_html(simple("<b>"))
     many = make_plan(Problem.from_intervals([(f"b{i}", i, i + 1, 8) for i in range(5001)]))
     assert many._repr_html_().startswith("<pre>plan ")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from symmplan.cli import screen
+from symmplan_bench import bench_eager, bench_moe
 
 
 def test_a_terminal_shows_colours_where_rich_is_installed(capsys, monkeypatch):
@@ -27,3 +28,26 @@ def test_a_terminal_shows_colours_where_rich_is_installed(capsys, monkeypatch):
     assert "\x1b[1msegments:\x1b[0m" in shown
     assert "\x1b[32mfaster\x1b[0m" in shown
     assert re.sub(r"\x1b\[\d*m", "", shown) == text + "\n"
+
+
+def test_tables_of_benchmarks_fit_on_eighty_columns():
+    times = {"plain_us": 30123.45, "session_us": 30123.45}
+    host = {f"{c}_us": 30123.45 for c in ("placed", "overhead", "copies")} | times
+    about = {"ranks": 2, "machine": "cpu", "torch": "2.13.0+cpu", "layers": 1, "width": 512}
+    graphs = {"plain_graph_us": None, "session_graph_us": None}
+    message = {"nbytes": 8 << 20, **times, **graphs}
+    moe = {
+        "what": "exchange",
+        "tokens": 65536,
+        "ms": {"plain": 1234.567, "symmplan": 1234.567, "push": 1234.567},
+        "speedup": 12.34,
+        "way": "ordinary",
+        "segment_bytes": 3 << 19,
+        "equal": True,
+    }
+    eager = {"host": [{"op": op, **host} for op in bench_eager._PROGRAMS], "messages": [message]}
+    for text in (
+        bench_eager.render({**about, **eager}),
+        bench_moe.render({**about, "results": [moe]}),
+    ):
+        assert max(map(len, text.splitlines())) <= 80, text

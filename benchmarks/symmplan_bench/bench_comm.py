@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.place.table import Row, Table
+from symmplan.report.format import count
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import run_ranks
 
@@ -62,14 +63,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time.
+        CommandError: A rank failed or did not finish in time.
     """
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     if args.output is not None:
         return _write_choices(args)
     if args.device != "cpu":
-        raise RunError("gloo has no collectives of devices", fix="add -o choices.json")
+        raise CommandError("gloo has no collectives of devices", fix="add -o choices.json")
     options = {
         "ranks": args.ranks,
         "sizes": args.sizes,
@@ -175,7 +181,7 @@ def render(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
         (
-            f"{result['ranks']} ranks, {result['threads_per_rank']} threads each, "
+            f"{result['ranks']} ranks, {count(result['threads_per_rank'], 'thread')} each, "
             f"{result['dtype']}; {machine['cpu']}, {machine['cores']} cores, "
             f"torch {machine['torch']}"
         ),

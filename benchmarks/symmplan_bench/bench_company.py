@@ -15,7 +15,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
+from symmplan.report.format import count
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import compared, meet, rounds_of, run_ranks
 
@@ -37,11 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--ranks", type=int, default=2, help="processes to start (default 2)")
-    add("--tokens", type=int, nargs="+", help="rows of the activations")
-    add("--width", type=int, help="width of the layers")
+    add(
+        "--tokens",
+        type=int,
+        nargs="+",
+        help="rows of the activations (default 64, on cuda 2048 8192)",
+    )
+    add("--width", type=int, help="width of the layers (default 256, on cuda 4096)")
     add("--layers", type=int, default=6, help="default 6")
     add("--rounds", type=int, default=20, help="timed rounds (default 20)")
-    add("--programs", nargs="+", choices=_PROGRAMS, default=_PROGRAMS, help="default: both")
+    add(
+        "--programs",
+        nargs="+",
+        choices=_PROGRAMS,
+        default=_PROGRAMS,
+        metavar="NAME",
+        help="compiled or FSDP2 (default both)",
+    )
     add("--inner", choices=("inductor", "eager"), default="eager", help="default eager")
     add("--timeout", type=float, default=500.0, help="seconds for everything (default 500)")
 
@@ -50,10 +63,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, time all sides, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time, or there are no peers.
+        CommandError: A rank failed or did not finish in time, or there are no peers.
     """
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     cuda = args.device == "cuda"
     options = {
         "device": args.device,
@@ -93,7 +111,8 @@ def render(result: dict[str, Any]) -> str:
     """A table for people."""
     lines = [
         (
-            f"{result['ranks']} ranks, {result['layers']} layers of width {result['width']}; "
+            f"{result['ranks']} ranks, {count(result['layers'], 'layer')} of width "
+            f"{result['width']}; "
             f"{result['machine']}, torch {result['torch']}"
         ),
     ]

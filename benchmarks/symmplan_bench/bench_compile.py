@@ -17,7 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.place.choice import CHOOSE
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import meet, run_ranks
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--choose",
         choices=CHOOSE,
         default="auto",
-        help="how collectives run: as measured (the default on devices), all in symmetric memory, "
-        "all there by copy engines, ...",
+        metavar="WAY",
+        help=f"how collectives run: {', '.join(CHOOSE)} (default auto: measured on devices)",
     )
     for name, (cpu, cuda) in _SIZES.items():
         option = f"--{name.replace('_', '-')}"
@@ -93,14 +93,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time, or a case or a setting is unknown.
+        CommandError: A rank failed or did not finish in time, or a case or a setting is unknown.
     """
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     cases = args.cases.split(",")
     unknown = [name for name in cases if name not in _NAMES]
     if unknown:
-        raise RunError(f"unknown case {unknown[0]!r}", expected=", ".join(_NAMES), got=unknown[0])
+        raise CommandError(
+            f"unknown case {unknown[0]!r}", expected=", ".join(_NAMES), got=unknown[0]
+        )
     settings = dict(_setting(given) for given in args.inductor)
     cuda = args.device == "cuda"
     options: dict[str, Any] = {
@@ -140,7 +147,7 @@ def _setting(given: str) -> tuple[str, Any]:
 
     name, _, value = given.partition("=")
     if name not in config.get_config_copy():
-        raise RunError(
+        raise CommandError(
             f"this torch's Inductor has no setting {name!r}",
             expected="--inductor NAME=VALUE, as in torch._inductor.config",
             got=given,
@@ -148,7 +155,7 @@ def _setting(given: str) -> tuple[str, Any]:
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
-        raise RunError(
+        raise CommandError(
             f"the value of Inductor's setting {name!r} is not JSON",
             expected='true, 3, or "text" in quotes',
             got=value,

@@ -13,11 +13,13 @@ slowest rank counts.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from symmplan.report.format import count
 from symmplan_bench.processes import meet, run_ranks
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, time everything.
 
     Raises:
-        RunError: A rank failed, or did not finish in time.
+        CommandError: A rank failed, or did not finish in time.
     """
     options = {
         "device": args.device,
@@ -92,6 +94,8 @@ def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
     cuda = options["device"] == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    # One of the programs declares nothing, which is worth a warning elsewhere.
+    logging.getLogger("symmplan").setLevel(logging.ERROR)
     bench = _Bench(device, options["rounds"], options["calls"])
     with torch.inference_mode():
         host = [bench.host(label, *what) for label, what in _PROGRAMS.items()]
@@ -166,8 +170,8 @@ def _all_reduce_by_hand(x: Any, out: Any) -> None:
 _PROGRAMS: dict[str, tuple[Callable[[Any, Any], None], Callable[[Any, Any], None] | None]] = {
     "aten::add (not declared)": (_undeclared, None),
     "functional all-gather": (_all_gather, _all_gather_by_hand),
-    "symmplan.out(mul), functional all-gather": (_gather_made, None),
-    "symmplan.out(mul), dist.all_reduce": (_all_reduce, _all_reduce_by_hand),
+    "out(mul), functional all-gather": (_gather_made, None),
+    "out(mul), dist.all_reduce": (_all_reduce, _all_reduce_by_hand),
 }
 
 
@@ -338,16 +342,18 @@ class _Bench:
 def render(result: dict[str, Any]) -> str:
     """Two tables for people."""
     columns = ("plain", "placed", "session", "overhead", "copies")
-    lines = [f"{result['ranks']} ranks on {result['machine']}, torch {result['torch']}"]
-    lines.append(f"{'us of host time per call':44}" + "".join(f"{c:>10}" for c in columns))
+    lines = [f"{count(result['ranks'], 'rank')} on {result['machine']}, torch {result['torch']}"]
+    lines.append(f"{'us of host time per call':35}" + "".join(f"{c:>9}" for c in columns))
     for row in result["host"]:
         cells = (row[f"{c}_us"] for c in columns)
-        lines.append(f"{row['op']:44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells))
+        lines.append(f"{row['op']:35}" + "".join(map(_cell, cells)))
     heads = ("plain", "session", "graph", "s. graph")
-    lines.append(f"{'us per all-reduce of so many bytes':44}" + "".join(f"{c:>10}" for c in heads))
+    lines.append(f"{'us per all-reduce of so many bytes':35}" + "".join(f"{c:>9}" for c in heads))
     for row in result["messages"]:
         cells = (row[name] for name in _TIMES)
-        lines.append(
-            f"{row['nbytes']:<44}" + "".join(f"{'-' if c is None else c:>10}" for c in cells)
-        )
+        lines.append(f"{row['nbytes']:<35}" + "".join(map(_cell, cells)))
     return "\n".join(lines)
+
+
+def _cell(us: float | None) -> str:
+    return f"{'-':>9}" if us is None else f"{us:>9.2f}"

@@ -22,7 +22,7 @@ import shlex
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
 from symmplan_bench.fsdp_ranks import measure, worst
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, collect their times, compare.
 
     Raises:
-        RunError: An option makes no sense here, or a rank failed or did not finish in time.
+        CommandError: An option makes no sense here, or a rank failed or did not finish in time.
     """
     options = _options(args)
     ranks = run_ranks(
@@ -164,24 +164,29 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     from symmplan_bench.fsdp_sides import missing
 
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     for name, value in _DEFAULTS[args.model].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.steps < 1 or args.layers < 1 or args.dim < 1 or min(args.tokens) < 1:
-        raise RunError(
+        raise CommandError(
             "nothing can be measured of a model or a run of no size",
             expected="--steps, --layers, --dim and --tokens of at least 1",
             got=f"{args.steps}, {args.layers}, {args.dim}, {args.tokens}",
         )
     if args.model == "llama" and args.dim % 16:
-        raise RunError(
+        raise CommandError(
             "attention heads cannot share the width evenly",
             expected="--dim that 16 divides",
             got=args.dim,
         )
     if args.cuda_graph and args.device != "cuda":
-        raise RunError(
+        raise CommandError(
             "the CPU has no CUDA graphs", expected="--device cuda", got=f"--device {args.device}"
         )
     graph = args.cuda_graph
@@ -282,7 +287,7 @@ def render(result: dict[str, Any]) -> str:
             f"torch {machine['torch']}{nccl}"
         ),
         (
-            f"{'tokens':>8} {'side':11} {'step ms':>10} {'quartiles':>19} {'host us each':>13} "
+            f"{'tokens':>7} {'side':11} {'step ms':>9} {'quartiles':>19} {'host us each':>13} "
             f"{'collectives ms':>15}"
         ),
     ]
@@ -290,14 +295,14 @@ def render(result: dict[str, Any]) -> str:
         for side, row in run["sides"].items():
             low, high = row["step_quartiles_ms"]
             lines.append(
-                f"{run['tokens']:>8} {side:11} {row['step_ms']:>10.2f} "
+                f"{run['tokens']:>7} {side:11} {row['step_ms']:>9.2f} "
                 f"{f'{low:.2f} - {high:.2f}':>19} {_number(row['host_us']):>13} "
                 f"{_number(row['collectives_ms']):>15}"
             )
         if run["step_speedup"] is not None:
             comms = run["collectives_speedup"]
             lines.append(
-                f"{'':8} {'speedup':11} {run['step_speedup']:>9.2f}x {'':>19} {'':>13} "
+                f"{'':7} {'speedup':11} {run['step_speedup']:>8.2f}x {'':>19} {'':>13} "
                 + (f"{'-':>15}" if comms is None else f"{comms:>14.2f}x")
             )
         for side, row in run["sides"].items():
@@ -305,7 +310,7 @@ def render(result: dict[str, Any]) -> str:
                 apart = row["difference"]
                 same = "the same bits" if apart == 0 else f"{apart:.2g} from plain FSDP2's"
                 losses = "equal" if row["losses_equal"] else "not equal"
-                lines.append(f"{'':8} {side}: losses are {losses}, gradients are {same}")
+                lines.append(f"{'':7} {side}: losses are {losses}, gradients are {same}")
     lines += [f"{side}: left out, {why}" for side, why in result["skipped"].items()]
     for side, seen in result["memory"].items():
         bytes_ = ", ".join(f"{key.replace('_', ' ')} {size(n)}" for key, n in seen.items() if n)

@@ -18,7 +18,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
+from symmplan.report.format import count, size
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import compared, rounds_of, run_ranks
 
@@ -39,9 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=None, help="rows that each rank sends in a call"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=None,
+        help="rows that each rank sends in a call (default 256 2048, on cuda 4096 16384 65536)",
     )
-    parser.add_argument("--width", type=int, default=None, help="elements of a row")
+    parser.add_argument(
+        "--width", type=int, default=None, help="elements of a row (default 512, on cuda 4096)"
+    )
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default 15)")
     parser.add_argument(
@@ -56,10 +63,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, time all sides, compare.
 
     Raises:
-        RunError: A rank failed or did not finish in time, or there are no peers.
+        CommandError: A rank failed or did not finish in time, or there are no peers.
     """
     if args.ranks < 2:
-        raise RunError("a comparison needs peers", expected="--ranks 2 or more", got=args.ranks)
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=args.ranks,
+            fix="--ranks 2",
+        )
     cuda = args.device == "cuda"
     options = {
         "device": args.device,
@@ -86,16 +98,16 @@ def _slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """A table for people."""
-    what = f"rows of {result['width']} elements, {result['layers']} layers"
-    head = f"{'what':10} {'tokens':>7} {'plain ms':>10} {'symmplan ms':>12} {'push ms':>9} "
+    what = f"rows of {result['width']} elements, {count(result['layers'], 'layer')}"
+    head = f"{'what':8} {'tokens':>6} {'plain ms':>9} {'symmplan ms':>11} {'push ms':>8} "
     lines = [
-        f"{result['ranks']} ranks, {what}; {result['machine']}, torch {result['torch']}",
-        f"{head}{'speedup':>8}  {'way':10} {'segment MiB':>11} equal",
+        f"{count(result['ranks'], 'rank')}, {what}; {result['machine']}, torch {result['torch']}",
+        f"{head}{'speedup':>7}  {'way':8} {'segment':>9} equal",
     ]
     lines += [
-        f"{row['what']:10} {row['tokens']:>7} {row['ms']['plain']:>10.3f} "
-        f"{row['ms']['symmplan']:>12.3f} {row['ms']['push']:>9.3f} {row['speedup']:>7.2f}x  "
-        f"{row['way']:10} {row['segment_bytes'] / (1 << 20):>11.1f} "
+        f"{row['what']:8} {row['tokens']:>6} {row['ms']['plain']:>9.3f} "
+        f"{row['ms']['symmplan']:>11.3f} {row['ms']['push']:>8.3f} {row['speedup']:>6.2f}x  "
+        f"{row['way']:8} {size(row['segment_bytes']):>9} "
         f"{'yes' if row['equal'] else 'NO'}"
         for row in result["results"]
     ]

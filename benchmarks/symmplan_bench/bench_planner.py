@@ -328,10 +328,14 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"{row['name']:24.24} {row['buffers']:>7}  {cells}")
     means = "  ".join(f"{result['summary'][p]['mean_ratio']:>16.4f}" for p in packers)
     lines.append(f"{'mean':24} {'':>7}  {means}")
+    if "programs" in result:
+        lines += ["", f"{'program':40} {'buffers':>7}  {'fast':>16}"]
     lines += [
-        f"{row['name']:40} {row['buffers']:>7}  {_cell(row)}" for row in result.get("programs", ())
+        f"{row['name']:40} {row['buffers']:>7}  {_cell(row):>16}"
+        for row in result.get("programs", ())
     ]
     if "scale" in result:
+        lines.append("")
         lines += [
             f"overlap 100: {p['buffers']:>7} buffers {p['cpu_seconds']:>7.2f} s "
             f"{p['max_rss_mib']:>7.0f} MiB  ratio {p['ratio']:.4f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import gc
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
+from symmplan.errors import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ def run_ranks(
         What each rank returned.
 
     Raises:
-        RunError: A rank failed, or did not finish in time. No process is left.
+        CommandError: A rank failed, or did not finish in time. No process is left.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -79,7 +80,7 @@ def run_ranks(
             time.sleep(0.05)
         codes = [process.exitcode for process in processes]
         if any(code != 0 for code in codes):
-            raise RunError(
+            raise CommandError(
                 "ranks of the benchmark failed or did not finish",
                 expected=f"all of them done within {timeout:g} s",
                 got=f"exit codes {codes} (None: still running)",
@@ -140,6 +141,7 @@ def _rank(
     meet()  # symmetric memory needs a communicator that has run something
     store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
     meet()
+    gc.collect()  # what is left in cycles holds the group, whose threads must end with it
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from symmplan.errors import PlanFormatError
 from symmplan.model import Plan
@@ -13,10 +13,13 @@ from symmplan.report import plan_facts, plan_summary
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
     from typing import Any
 
 __all__ = [
     "add_output_arguments",
+    "check_output_arguments",
+    "from_text",
     "kind_of",
     "plan_result",
     "read_text",
@@ -24,6 +27,8 @@ __all__ = [
     "write_text",
 ]
 
+
+_Read = TypeVar("_Read")
 
 #: In JSON no name can look like this: its quotes would be escaped.
 _FORMAT = re.compile(r'"format"\s*:\s*"symmplan\.(\w+)"')
@@ -44,11 +49,21 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write the plan as JSON")
 
 
+def check_output_arguments(args: argparse.Namespace) -> None:
+    """Before anything is planned.
+
+    Raises:
+        UsageError: One of the options has nothing to work on.
+    """
+    if args.beside is not None and args.html is None:
+        args.parser.error("argument --beside: is drawn in --html, which is not there")
+
+
 def plan_result(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """What a command says of a verified plan, once what the options ask for is written."""
     written: dict[str, Any] = {}
     if args.html is not None:
-        beside = None if args.beside is None else Plan.from_json(read_text(args.beside))
+        beside = args.beside and from_text(args.beside, read_text(args.beside), Plan.from_json)
         plan.to_html(args.html, beside)
         written["html"] = str(args.html)
     if args.perfetto is not None:
@@ -93,6 +108,19 @@ def kind_of(text: str) -> str:
         return "CSV"
     found = set(_FORMAT.findall(text))  # a plan has its problem inside
     return next((kind for kind in ("plan", "problem") if kind in found), "JSON")
+
+
+def from_text(path: Path, text: str, read: Callable[[str], _Read]) -> _Read:
+    """What ``read`` makes of the text of a file.
+
+    Raises:
+        PlanFormatError: It is not what ``read`` takes; the file is named.
+    """
+    try:
+        return read(text)
+    except PlanFormatError as error:
+        told = {name: getattr(error, name) for name in ("expected", "got", "fix")}
+        raise PlanFormatError(f"{path}: {error.what}", **told, **error.fields) from error
 
 
 def read_text(path: Path) -> str:

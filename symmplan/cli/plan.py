@@ -13,7 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from symmplan.cli.files import add_output_arguments, kind_of, plan_result, read_text
+from symmplan.cli.files import (
+    add_output_arguments,
+    check_output_arguments,
+    from_text,
+    kind_of,
+    plan_result,
+    read_text,
+)
 from symmplan.cli.files import render_plan as render
 from symmplan.cli.screen import log_on_stderr
 from symmplan.errors import CommandError, PlanningError
@@ -52,6 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, verify, write."""
     from symmplan.planner import plan as make_plan
 
+    check_output_arguments(args)
     text = read_text(args.file)
     kind = kind_of(text)
     if kind == "plan":
@@ -61,7 +69,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             got="what Plan.to_json wrote",
             fix=f"symmplan show {args.file}",
         )
-    problem = Problem.from_json(text) if kind != "CSV" else Problem.from_csv(args.file)
+    if kind == "CSV":
+        problem = Problem.from_csv(args.file)
+    else:
+        problem = from_text(args.file, text, Problem.from_json)
     what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
     print(what, file=sys.stderr, flush=True)
     begin = time.perf_counter()

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["columns", "fitted", "log_on_stderr", "write"]
 
-#: What stands out, and how, in a terminal where rich is installed.
+#: What stands out, and how, in a terminal where rich is installed. Cyan and yellow cannot be read
+#: on white everywhere, nor blue on black.
 _STYLES = {
-    "bold": r"^\S[^:\n]*:$",
+    "bold": r"^\S[^:\n]*:$|(?<![\w.])\d[\d,.]* (B|[KMGT]iB|us|ms|s|x)\b",
     "dim": r"^-{5,}$",
-    "cyan": r"(?<![\w.])\d[\d,.]* (B|[KMGT]iB|us|ms|s|x)\b",
     "green": r"\b(parity holds|faster|bit for bit|reached)\b|^  ok\b",
-    "yellow": r"\b(slower|not searched|DOES NOT HOLD|DIFFERENT PLANS)\b|^  missing\b",
+    "magenta": r"\b(slower|not searched)\b|^  missing\b",
+    "red": r"\b(DOES NOT HOLD|DIFFERENT PLANS)\b|^  fix\b",
 }
 
 #: Where nobody looks at a terminal, lines are as long as they are.

@@ -95,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = _load(command) if command else None
         parser = _parser(command, module)
         try:
-            args = parser.parse_args(words)
+            args, unknown = parser.parse_known_args(words)
+            if unknown:  # the command's usage says what it knows
+                getattr(args, "parser", parser).error(f"unknown: {' '.join(unknown)}")
         except SystemExit as stop:  # argparse has printed help or the version
             return stop.code if isinstance(stop.code, int) else 2
         if module is None:
@@ -212,6 +214,7 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
         )
         if chosen is not None:
             chosen.add_arguments(parser)
+            parser.set_defaults(parser=parser)
         return parser
 
     parser = _Parser(

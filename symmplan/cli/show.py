@@ -8,7 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import add_output_arguments, kind_of, plan_result, read_text
+from symmplan.cli.files import (
+    add_output_arguments,
+    check_output_arguments,
+    from_text,
+    kind_of,
+    plan_result,
+    read_text,
+)
 from symmplan.cli.files import render_plan as render
 from symmplan.errors import PlanFormatError
 from symmplan.model import Plan
@@ -27,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Read, verify, write."""
+    check_output_arguments(args)
     text = read_text(args.file)
     if kind_of(text) in ("CSV", "problem"):
         raise PlanFormatError(
@@ -35,4 +43,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             got="a problem to be planned" if text.strip() else "an empty file",
             fix=f"symmplan plan {args.file}",
         )
-    return plan_result(Plan.from_json(text), args)
+    return plan_result(from_text(args.file, text, Plan.from_json), args)

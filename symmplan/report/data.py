@@ -134,7 +134,7 @@ def drawing(plan: Plan) -> dict[str, Any]:
                 "before": barrier.before,
                 "at": position[barrier.before],
                 "group": barrier.group,
-                "buffers": ", ".join(barrier.buffers),
+                "buffers": list(barrier.buffers),
             }
             for barrier in plan.barriers
         ],

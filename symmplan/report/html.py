@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan
 
-__all__ = ["plan_frame", "plan_html", "write_plan_html"]
+__all__ = ["page", "plan_frame", "plan_html", "tiles", "write_plan_html"]
 
 #: A notebook keeps what it shows; larger pictures belong into a file.
 _MOST_IN_NOTEBOOK = 5_000
@@ -38,12 +38,18 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
 script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; img-src data:">
-<title>symmplan plan {fingerprint}</title>
+<title>{title}</title>
 <style>{style}</style>
 </head>
 <body>
+{body}
+</body>
+</html>
+"""
+
+_PLAN = """\
 <header>
-<h1>symmplan <code>{fingerprint}</code></h1>
+<h1>symmplan {which}</h1>
 {tiles}
 </header>
 <main>
@@ -62,32 +68,39 @@ click: pin; <kbd>?</kbd> keys</span>
 <div id="tip" role="status" hidden></div>
 <aside id="pin" aria-label="pinned buffer" hidden></aside>
 <script type="application/json" id="plan">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+<script>{script}</script>"""
+
+
+def page(title: str, body: str) -> str:
+    """A page that loads nothing and runs no script but the one that draws plans.
+
+    Args:
+        title: Text.
+        body: HTML, in which names are escaped already.
+    """
+    style = _text("page.css")
+    return _PAGE.format(
+        title=escape(title),
+        body=body,
+        style=style,
+        style_hash=_hash(style),
+        script_hash=_hash(_script()),
+    )
 
 
 def plan_html(plan: Plan, beside: Plan | None = None) -> str:
     """The page as text, with a second plan ``beside`` it. Equal plans give equal texts."""
-    folder = resources.files("symmplan.report")
-    style = folder.joinpath("page.css").read_text(encoding="utf-8")
-    parts = ("page.js", "picture.js", "svg.js", "tables.js")
-    texts = (folder.joinpath(part).read_text(encoding="utf-8") for part in parts)
-    script = '"use strict";\n(() => {\n' + "\n".join(texts) + "})();\n"
+    both = [p for p in (plan, beside) if p is not None]
     # In a script element only "<" could end the data or open a comment; JSON can spell it.
     shown = {**drawing(plan), "beside": None if beside is None else drawing(beside)}
-    data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
-    return _PAGE.format(
-        fingerprint=escape(plan.fingerprint[:12]),
-        tiles="".join(f"<dl>{_tiles(p)}</dl>" for p in (plan, beside) if p is not None),
-        summary=escape("\n\n".join(plan_summary(p) for p in (plan, beside) if p is not None)),
-        data=data,
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+    body = _PLAN.format(
+        which=" beside ".join(f"<code>{escape(p.fingerprint[:12])}</code>" for p in both),
+        tiles="".join(tiles(_facts(p)) for p in both),
+        summary=escape("\n\n".join(plan_summary(p) for p in both)),
+        data=json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c"),
+        script=_script(),
     )
+    return page(f"symmplan plan {plan.fingerprint[:12]}", body)
 
 
 def plan_frame(plan: Plan) -> str:
@@ -95,9 +108,10 @@ def plan_frame(plan: Plan) -> str:
     if len(plan.placements) > _MOST_IN_NOTEBOOK:
         advice = f"{plan_summary(plan)}\n\nplan.to_html(path) draws it."
         return f"<pre>{escape(advice)}</pre>"
-    page = escape(plan_html(plan))
-    look = "width:100%;height:640px;border:0"
-    return f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{page}"></iframe>'
+    # Attributes, for the page around it may allow no style but its own.
+    look = 'width="100%" height="640" frameborder="0"'
+    inside = escape(plan_html(plan))
+    return f'<iframe sandbox="allow-scripts allow-downloads" {look} srcdoc="{inside}"></iframe>'
 
 
 def write_plan_html(plan: Plan, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
@@ -109,20 +123,34 @@ def write_plan_html(plan: Plan, path: str | os.PathLike[str], beside: Plan | Non
     Path(path).write_text(plan_html(plan, beside), encoding="utf-8", newline="\n")
 
 
-def _tiles(plan: Plan) -> str:
+def tiles(facts: list[tuple[str, str, str]]) -> str:
+    """Rows of a name, a value and a note, as HTML."""
+    found = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in facts
+    )
+    return f"<dl>{found}</dl>"
+
+
+def _facts(plan: Plan) -> list[tuple[str, str, str]]:
     reached = plan.peak_bytes == plan.lower_bound_bytes
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""
-    tiles = [
+    return [
         ("peak", size(plan.peak_bytes), count(len(plan.segments), "segment")),
         ("lower bound", size(plan.lower_bound_bytes), "reached" if reached else ENDS[plan.search]),
         ("one buffer per tensor", size(plan.unshared_bytes), saved),
         ("buffers", f"{len(plan.placements):,}", count(len(plan.barriers), "barrier")),
         ("left out", f"{len(plan.unplanned):,}", "with reasons" if plan.unplanned else ""),
     ]
-    return "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for name, value, note in tiles
-    )
+
+
+def _text(part: str) -> str:
+    return resources.files("symmplan.report").joinpath(part).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    parts = ("page.js", "picture.js", "svg.js", "tables.js")
+    return '"use strict";\n(() => {\n' + "\n".join(map(_text, parts)) + "})();\n"
 
 
 def _hash(text: str) -> str:

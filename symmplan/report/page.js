@@ -20,6 +20,7 @@ const size = (n) => {
   while (n >= 1024 && unit < units.length - 1) { n /= 1024; unit++; }
   return `${Number.isInteger(n) ? n : n.toFixed(2)} ${units[unit]}`;
 };
+const count = (n, noun) => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
 const range = (a, b) => `[${number(a)}, ${number(b)})`;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const looked = new Map();  // what was asked of the style, forgotten with the colour scheme
@@ -46,6 +47,8 @@ const tone = (k) => once(`tone ${k}`, () =>
   asRgb(`oklch(${lightness(k)} ${Math.floor(k / HUES) % LEVELS === 2 ? 0.09 : 0.14} ${(k * 5 % HUES) * 30 + 15})`));
 const ink = (k) => (k < 0 ? css("--text") : lightness(k) > 0.6 ? "#111" : "#fff");
 const rim = (k) => once(`rim ${k}`, () => asRgb(`oklch(${dark.matches ? 0.85 : 0.4} 0.12 ${(k * 5 % HUES) * 30 + 15})`));
+
+const kinds = [...new Set(plans.flatMap((plan) => plan.kinds))];  // an op has one colour in all plans
 
 // ---- each plan's own -------------------------------------------------------------------------
 for (const plan of plans) {
@@ -74,7 +77,7 @@ for (const plan of plans) {
     b.plan = plan;
     b.x0 = b.persistent ? plan.begin : plan.time(b.s);
     b.x1 = b.persistent ? plan.end : plan.time(b.t);
-    b.tint = plan.kinds.length > 1 ? b.op : i % HUES;  // with one op, colours tell neighbours apart
+    b.tint = kinds.length > 1 ? kinds.indexOf(plan.kinds[b.op]) : i % HUES;  // with one op, colours tell neighbours apart
   });
   plan.often = new Map();  // how many names have a part
   for (const b of plan.buffers) for (const part of new Set(b.name.split("."))) plan.often.set(part, (plan.often.get(part) || 0) + 1);
@@ -85,8 +88,7 @@ for (const plan of plans) {
   for (const [a, b] of plan.edges) { if (!plan.after.has(a)) plan.after.set(a, []); plan.after.get(a).push(b); }
   plan.next = new Int32Array(plan.count).fill(-1);  // of the same stream
   const last = new Map();
-  const kinds = new Map(plan.kinds.map((kind, k) => [kind, k]));
-  plan.operations.forEach((o, i) => { o.kind = kinds.has(o.op) ? kinds.get(o.op) : -1; if (last.has(o.stream)) plan.next[last.get(o.stream)] = i; last.set(o.stream, i); });
+  plan.operations.forEach((o, i) => { o.kind = kinds.indexOf(o.op); if (last.has(o.stream)) plan.next[last.get(o.stream)] = i; last.set(o.stream, i); });
 }
 
 // ---- what is shown: shared by all pictures, as parts of each plan's time ----------------------

@@ -64,6 +64,7 @@ function picture(plan, title, note, height, column) {
     } else if (!d.moved) pin(p.find ? p.find(e.offsetX, e.offsetY) : null);
     marked();
   });
+  over.addEventListener("pointercancel", () => { p.drag = null; });  // a finger that scrolls the page
   over.addEventListener("pointerleave", () => { if (!p.drag) { p.hover = null; hide(); marked(); } });
   over.addEventListener("dblclick", reset);
   pictures.push(p);
@@ -90,7 +91,7 @@ function segmentPicture(plan, segment, index, column) {
   const buffers = segment.buffers;
   const reached = segment.nbytes === segment.bound ? "lower bound reached" : `lower bound ${size(segment.bound)}`;
   const p = picture(plan, `Segment ${segment.name}`,
-    `${size(segment.nbytes)} · ${reached} · ${number(buffers.length)} buffers · groups ${segment.groups}`, HEIGHT, column);
+    `${size(segment.nbytes)} · ${reached} · ${count(buffers.length, "buffer")} · groups ${segment.groups}`, HEIGHT, column);
   // Plans beside each other are on one scale.
   const whole = Math.max(1, ...plans.map((x) => (x.segments[index] ? x.segments[index].nbytes : 0)));
   const bottom = HEIGHT - AXIS - STRIP;
@@ -187,9 +188,10 @@ function segmentPicture(plan, segment, index, column) {
     });
     if (segment.bound < segment.nbytes && segment.bound > low && segment.bound <= high) {
       line(c, css("--bound"), LEFT, y(segment.bound), p.width - RIGHT, y(segment.bound));
-      c.fillStyle = css("--back"); c.fillRect(p.width - RIGHT - 84, y(segment.bound) - 15, 84, 14);
+      const under = y(segment.bound) < 18 ? y(segment.bound) + 16 : y(segment.bound);  // no room above
+      c.fillStyle = css("--back"); c.fillRect(p.width - RIGHT - 84, under - 15, 84, 14);
       c.fillStyle = css("--bound"); c.textAlign = "right"; c.textBaseline = "bottom";
-      c.fillText("lower bound", p.width - RIGHT - 4, y(segment.bound) - 2);
+      c.fillText("lower bound", p.width - RIGHT - 4, under - 2);
     }
     strip(c, s, t, w);
     axis(p, c, HEIGHT - AXIS);
@@ -331,11 +333,12 @@ function ticks(from, to, wish, base) {
 function axis(p, c, top) {
   const [s, t] = p.span();
   c.textAlign = "center"; c.textBaseline = "top"; c.fillStyle = css("--soft");
-  for (const tick of ticks(s, t, Math.max(2, p.width / 110), 10)) {
+  const put = (text, x, y) => { const half = text.length * CHAR / 2; c.fillText(text, clamp(x, half, p.width - half), y); };
+  for (const tick of ticks(s, t, Math.max(1, p.inner() / Math.max(80, number(Math.ceil(t)).length * CHAR + 24)), 10)) {
     line(c, css("--line"), p.x(tick), top, p.x(tick), top + 4);
-    c.fillText(number(tick), p.x(tick), top + 6);
+    put(number(tick), p.x(tick), top + 6);
   }
-  c.fillText(p.plan.clock ? "time, as the program gave it" : "operations, in one order of the program", LEFT + p.inner() / 2, top + 22);
+  put(p.plan.clock ? "time, as the program gave it" : "operations, in one order of the program", LEFT + p.inner() / 2, top + 22);
 }
 function sideways(c, text, x, y) {
   c.save(); c.translate(x, y); c.rotate(-Math.PI / 2);
@@ -352,9 +355,9 @@ function hatch(c, x, y, w, h) {
   clip(c, x, y, w, h, () => { for (let i = x - h; i < x + w; i += 7) line(c, css("--hatch"), i, y + h, i + h, y); });
 }
 function label(c, text, x, y, w, h, tint, often) {
-  const left = Math.max(x, LEFT) + 4;
+  const left = Math.max(x, LEFT) + 4, room = x + w - left - 3;
   c.fillStyle = ink(tint); c.textBaseline = "middle"; c.textAlign = "left";
-  c.fillText(shorten(text, x + w - left - 3, often), left, y + h / 2 + .5);
+  c.fillText(shorten(text, room, often), left, y + h / 2 + .5, Math.max(1, room));  // some letters are wider than CHAR
 }
 // The parts go first that most names have; of what is left, the end tells names apart, and is kept.
 function shorten(text, room, often) {
@@ -385,6 +388,7 @@ function prepare(canvas, height) {
 }
 function draw(p) {
   p.width = p.canvas.clientWidth;
+  if (!p.width) return;  // in a frame that is not shown
   p.paint(prepare(p.canvas, p.height));
   if (p.map) p.map();
   overlay(p);

@@ -23,9 +23,20 @@ function toSvg(p) {
     translate: (x, y) => { state.move = ` transform="translate(${x} ${n(y)})`; }, rotate: (r) => { state.move += ` rotate(${n(r * 180 / Math.PI)})"`; },
   };
   p.paint(c);
+  let at = LEFT, below = p.height;  // which colour is which op's, where the page has buttons
+  const present = new Set(p.plan.buffers.map((b) => kinds.indexOf(p.plan.kinds[b.op])));
+  for (const k of kinds.length > 1 ? [...present].sort((a, b) => a - b) : []) {
+    const name = kinds[k] || "(no op)", wide = 24 + name.length * CHAR;
+    if (at === LEFT) below += 18; else if (at + wide > p.width) { at = LEFT; below += 18; }
+    [c.fillStyle, c.textAlign, c.textBaseline] = [tone(k), "left", "middle"];
+    c.fillRect(at, below - 14, 9, 9);
+    if (k >= COLOURS) hatch(c, at, below - 14, 9, 9);
+    c.fillStyle = css("--text"); c.fillText(name, at + 14, below - 9);
+    at += wide;
+  }
   const space = "http" + "://www.w3.org/2000/svg";  // a name, not an address: nothing is loaded
-  return `<svg xmlns="${space}" width="${p.width}" height="${p.height}" font-family="monospace" font-size="11">` +
-    `<rect width="100%" height="100%" fill="${css("--back")}"/>${out.join("")}</svg>\n`;
+  return `<svg xmlns="${space}" width="${p.width}" height="${below + 6}" font-family="monospace" font-size="11">` +
+    `<title>${xml(p.over.getAttribute("aria-label"))}</title><rect width="100%" height="100%" fill="${css("--back")}"/>${out.join("")}</svg>\n`;
 }
 function download(name, text) {
   const a = el("a");

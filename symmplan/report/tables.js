@@ -24,7 +24,12 @@ function pin(b) {
   const box = $("pin");
   box.replaceChildren();
   box.hidden = !b;
-  pictures.forEach((p) => { if (b && p.show) p.show(b); });
+  pictures.forEach((p) => {
+    if (!b || !p.show) return;
+    p.show(b);
+    const lies = p.box(b);  // the panel is on the other side
+    if (lies) box.className = p.over.getBoundingClientRect().left + lies[0] + lies[2] / 2 > innerWidth / 2 ? "left" : "";
+  });
   if (b) {
     hide();
     const close = el("button", "×", box);
@@ -39,7 +44,7 @@ function pin(b) {
       const stack = b.plan.stack(i);
       if (stack.length) el("pre", [...stack].reverse().join("\n"), box);
     }
-    const held = b.plan.barriers.filter((x) => x.names.includes(b.name));
+    const held = b.plan.barriers.filter((x) => x.buffers.includes(b.name));
     for (const x of held) el("div", `protected by the barrier of ${x.group} before ${x.before}`, box);
     el("h3", shown.sharers.length ? `shares bytes with ${number(shown.sharers.length)}` : "shares bytes with no other buffer", box);
     const list = el("ul", undefined, box);
@@ -148,13 +153,12 @@ const text = (name, key, extra) => ({ name, key, text: key, ...extra });
 const amount = (name, key, shownAs) => ({ name, key, text: shownAs, number: true });
 
 // ---- put it together ------------------------------------------------------------------------
-$("tools").hidden = false;
+$("tools").hidden = !plans.some((plan) => plan.count && plan.buffers.length);
 plans.forEach((plan, i) => {
-  for (const barrier of plan.barriers) barrier.names = barrier.buffers ? barrier.buffers.split(", ") : [];
   plan.segments.forEach((segment, k) => segmentPicture(plan, segment, k, columns[i]));
   streamPicture(plan, columns[i]);
 });
-if (first.kinds.length > 1) first.kinds.forEach((kind, k) => {
+if (kinds.length > 1) kinds.forEach((kind, k) => {
   const name = kind || "(no op)", button = el("button", undefined, $("legend"));
   button.type = "button"; button.dataset.kind = name;
   const mark = el("i", undefined, button);
@@ -170,9 +174,10 @@ if (first.kinds.length > 1) first.kinds.forEach((kind, k) => {
 const recolour = () => { for (const mark of document.querySelectorAll("#legend i")) { mark.style.background = tone(+mark.dataset.tint); mark.className = +mark.dataset.tint >= COLOURS ? "hatched" : ""; } };
 plans.forEach((plan, i) => {
   const of = i ? ` beside (${plan.fingerprint})` : "";
-  addTable(`Placements${of}`, `${number(plan.buffers.length)} buffers`, plan.buffers, [
-    text("buffer", (b) => b.name, { colour: true }), text("op", plan.opName), text("where", (b) => b.where),
-    text("type", (b) => b.type), text("segment", (b) => plan.segments[b.segment].name),
+  addTable(`Placements${of}`, count(plan.buffers.length, "buffer"), plan.buffers, [
+    text("buffer", (b) => b.name, { colour: true }), ...(kinds.some(Boolean) ? [text("op", plan.opName)] : []), text("where", (b) => b.where),
+    text("type", (b) => b.type),
+    ...(plan.segments.length > 1 ? [text("segment", (b) => plan.segments[b.segment].name)] : []),
     amount("size", (b) => b.b - b.a, (b) => size(b.b - b.a)),
     amount("bytes", (b) => b.a, (b) => range(b.a, b.b)),
     amount("live", (b) => b.x0, (b) => b.persistent ? "always" : range(b.x0, b.x1)),
@@ -181,7 +186,7 @@ plans.forEach((plan, i) => {
   addTable(`Barriers${of}`, plan.barriers.length ? `${number(plan.barriers.length)} to run besides the program` : "none needed",
     plan.barriers, [
       amount("position", (b) => b.at, (b) => number(b.at)), text("before", (b) => b.before),
-      text("group", (b) => b.group), text("protects", (b) => b.buffers, { wrap: true }),
+      text("group", (b) => b.group), text("protects", (b) => b.buffers.join(", "), { wrap: true }),
     ], false);
   addTable(`Left out${of}`, plan.unplanned.length ? `${number(plan.unplanned.length)} declared tensors` : "nothing: every declared tensor is placed",
     plan.unplanned, [

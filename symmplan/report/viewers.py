@@ -41,7 +41,9 @@ def perfetto_trace(plan: Plan) -> dict[str, Any]:
     for barrier in data["barriers"]:
         what = {"name": f"barrier {barrier['group']}", "cat": "barrier", "s": "g"}
         timed = {"ts": at[barrier["at"]], "pid": 1, "tid": 1}
-        events.append({"ph": "i", **what, **timed, "args": {"protects": barrier["buffers"]}})
+        events.append(
+            {"ph": "i", **what, **timed, "args": {"protects": ", ".join(barrier["buffers"])}}
+        )
     for number, segment in enumerate(data["segments"]):
         pid = number + 2
         events.append(_name("process", pid, 0, f"segment {segment['name']}"))

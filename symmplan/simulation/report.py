@@ -11,6 +11,7 @@ from attrs import asdict, frozen
 from symmplan.planner.advice import advise
 from symmplan.report import plan_facts
 from symmplan.report.format import count, size, table, visible
+from symmplan.report.html import page, plan_frame, tiles
 
 if TYPE_CHECKING:
     from typing import Any
@@ -187,20 +188,30 @@ class SimulationReport:
         return found
 
     def to_html(self) -> str:
-        """One page that loads nothing; each plan draws itself with `Plan.to_html`."""
+        """One page that loads nothing, with the picture of each plan."""
+        ordinary = self.ordinary_bytes
+        bound = f"at least {size(self.lower_bound_bytes)}"
+        facts = [
+            ("symmetric memory", size(self.peak_bytes), bound),
+            ("ordinary memory", size(ordinary.total), "at its peak"),
+            *((name, size(nbytes), "") for name, nbytes in asdict(ordinary).items()),
+        ]
         rows = "".join(
-            f"<tr><td>{c.count:,}<td>{escape(visible(c.op))}<td>{size(c.nbytes)}"
-            f"<td>{escape(visible(c.group))}<td>{c.ranks:,}<td>{escape(c.way)}</tr>"
+            f'<tr><td class="n">{c.count:,}<td>{escape(visible(c.op))}'
+            f'<td class="n">{size(c.nbytes)}<td>{escape(visible(c.group))}'
+            f'<td class="n">{c.ranks:,}<td>{escape(c.way)}</tr>'
             for c in self.collectives
         )
+        names = '<th class="n">count<th>op<th class="n">bytes<th>group<th class="n">ranks<th>way'
         advice = "".join(f"<li>{escape(a.text)}</li>" for a in self.advice())
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
-            f"<title>symmplan: rank {self.rank} of {self.ranks}</title></head><body>"
-            f"<h1>Rank {self.rank:,} of {self.ranks:,}</h1><pre>{escape(self.summary())}</pre>"
-            f"<h2>Collectives</h2><table><tr><th>count<th>op<th>bytes<th>group<th>ranks<th>way</tr>"
-            f"{rows}</table><h2>Advice</h2><ul>{advice}</ul></body></html>\n"
+        plans = (f"<h2>Plan {i + 1}</h2>{plan_frame(plan)}" for i, plan in enumerate(self.plans))
+        what = f"Rank {self.rank:,} of {self.ranks:,}"
+        return page(
+            f"symmplan: rank {self.rank} of {self.ranks}",
+            f"<header><h1>{what} <code>memory={escape(repr(self.memory))}</code></h1>"
+            f"{tiles(facts)}</header><main><h2>Collectives</h2>"
+            f'<div class="scroll"><table><tr>{names}</tr>{rows}</table></div>'
+            f"<h2>Advice</h2><ul>{advice}</ul>{''.join(plans)}</main>",
         )
 
     def summary(self) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -296,6 +297,8 @@ def _end_threads() -> None:
         faults.close()
     for thread in tuple(_THREADS):
         thread.join(_GRACE)
+    # What sessions leave in cycles may hold a process group, whose threads are torch's.
+    gc.collect()
 
 
 def _forget_threads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Improver"]
 
 _LOG = logging.getLogger("symmplan")
-#: After so many search nodes, a few seconds, a line in the log says how far the search is.
-_SAID = 90_000
+#: Seconds after which a line in the log says how far the search is; nothing else looks at a clock.
+_SAID = 3.0
 #: What one step of gluing costs, in search nodes.
 _GLUE_COST = 2
 #: Nodes of the first search at a target; each further round there doubles them.
@@ -52,7 +53,7 @@ class Improver:
         self.space = space
         self.task = space.task
         self.offset, self.peak, self.bound, self.work = offset, peak, bound, work
-        self._given = self._saying = work
+        self._given, self._said = work, time.monotonic()
         self._hull = space.align is None and not space.blocked and len(space) > 2
         if self._hull:
             self._hull = bool((space.high == space.hull_high).all())
@@ -84,6 +85,12 @@ class Improver:
                 if self.bound <= target < self.peak and self.work > 0:
                     self._try(target)
 
+    def _say(self) -> None:
+        if time.monotonic() - self._said >= _SAID:
+            self._said, part = time.monotonic(), 1 - max(0, self.work) / self._given
+            found = f"{len(self.space):,} buffers, peak {self.peak / self.bound:.4f} x its bound"
+            _LOG.info("search: %s, %.0f%% of the work done", found, 100 * part)
+
     def _squeak(self) -> None:
         count = len(self.space)
         for order in self._orders[:2]:
@@ -96,13 +103,10 @@ class Improver:
 
     def _try(self, target: int) -> bool:
         """One more round of searches at a target, with more work than the last round there."""
-        if self._saying - self.work >= _SAID:
-            self._saying, part = self.work, 1 - self.work / self._given
-            found = f"{len(self.space):,} buffers, peak {self.peak / self.bound:.4f} x its bound"
-            _LOG.info("search: %s, %.0f%% of the work done", found, 100 * part)
         turn = self._turns.get(target, 0)
         self._turns[target] = turn + 1
         for candidate in self._searches(target, turn):
+            self._say()
             if candidate is not None:
                 return self._accept(candidate)
             if self.work <= 0 or target < self.bound:
