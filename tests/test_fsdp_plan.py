@@ -140,7 +140,7 @@ def test_what_an_all_to_all_receives_has_bytes_of_its_own_while_it_runs():
         "0001.forward.B.reduce_scatter.received",
         "0002.forward.C.reduce_scatter.received",
     ]
-    assert "output, copy engine" in {b.where for b in plan.problem.buffers}
+    assert "output (copy engine)" in {b.where for b in plan.problem.buffers}
 
 
 def test_groups_inside_another_share_its_segment_and_others_do_not():

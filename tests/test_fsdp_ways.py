@@ -216,7 +216,7 @@ def test_what_is_pushed_has_two_slots(two):
         for result in two.run(slots, dtype):
             assert result["differences"] == []
             if dtype == torch.bfloat16:
-                assert result["looked"] == [("slot, push", True)] * 2
+                assert result["looked"] == [("slot (push)", True)] * 2
             else:
                 assert not any("push" in where for where, _ in result["looked"])
 

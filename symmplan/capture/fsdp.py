@@ -288,7 +288,7 @@ def problem_of(
                 continue
             made = _buffer(name, call, way, facts[1], persistent=index not in dropped)
             if index in inside:
-                where = f"{made.where}, the parameters themselves"
+                where = f"{_WHERE[call.key.kind]} ({way.name}, the parameters themselves)"
                 made = evolve(made, nbytes=sizes[site], where=where)
                 if first.setdefault(site, name) != name:
                     together.append((first[site], name))
@@ -384,7 +384,7 @@ def _buffer(
         signal_pad=requirement.signal_pad,
         persistent=persistent,
         op=OPS[call.key.kind],
-        where=f"{_WHERE[call.key.kind]}, {way.name}",
+        where=f"{_WHERE[call.key.kind]} ({way.name})",
         dtype=call.key.dtype,
         shape=(call.key.numel,),
     )
@@ -393,7 +393,7 @@ def _buffer(
 def _received(name: str, call: Call, way: Way) -> Buffer:
     """Where the parts of all ranks arrive that this one sums."""
     made = _buffer(name, call, way, Requirement("output"), persistent=False)
-    return evolve(made, op="c10d::alltoall_base_", where=f"output, {way.name}")
+    return evolve(made, op="c10d::alltoall_base_", where=f"output ({way.name})")
 
 
 def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:
@@ -407,7 +407,7 @@ def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:
                 align=_SLOT_ALIGN,
                 persistent=True,
                 op=OPS[call.key.kind],
-                where="slot, push",
+                where="slot (push)",
             )
         )
     slot = slots[turn % 2]
