@@ -60,6 +60,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 @pytest.fixture
+def csv(tmp_path):
+    """A problem of three buffers in a file."""
+    path = tmp_path / "problem.csv"
+    path.write_text("id,lower,upper,size\na,0,4,1024\nb,2,6,2048\nc,4,8,1024\n")
+    return path
+
+
+@pytest.fixture
 def shared_memory_is_left_clean():
     """Fail if files of ours appear in /dev/shm during the test."""
     before = _ours()
