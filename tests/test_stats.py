@@ -63,3 +63,9 @@ def test_all_count_alike():
     assert graph.staged == session.staged
     assert graph.copies == 3 * graph.staged
     assert session.copies == 3 * session.staged
+
+
+def test_they_show_what_there_is():
+    from symmplan.place.stats import Stats
+
+    assert repr(Stats(plans=1, reasons=(("late", 2),))) == "Stats(plans=1, reasons=(('late', 2),))"

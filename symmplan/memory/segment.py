@@ -45,10 +45,13 @@ class Health:
 
     A rank that left a barrier by an error no longer knows which accesses of its peers are over, so
     nothing in the arena may be trusted any more.
+
+    Attributes:
+        reason: First line of the first error, None while all is well. Not the error itself: its
+            traceback would hold on to the frames that hold the memory.
+        on_break: Called with the keys of processes that were waited for in vain.
     """
 
-    #: First line of the first error, None while all is well. Not the error itself: its traceback
-    #: would hold on to the frames that hold the memory.
     reason: str | None = None
     on_break: list[Callable[[Sequence[int]], None]] = field(factory=list)
 
@@ -134,6 +137,8 @@ class Segment:
         backend: Name of the memory backend.
         timeout: Seconds that a barrier may take unless it says otherwise.
         health: Shared by the segments of an arena.
+        address: Where this rank's bytes begin; 0 in a simulation.
+        nbytes: Its size.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 __all__ = ["Copy", "Stats"]
 
@@ -102,3 +102,8 @@ class Stats:
     flat: tuple[tuple[str, str], ...] = ()
     disengaged: tuple[tuple[str, str], ...] = ()
     copied: tuple[Copy, ...] = ()
+
+    def __repr__(self) -> str:
+        """Without what there is none of."""
+        counted = asdict(self, recurse=False).items()
+        return f"Stats({', '.join(f'{name}={value!r}' for name, value in counted if value)})"
