@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _import_functions(name: str = "torch.distributed.nn.functional") -> None:
+def _import_functions() -> None:
     """Import them, unless the program did. See [Note: groups end before the interpreter]."""
+    name = "torch.distributed.nn.functional"
     if name in sys.modules or not dist.is_available():
         return
     for function in vars(importlib.import_module(name)).values():

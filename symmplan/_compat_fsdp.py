@@ -150,7 +150,7 @@ def dtype_of_gradients(group: Any) -> Any:
     parameter asks for, or does not say.
     """
     dtype = getattr(group, "_orig_dtype", None)
-    # Later a group has parameters of several types, and each says what its gradients have.
+    # In newer torch (2.15) a group's parameters may differ in that, and each says its own.
     dtypes = {getattr(p, "sharded_grad_dtype", dtype) for p in group.fsdp_params}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     more = (

@@ -77,7 +77,7 @@ def _ours() -> set[str]:
     """Without semaphores: those are multiprocessing's, which a process of it removes."""
     folder = Path("/dev/shm")
     names = folder.iterdir() if folder.is_dir() else ()
-    return {path.name for path in names if not path.name.startswith("sem.") and _is_ours(path)}
+    return {path.name for path in names if not path.name.startswith("sem.mp-") and _is_ours(path)}
 
 
 def _is_ours(path: Path) -> bool:

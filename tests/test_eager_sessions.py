@@ -289,7 +289,7 @@ def test_the_interpreter_ends_well(how, tmp_path):
     assert lines == [f"exit {code}"] * times * 2 + ["threads []"] * times * 2, done.stderr
 
 
-_ENDS = """
+_IMPORTS = """
 import gc, weakref
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -302,15 +302,6 @@ dist.destroy_process_group()
 gc.collect()
 print(group())
 """
-
-
-def test_what_symmplan_imports_does_not_hold_the_default_group():
-    """Its threads would run while the interpreter ends, and abort the process now and then."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout == "None\n", done.stderr
-
 
 _LEAVES = """
 import gc, weakref
@@ -333,8 +324,11 @@ print(group())
 """
 
 
-def test_what_a_session_leaves_does_not_hold_its_group_when_the_interpreter_ends():
+@pytest.mark.all_cases
+@pytest.mark.parametrize("script", [_IMPORTS, _LEAVES], ids=["imports", "sessions"])
+def test_nothing_holds_the_default_group_when_the_interpreter_ends(script):
+    """Its threads would run meanwhile, and abort the process now and then."""
     done = subprocess.run(
-        [sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "None\n", done.stderr

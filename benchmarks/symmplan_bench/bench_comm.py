@@ -24,7 +24,7 @@ from symmplan.errors import CommandError
 from symmplan.place.table import Row, Table
 from symmplan.report.format import count
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import run_ranks
+from symmplan_bench.processes import check_peers, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,13 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: A rank failed or did not finish in time.
     """
-    if args.ranks < 2:
-        raise CommandError(
-            "a comparison needs peers",
-            expected="--ranks 2 or more",
-            got=args.ranks,
-            fix="--ranks 2",
-        )
+    check_peers(args.ranks)
     if args.output is not None:
         return _write_choices(args)
     if args.device != "cpu":

@@ -15,10 +15,9 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import CommandError
 from symmplan.report.format import count
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import compared, meet, rounds_of, run_ranks
+from symmplan_bench.processes import check_peers, compared, meet, rounds_of, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -65,13 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: A rank failed or did not finish in time, or there are no peers.
     """
-    if args.ranks < 2:
-        raise CommandError(
-            "a comparison needs peers",
-            expected="--ranks 2 or more",
-            got=args.ranks,
-            fix="--ranks 2",
-        )
+    check_peers(args.ranks)
     cuda = args.device == "cuda"
     options = {
         "device": args.device,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.errors import CommandError
 from symmplan.place.choice import CHOOSE
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import meet, run_ranks
+from symmplan_bench.processes import check_peers, meet, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -95,13 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: A rank failed or did not finish in time, or a case or a setting is unknown.
     """
-    if args.ranks < 2:
-        raise CommandError(
-            "a comparison needs peers",
-            expected="--ranks 2 or more",
-            got=args.ranks,
-            fix="--ranks 2",
-        )
+    check_peers(args.ranks)
     cases = args.cases.split(",")
     unknown = [name for name in cases if name not in _NAMES]
     if unknown:

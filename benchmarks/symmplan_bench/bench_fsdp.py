@@ -1,8 +1,8 @@
 """Train under FSDP2 plainly and with symmplan, and compare times, bytes and results.
 
 The same model is trained in the same processes in several ways, the *sides*: with FSDP2's own
-collectives (``plain``), which also keep what forward gathered for backward, in more bytes
-(``kept``: ``reshard_after_forward=False``); on devices with all-gathers in torch's pool of
+collectives (``plain``); with these and ``reshard_after_forward=False``, so that backward has what
+forward gathered, in more bytes (``kept``); on devices with all-gathers in torch's pool of
 symmetric memory, over a communicator with copy engines (``pooled``); with `symmplan.fsdp.apply`
 (``symmplan``); and without FSDP2 and communication, which is the limit (``unsharded``). A step is a
 forward and a backward pass, of a batch per rank.
@@ -27,7 +27,7 @@ from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
 from symmplan_bench.fsdp_ranks import measure, worst
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import run_ranks
+from symmplan_bench.processes import check_peers, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
+#: In the order in which they are built: torch's pool must be there before other symmetric memory.
 _SIDES = ("plain", "kept", "pooled", "symmplan", "unsharded")
 _ALL = ("ranks", "device", "model", "layers", "dim", "tokens", "steps", "dtype", "reduce", "choose")
 #: Per model: what an option is where the user does not say.
@@ -127,24 +128,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"--{n} {shlex.join(map(str, v)) if isinstance(v, list) else v}"
         for n, v in ((name, options[name]) for name in _ALL)
     ]
+    words += ["--cuda-graph"] * args.cuda_graph
+    words += [] if args.live_gathers is None else [f"--live-gathers {args.live_gathers}"]
     memory = {
         side: {key: max(r["memory"][side][key] for r in ranks) for key in first["memory"][side]}
         for side in options["sides"]
     }
     return {
         "ok": all(_right(run, options) for run in runs),
-        "command": " ".join(
-            [
-                "symmplan bench fsdp",
-                *words,
-                *["--cuda-graph"] * options["cuda_graph"],
-                *(
-                    []
-                    if options["live_gathers"] is None
-                    else [f"--live-gathers {args.live_gathers}"]
-                ),
-            ]
-        ),
+        "command": " ".join(["symmplan bench fsdp", *words]),
         **{name: options[name] for name in (*_ALL, "sides")},
         "skipped": options["skipped"],
         "runs": runs,
@@ -163,13 +155,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What the ranks need to know, as plain data."""
     from symmplan_bench.fsdp_sides import missing
 
-    if args.ranks < 2:
-        raise CommandError(
-            "a comparison needs peers",
-            expected="--ranks 2 or more",
-            got=args.ranks,
-            fix="--ranks 2",
-        )
+    check_peers(args.ranks)
     for name, value in _DEFAULTS[args.model].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -18,10 +18,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import CommandError
 from symmplan.report.format import count, size
 from symmplan_bench.machine import hardware
-from symmplan_bench.processes import compared, rounds_of, run_ranks
+from symmplan_bench.processes import check_peers, compared, rounds_of, run_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -65,13 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: A rank failed or did not finish in time, or there are no peers.
     """
-    if args.ranks < 2:
-        raise CommandError(
-            "a comparison needs peers",
-            expected="--ranks 2 or more",
-            got=args.ranks,
-            fix="--ranks 2",
-        )
+    check_peers(args.ranks)
     cuda = args.device == "cuda"
     options = {
         "device": args.device,

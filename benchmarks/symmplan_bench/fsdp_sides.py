@@ -23,10 +23,7 @@ from symmplan_bench.processes import meet
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["SIDES", "HostClock", "Side", "batch_of", "missing"]
-
-#: In the order in which they are built: torch's pool must be there before other symmetric memory.
-SIDES = ("plain", "kept", "pooled", "symmplan", "unsharded")
+__all__ = ["HostClock", "Side", "batch_of", "missing"]
 
 
 def missing(side: str, device: str, *, graph: bool = False) -> str | None:

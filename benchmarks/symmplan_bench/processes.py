@@ -18,7 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
-__all__ = ["compared", "meet", "rounds_of", "run_ranks"]
+__all__ = ["check_peers", "compared", "meet", "rounds_of", "run_ranks"]
+
+
+def check_peers(ranks: int) -> None:
+    """For what is compared between ranks.
+
+    Raises:
+        CommandError: There are fewer than two.
+    """
+    if ranks < 2:
+        raise CommandError(
+            "a comparison needs peers",
+            expected="--ranks 2 or more",
+            got=ranks,
+            fix="--ranks 2",
+        )
 
 
 def meet() -> None:

@@ -13,14 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from symmplan.cli.files import (
-    add_output_arguments,
-    check_output_arguments,
-    from_text,
-    kind_of,
-    plan_result,
-    read_text,
-)
+from symmplan.cli import files
 from symmplan.cli.files import render_plan as render
 from symmplan.cli.screen import log_on_stderr
 from symmplan.errors import CommandError, PlanningError
@@ -45,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_capacity,
         help="fail if the segments need more: bytes, or a size such as 40GiB or 10MB",
     )
-    add_output_arguments(parser)
+    files.add_output_arguments(parser)
 
 
 def _capacity(text: str) -> int | None:
@@ -59,9 +52,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, verify, write."""
     from symmplan.planner import plan as make_plan
 
-    check_output_arguments(args)
-    text = read_text(args.file)
-    kind = kind_of(text)
+    files.check_output_arguments(args)
+    text = files.read_text(args.file)
+    kind = files.kind_of(text)
     if kind == "plan":
         raise CommandError(
             f"{args.file} is a plan already",
@@ -72,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if kind == "CSV":
         problem = Problem.from_csv(args.file)
     else:
-        problem = from_text(args.file, text, Problem.from_json)
+        problem = files.from_text(args.file, text, Problem.from_json)
     what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."
     print(what, file=sys.stderr, flush=True)
     begin = time.perf_counter()
@@ -82,4 +75,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     plan.verify()
     end = time.perf_counter()
     times = {"plan_s": round(middle - begin, 6), "verify_s": round(end - middle, 6)}
-    return {**plan_result(plan, args), **times}
+    return {**files.plan_result(plan, args), **times}

@@ -8,14 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import (
-    add_output_arguments,
-    check_output_arguments,
-    from_text,
-    kind_of,
-    plan_result,
-    read_text,
-)
+from symmplan.cli import files
 from symmplan.cli.files import render_plan as render
 from symmplan.errors import PlanFormatError
 from symmplan.model import Plan
@@ -29,18 +22,18 @@ __all__ = ["add_arguments", "render", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan show``."""
     parser.add_argument("file", metavar="PLAN", type=Path)
-    add_output_arguments(parser)
+    files.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Read, verify, write."""
-    check_output_arguments(args)
-    text = read_text(args.file)
-    if kind_of(text) in ("CSV", "problem"):
+    files.check_output_arguments(args)
+    text = files.read_text(args.file)
+    if files.kind_of(text) in ("CSV", "problem"):
         raise PlanFormatError(
             f"{args.file} is not a plan",
             expected="what `symmplan plan -o` or Plan.to_json wrote",
             got="a problem to be planned" if text.strip() else "an empty file",
             fix=f"symmplan plan {args.file}",
         )
-    return plan_result(from_text(args.file, text, Plan.from_json), args)
+    return files.plan_result(files.from_text(args.file, text, Plan.from_json), args)

@@ -269,7 +269,8 @@ class Segment:
         self.rendezvous.clear()
 
     def forked(self) -> None:
-        """Let go of what belongs to the rank from which this process was forked."""  # see the note
+        """Let go of what belongs to the rank from which this process was forked."""
+        # See [Note: forked processes].
         if self.rendezvous and all(r.group.size == 1 for r in self.rendezvous.values()):
             return  # nobody else has it
         self._inherited = True

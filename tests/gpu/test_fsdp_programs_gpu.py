@@ -118,7 +118,9 @@ def test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, k
 
 @pytest.mark.parametrize("program", ["_interleaved", "_parts"])
 def test_models_and_parts_of_one_have_a_plan_each(two, program):
-    handles.test_models_and_parts_of_one_have_a_plan_each(two, program)
+    for rendezvous in handles.apart(two, program):
+        if program == "_interleaved":  # none in a segment that an earlier test left ready
+            assert max(rendezvous) <= 1
 
 
 @pytest.mark.parametrize("way", ["placed", "copy engine"])
