@@ -68,6 +68,7 @@ _SEAM_OF_GROUP = (
     "is_sharded",
     "is_unsharded",
     "mesh_info",
+    "post_forward_mesh_info",
     "unshard",
     "unshard_in_backward",
     "wait_for_unshard",
@@ -141,6 +142,31 @@ def in_step(group: Any) -> bool:
     return bool(
         group._training_state.name != "IDLE" or getattr(group.comm_ctx, "post_forward_order", ())
     )
+
+
+def only_backward_needs(group: Any) -> bool:
+    """Whether a parameter group's backward pass is still to come, and nothing reads it before.
+
+    That pass begins with FSDP2's hook.
+    """
+    if group._training_state.name in ("FORWARD", "PRE_BACKWARD"):
+        return False
+    return bool(getattr(group, "_post_forward_indices", None))
+
+
+def keep_after_forward(group: Any) -> Callable[[], None]:
+    """Let a parameter group stay unsharded after forward; returns what undoes that.
+
+    As ``FSDPModule.set_reshard_after_forward(False)``, for one of a module's groups.
+    """
+    before = group.post_forward_mesh_info
+    group.post_forward_mesh_info = None
+
+    def undo() -> None:
+        if group.post_forward_mesh_info is None:
+            group.post_forward_mesh_info = before
+
+    return undo
 
 
 def dtype_of_gradients(group: Any) -> Any:

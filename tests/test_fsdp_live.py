@@ -9,8 +9,8 @@ from fsdp_models import Net, shard, train
 from hypothesis import given
 from ranks import RankPool
 
-from symmplan.capture.fsdp import Key, Recording
 from symmplan.capture.fsdp_live import gathers_live, most_alive
+from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.errors import PlanningError
 
 SITES = ("root", "a", "b", "c", "d", "e")

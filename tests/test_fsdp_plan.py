@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.capture.fsdp import Call, Key, Planned, Recording, Way, problem_of
+from symmplan.capture.fsdp import Planned, Way, problem_of
+from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.model import Requirement
 from symmplan.place.loans import Ledger, Loan, lend

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from symmplan.capture import capture_fx
-from symmplan.capture.fsdp import Call, Key
+from symmplan.capture.fsdp_recording import Call, Key
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words

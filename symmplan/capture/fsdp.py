@@ -13,22 +13,22 @@ issued; that order is the problem's one stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
-from attrs import define, evolve, field, frozen
+from attrs import evolve, frozen
 
-from symmplan.capture.fsdp_live import gathered_ahead, gathers_live
+from symmplan.capture.fsdp_live import gathers_live
+from symmplan.capture.fsdp_recording import Key, Kind
 from symmplan.model import Access, Buffer, Operation, Problem, Requirement, Unplanned, WayName
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.model import OpSpec
 
-__all__ = ["OPS", "Call", "GuestBytes", "Key", "Planned", "Recording", "Way", "problem_of"]
-
-Kind = Literal["all_gather", "reduce_scatter"]
+__all__ = ["OPS", "GuestBytes", "Planned", "Way", "problem_of"]
 
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
@@ -53,46 +53,6 @@ def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
 _SLOT_ALIGN = 512
 
 _UNDECLARED = "it is not declared that its buffer must be symmetric"
-
-
-@frozen(cache_hash=True)
-class Key:
-    """By what a collective is recognised in a later step; equal on all ranks."""
-
-    site: str  # name of the FSDP module in the model
-    kind: Kind  # ``"all_gather"`` or ``"reduce_scatter"``
-    numel: int  # elements of the all-gather's output, or of the reduce-scatter's input
-    dtype: str  # element type, as torch prints it
-    backward: bool  # whether autograd was running
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its buffer in bytes."""
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return self.numel * dtype.itemsize
-
-    @property
-    def of_backward(self) -> bool:
-        """Whether it belongs to a backward pass; FSDP2 may reduce after it."""
-        return self.backward or self.kind == "reduce_scatter"
-
-
-@frozen
-class Call:
-    """A collective.
-
-    Attributes:
-        key: See `Key`.
-        nbytes: Size of its buffer in bytes.
-        group: Name of the process group. Empty until it runs: FSDP2 also asks for buffers that it
-            then uses without a collective.
-    """
-
-    key: Key
-    nbytes: int
-    group: str = ""
 
 
 @frozen
@@ -122,7 +82,7 @@ class Planned:
     received: str | None = None
     way: Way = Way("symmetric")  # how it runs
     direct: bool = False  # whether its buffer is the parameters themselves
-    ahead: bool = False  # whether it is started before FSDP2 asks for it
+    carried: bool = False  # whether it ran before the stretch began
 
 
 @frozen
@@ -134,97 +94,6 @@ class GuestBytes:
     group: str  # the process group that meets there
     align: int  # what it must begin at a multiple of, in bytes
     user: str  # who it is, for people
-
-
-@define(eq=False)
-class Recording:
-    """The events of a stretch of the program, in the order of issue.
-
-    Attributes:
-        collectives: Every buffer that FSDP2 asked for, in order.
-        events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
-            ``"use"`` and ``"release"``: in forward the module begins to use the parameters that
-            this all-gather gathered, and is done with them; and ``("guest", number)``: a guest
-            runs, see `symmplan.place.guests`.
-        heard: Of collectives that are not FSDP2's how many of its had run before, and what they
-            are; see `symmplan.place.listening`.
-    """
-
-    collectives: list[Call] = field(factory=list)
-    events: list[tuple[str, int]] = field(factory=list)
-    heard: list[tuple[int, Any]] = field(factory=list)
-    _launched: int = 0
-
-    def begin(self, key: Key, nbytes: int) -> int:
-        """FSDP2 asks for a buffer of ``nbytes`` bytes; returns its index."""
-        index = len(self.collectives)
-        self.collectives.append(Call(key, nbytes))
-        self.events.append(("begin", index))
-        return index
-
-    def run(self, index: int, group: str) -> None:
-        """The collective of buffer ``index`` runs over ``group``."""
-        call = self.collectives[index]
-        self.collectives[index] = Call(call.key, call.nbytes, group)
-        self.events.append(("run", index))
-        self._launched += 1
-
-    def hear(self, other: Any) -> None:
-        """Somebody else's collective is called. May be called from any thread."""
-        self.heard.append((self._launched, other))
-
-    def withdraw(self, index: int) -> None:
-        """The collective of buffer ``index`` was none of the program's."""
-        call = self.collectives[index]
-        self.collectives[index] = Call(call.key, call.nbytes)
-
-    def drop(self, index: int) -> None:
-        """Nobody holds buffer ``index`` any more. May be called from any thread."""
-        self.events.append(("drop", index))
-
-    def use(self, index: int) -> None:
-        """A module begins to use the parameters that all-gather ``index`` gathered."""
-        self.events.append(("use", index))
-
-    def release(self, index: int) -> None:
-        """The parameters that all-gather ``index`` gathered are resharded."""
-        self.events.append(("release", index))
-
-    def guest(self, number: int) -> None:
-        """A guest runs. Once between two other events is enough, however long FSDP2 rests."""
-        behind = (i for i, e in enumerate(reversed(self.events)) if e[0] != "guest")
-        last = next(behind, len(self.events))
-        if ("guest", number) not in self.events[len(self.events) - last :]:
-            self.events.append(("guest", number))
-
-    @property
-    def ran(self) -> tuple[int, ...]:
-        """The indices of the collectives that ran."""
-        return tuple(i for i, c in enumerate(self.collectives) if c.group)
-
-    def drops(self) -> list[int | None]:
-        """For each buffer, how many of the other events came before its drop; None if it lives."""
-        result: list[int | None] = [None] * len(self.collectives)
-        before = 0
-        for what, index in tuple(self.events):  # other threads may append
-            if what == "drop":
-                result[index] = before
-            else:
-                before += 1
-        return result
-
-    def with_drops(self, drops: Sequence[int | None]) -> Recording:
-        """The same with other drops, those of one moment in the order of their buffers."""
-        due: dict[int, list[int]] = {}
-        for index, before in enumerate(drops):
-            if before is not None:
-                due.setdefault(before, []).append(index)
-        events: list[tuple[str, int]] = []
-        others = [event for event in tuple(self.events) if event[0] != "drop"]
-        for before, event in enumerate([*others, None]):
-            events += [("drop", index) for index in due.get(before, ())]
-            events += [] if event is None else [event]
-        return Recording(self.collectives, events, self.heard)
 
 
 def problem_of(
@@ -267,7 +136,6 @@ def problem_of(
     for number, recording in enumerate(recordings):
         calls = {i: recording.collectives[i] for i in recording.ran}
         inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
-        ahead = gathered_ahead(recording, inside)
         events = gathers_live(recording, inside, live)
         dropped = {index for what, index in events if what == "drop"}
         planned: dict[int, Planned] = {}
@@ -298,7 +166,8 @@ def problem_of(
                 received = f"{name}.received"
                 buffers.append(_received(received, call, way))
             direct_ = index in inside
-            planned[index] = Planned(call, name, received, way, direct_, index in ahead)
+            carried = index in recording.carried
+            planned[index] = Planned(call, name, received, way, direct_, carried)
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):

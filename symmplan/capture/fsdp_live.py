@@ -6,67 +6,32 @@
     until the next gather was started, unless that had been started ahead of time.
 
 [Note: live gathers]
-    Told how many gathers may be alive, the plan keeps released bytes for longer or for less long:
-    the oldest are given to the next gather once there would be more. What is gathered ahead of its
-    time and finds no room is gathered when the next module is released. A gather that is needed
-    before that, as a block's inside a root's, goes beyond the number.
+    Told how many gathers may be alive, the plan gives released bytes to the next gather at once
+    where there would be more. What is gathered ahead of its time and finds no room is gathered when
+    the next module is released. A gather that is needed before that, as a block's inside a root's,
+    goes beyond the number.
+
+[Note: kept after forward]
+    Told a larger number than the program has, the plan keeps the last modules of a forward pass
+    unsharded until their backward pass, as many as the number has room for: these are not gathered
+    again. It is what ``reshard_after_forward=False`` of `torch.distributed.fsdp.fully_shard` does,
+    and FSDP2 itself is told to do it. Which modules those are follows from the recording alone.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Recording
+    from symmplan.capture.fsdp_recording import Call, Recording
 
-__all__ = ["gathered_ahead", "gathers_live", "most_alive"]
+__all__ = ["gathers_live", "kept_after_forward", "most_alive", "with_kept"]
 
 _Events = list[tuple[str, int]]
-
-
-def gathered_ahead(recording: Recording, direct: set[int]) -> dict[int, int]:
-    """Which gathers of ``direct`` begin ahead of their time, and with the use of which other.
-
-    See [Note: gathered ahead].
-    """
-    found: dict[int, int] = {}
-    seen: set[str] = set()
-    used: set[int] = set()
-    last: int | None = None
-    for what, index in tuple(recording.events):
-        if what == "use":
-            used.add(index)
-        if what != "begin" or not recording.collectives[index].group:
-            continue
-        key = recording.collectives[index].key
-        if key.backward or key.kind != "all_gather":
-            seen.clear()
-            last = None
-            continue
-        if key.site in seen:
-            seen.clear()
-        elif last in used and index in direct:
-            found[index] = last
-        seen.add(key.site)
-        last = index
-    return found
-
-
-def _with_ahead(recording: Recording, direct: set[int]) -> _Events:
-    """The events, in which gathers begin as early as they will; and none of uses."""
-    ahead = gathered_ahead(recording, direct)
-    early: dict[int, list[tuple[str, int]]] = {}
-    for index, other in ahead.items():
-        early.setdefault(other, []).extend([("begin", index), ("run", index)])
-    events: _Events = []
-    for what, index in tuple(recording.events):
-        if what == "use":
-            events += early.pop(index, ())
-        elif index not in ahead or what not in ("begin", "run"):
-            events.append((what, index))
-    return events
 
 
 def gathers_live(recording: Recording, direct: set[int], live: int | None) -> _Events:
@@ -75,10 +40,11 @@ def gathers_live(recording: Recording, direct: set[int], live: int | None) -> _E
     Args:
         recording: What the program did.
         direct: Indices of the all-gathers that fill parameters.
-        live: How many of these may be alive at once; None: as in [Note: released late].
+        live: How many of these may be alive at once; None: as many as in [Note: released late].
     """
-    if live is None:
-        return _released_late(recording, direct)
+    late = _released_late(recording, direct)
+    if live is None or _most(late, direct) <= live:
+        return late
     needed: dict[int, int] = {}
     while True:
         events, missing = _at_most(recording, direct, live, needed)
@@ -87,20 +53,87 @@ def gathers_live(recording: Recording, direct: set[int], live: int | None) -> _E
         needed[missing] = needed.get(missing, 0) + 1
 
 
-def most_alive(recordings: Sequence[Recording], direct: set[str], live: int | None) -> int:
+def most_alive(recordings: Sequence[Recording], direct: Collection[str], live: int | None) -> int:
     """How many gathers of these modules have bytes at once."""
     most = 0
     for recording in recordings:
-        inside = {
-            i
-            for i, call in enumerate(recording.collectives)
-            if call.group and call.key.kind == "all_gather" and call.key.site in direct
-        }
-        alive = 0
-        for what, index in gathers_live(recording, inside, live):
-            if index in inside and what in ("begin", "drop"):
-                alive += 1 if what == "begin" else -1
-                most = max(most, alive)
+        inside = {i for i, call in enumerate(recording.collectives) if _gathers(call, direct)}
+        most = max(most, _most(gathers_live(recording, inside, live), inside))
+    return most
+
+
+def kept_after_forward(
+    recordings: Sequence[Recording], direct: Collection[str], live: int | None
+) -> tuple[str, ...]:
+    """The modules that stay unsharded until their backward pass. See [Note: kept after forward].
+
+    Args:
+        recordings: What the program did.
+        direct: Names of the modules whose parameters live in placements.
+        live: How many of these may be unsharded at once; None: as many as the program has.
+    """
+    if live is None:
+        return ()
+    again: dict[str, None] = {}
+    for recording in recordings:
+        gathered: set[str] = set()
+        for what, index in recording.events:
+            call = recording.collectives[index] if what == "begin" else None
+            if call is not None and _gathers(call, direct):
+                if call.key.backward and call.key.site in gathered:
+                    again.setdefault(call.key.site)
+                gathered.add(call.key.site)
+    kept: tuple[str, ...] = ()
+    for site in again:  # backward first comes to what forward gathered last
+        more = (*kept, site)
+        if most_alive([with_kept(r, more) for r in recordings], direct, None) > live:
+            break
+        kept = more
+    return kept
+
+
+def with_kept(recording: Recording, kept: Collection[str]) -> Recording:
+    """The recording as it would be if these modules were not resharded after forward.
+
+    A module that forward gathered stays until a pass that is not forward releases it; what was
+    gathered of it meanwhile is not.
+    """
+    events: _Events = []
+    collectives = list(recording.collectives)
+    as_if: dict[int, int] = {}  # of what is not gathered: which gather is still there
+    there: dict[str, int] = {}
+    for what, index in recording.events:
+        call = recording.collectives[index] if what != "guest" else None
+        if call is None or call.key.kind != "all_gather" or call.key.site not in kept:
+            events.append((what, index))
+            continue
+        site = call.key.site
+        if what == "begin" and site in there and call.group:
+            as_if[index] = there[site]
+            collectives[index] = evolve(call, group="")
+        elif what == "release":
+            stays = as_if.get(index, index)
+            if index in recording.after_forward:
+                there[site] = stays
+            else:
+                there.pop(site, None)
+                events.append(("release", stays))
+        elif index not in as_if:
+            events.append((what, index))
+    return evolve(recording, collectives=collectives, events=events)
+
+
+def _gathers(call: Call, direct: Collection[str]) -> bool:
+    """Whether a call gathers the parameters of one of these modules."""
+    return bool(call.group) and call.key.kind == "all_gather" and call.key.site in direct
+
+
+def _most(events: _Events, direct: set[int]) -> int:
+    alive = most = 0
+    for what, index in events:
+        if index in direct and what in ("begin", "drop"):
+            alive += 1 if what == "begin" else -1
+            most = max(most, alive)
     return most
 
 
@@ -108,7 +141,7 @@ def _released_late(recording: Recording, direct: set[int]) -> _Events:
     events: _Events = []
     late: list[int] = []
     live: list[int] = []
-    for what, index in _with_ahead(recording, direct):
+    for what, index in tuple(recording.events):
         if what == "guest" or index not in direct:
             if what != "release":
                 events.append((what, index))
@@ -163,7 +196,7 @@ def _at_most(
         events.append(("begin", index))
         return True
 
-    for what, index in _with_ahead(recording, direct):
+    for what, index in tuple(recording.events):
         if what == "guest" or index not in direct:
             if what != "release":
                 events.append((what, index))

@@ -14,7 +14,8 @@ class HeldSegment:
     """A segment that this process holds.
 
     Attributes:
-        name: In its plan; other plans may have segments of the same name.
+        name: Its name in its plan, and behind a dot which of this process's arenas it is in: no
+            two are the same.
         nbytes: Size in bytes, on this rank.
         memory: Name of the memory backend.
         groups: Names of the groups that it met, copy engines' communicators included.
@@ -37,13 +38,13 @@ def segments() -> tuple[HeldSegment, ...]:
     """
     return tuple(
         HeldSegment(
-            name=name,
+            name=f"{name}.{number}",
             nbytes=segment.nbytes,
             memory=arena.memory,
             groups=tuple(segment.rendezvous),
             users=tuple(dict.fromkeys(u for u in (arena.user, *arena.guests) if u)),
         )
-        for _, arena in sorted(ARENAS.items())
+        for number, arena in sorted(ARENAS.items())
         if not arena.released
         for name, segment in arena.segments.items()
     )

@@ -165,21 +165,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, int, Loan]] = []
-        self._kept: dict[str, tuple[int, int]] = {}
-
-    def keep(self, name: str, begin: int, end: int) -> None:
-        """What ``name`` has in ``[begin, end)`` stays there until somebody claims the bytes."""
-        self._kept[name] = (begin, end)
-
-    def claim(self, begin: int, end: int) -> None:
-        """The program comes to who has ``[begin, end)`` in the plan, on all ranks, held or not."""
-        for name, (b, e) in list(self._kept.items()):
-            if b < end and begin < e:
-                del self._kept[name]
-
-    def keeps(self, name: str) -> bool:
-        """Whether what ``name`` had is still there; the same on all ranks."""
-        return name in self._kept
 
     def held(self, begin: int, end: int) -> bool:
         """Whether a live buffer has any of the bytes ``[begin, end)``."""

@@ -55,8 +55,8 @@ class Stats:
         iterations: Iterations of a session that ended, or runs of graphs that have a plan.
         recorded: Calls that ran before there was a plan.
         served: Calls that ran in placements since.
-        reused: Of these, gathers of FSDP2 in backward that did not have to run: what forward had
-            gathered was still there.
+        reused: Gathers of FSDP2 in backward that did not run, as ``live_gathers=`` let their
+            modules stay unsharded after forward.
         plain: Calls that ran in torch's own way since.
         copies: Copies into and out of placements that were made. Of FSDP2, how often a collective
             (or a graph in its segments) and what this rank still had there made way for each other.

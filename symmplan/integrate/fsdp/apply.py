@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import CaptureError, PlanningError
-from symmplan.integrate.fsdp.changes import count_steps
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
 from symmplan.integrate.fsdp.layout import NO_SEAM
@@ -59,7 +58,7 @@ class Handle:
     def stats(self) -> Stats:
         """What was done so far."""
         counts = self._runtime.counts
-        arena, plan = self._runtime.memory.arena, self.plan
+        plan = self.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
         schedule = self._runtime.schedule
         placed = 0 if schedule is None else sum(s.place is not None for s in schedule.spots)
@@ -80,7 +79,7 @@ class Handle:
             reasons=tuple(reasons),
             flat=tuple(self._runtime.planning.flat.items()),
             disengaged=self._checked.missed,
-            segment_bytes=0 if arena is None else arena.segment_bytes,
+            segment_bytes=self._runtime.memory.segment_bytes,
             lower_bound_bytes=0 if plan is None else plan.lower_bound_bytes,
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
         )
@@ -170,11 +169,13 @@ def apply(
             ``handle.plan.summary()`` says which.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         live_gathers: How many modules may have bytes for their unsharded parameters at once, the
-            root's included; None for as many as the first step had. Fewer need fewer bytes, and
-            gathers ahead of their time begin when a module before them is done; with more, modules
-            that forward gathered last are not gathered again in backward, and there is room for
-            longer prefetch lists. ``plan.summary()`` says how many there are, ``plan.advice()``
-            what one less saves and one more costs. What a program must have at once, it has.
+            root's included; None for as many as the first step had, whose gathers all run. Fewer
+            need fewer bytes, and gathers ahead of their time begin when a module before them is
+            done. More are ``reshard_after_forward=False`` for as many of the last modules of a
+            forward pass as fit: backward does not gather these again, what forward writes to
+            their unsharded parameters is still there then, and a forward pass without a backward
+            leaves them unsharded. ``plan.summary()`` says how many there are, ``plan.advice()``
+            what one less saves and one more costs. A program always has what it needs at once.
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
@@ -238,7 +239,6 @@ def apply(
         runtime.planning.meshes = [{*mesh.mesh.flatten().tolist()} for mesh in meshes]
     else:
         runtime = SimulatedRuntime(options, len(found), live_gathers, world)
-    count_steps()
     for site, module, group, gather, scatter in found:
         if fsdp2.can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))

@@ -25,7 +25,8 @@ from symmplan.planner.budget import Stake
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Call, Planned
+    from symmplan.capture.fsdp import Planned
+    from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.model import Problem, WayName
     from symmplan.place.cases import Case

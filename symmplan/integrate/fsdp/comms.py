@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
-from symmplan.capture.fsdp import Key
+from symmplan.capture.fsdp_recording import Key
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory.simulated import current
 

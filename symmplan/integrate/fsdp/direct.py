@@ -17,16 +17,15 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
     was resharded and gathered again. So all gathers of a group lie at one offset, whatever the
     order in which the program uses it, and a later plan does not move it.
 
-[Note: a gather ahead of its time]
-    A gather that a program did not do ahead of time while it was recorded may find its bytes in
-    use. If it is a prefetch, it is put off: FSDP2 asks again when it needs the parameters, and the
-    next plan, for which parameters may move if no graph has views of them, has room for it. If it
-    is needed now, prefetches give way that nobody has used. Else the module leaves, or, where a
-    graph has views of its parameters, those leave that are in its bytes: their gathers are flat
-    from now on, which the next plan knows. Of these, one whose parameters a graph has views of,
-    too, but which is not in use before its backward pass, is resharded until then and leaves later.
-    All that depends on what is alive on a rank, so the ranks ask each other. Only where two modules
-    with graphs are in use at once the program cannot go on, and all ranks raise.
+[Note: somebody is in the bytes]
+    Which gathers run, in what order and into which bytes, follows from FSDP2's calls and the plan,
+    which are the same on all ranks. A program that keeps more modules unsharded than it did while
+    it was recorded may find a gather's bytes in use. If FSDP2 asks for it ahead of time, it waits
+    until FSDP2 needs it, on all ranks: by FSDP2's calls alone (`Occupancy.crowded`). If it is
+    needed, it runs. This rank alone copies aside who is there: parameters that no graph has views
+    of go to memory of their own, what only a later backward pass reads is put back before that. If
+    somebody must stay, what is gathered goes to memory of its own at once. Only where the graphs of
+    two modules that are in use have views of the same bytes the program cannot go on.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ import torch
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
-from symmplan.integrate.fsdp.changes import state_of
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
-from symmplan.memory.streams import current_stream, on_stream
+from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
 from symmplan.place.observe import launching
@@ -49,8 +47,7 @@ from symmplan.place.observe import launching
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from symmplan.capture.fsdp import Key
-    from symmplan.integrate.fsdp.changes import State
+    from symmplan.capture.fsdp_recording import Key
     from symmplan.integrate.fsdp.home import Home
     from symmplan.integrate.fsdp.runtime import Runtime
 
@@ -73,12 +70,13 @@ class Direct:
         self._layout: Layout | None = None
         self._home: Home | None = None
         self._loan: Loan | None = None
-        self._state: State | None = None  # of the shards, when they were gathered
+        # What was gathered, while somebody else has the bytes.
+        self._saved: torch.Tensor | None = None
         self._looked = False
         self._put_off = False
         # When it was put off: which collective, and on which streams it is to run.
         self._wanted: tuple[Key, tuple[Any, Any]] | None = None
-        self._to_leave = False
+        self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
         self._of_class = [getattr(type(group), name) for name in fsdp2.REPLACED]
@@ -96,14 +94,28 @@ class Direct:
         """How the parameters would lie in a placement; None if they cannot."""
         return self._layout
 
-    def settle(self, home: Home | None) -> None:
-        """From now on the parameters live there; None: where FSDP2 puts them."""
-        self._home = home
+    @property
+    def home(self) -> Home | None:
+        """Where the parameters live; None: where FSDP2 puts them."""
+        return self._home
 
     @property
-    def settled(self) -> bool:
-        """Whether the parameters live in a placement."""
-        return self._home is not None
+    def group(self) -> str:
+        """Name of the process group that gathers."""
+        return _compat.group_name(self._group._all_gather_process_group)
+
+    def settle(self, home: Home | None, *, kept: bool) -> None:
+        """From now on the parameters live there; None: where FSDP2 puts them.
+
+        Args:
+            home: Where.
+            kept: Whether FSDP2 is not to reshard them after forward.
+        """
+        self._home = home
+        if kept and self._kept is None:
+            self._kept = fsdp2.keep_after_forward(self._group)
+
+    # What FSDP2 calls.
 
     def unshard(self, async_op: bool = False) -> None:
         """Start to gather, if that was not done yet.
@@ -113,65 +125,30 @@ class Direct:
         group = self._group
         if not self._looked:
             self._look()
-        self._runtime.ahead.asked(self, needed=not self._is_there())
         there = self._is_there()
-        if self._home is not None and not there:
-            self._to_leave = self._to_leave or not self._is_torchs()
-            free = self._to_leave and not _compat.in_backward()
-            if free and all(self._everywhere(self.can_leave)):
+        if self._home is not None and not there and not self._is_torchs():
+            free = not _compat.in_backward()
+            if free and self._everywhere(self.can_leave):
                 self.leave()
         if self._layout is None:
             self._own("unshard", async_op)
             return
-        if there:
+        if there or (self._put_off and not self.start_early()):
             return
-        key = self._key()
+        if self.has_bytes:
+            return
+        key = self.key(backward=_compat.in_backward())
         self._runtime.arrive(key, group.device)
         if self._home is None:
             self._own("unshard", async_op)
             return
         streams = self._streams(async_op=async_op)
-        if self._room(self._home, needed=False):
-            self._put_off = False
+        if not self._runtime.occupancy.crowded(self):
             self._start(key, self._home, streams)
-        elif not self._put_off:
+        else:
             self._put_off = True
             self._wanted = key, streams
             self._runtime.put_off(key, self)
-
-    def gather_ahead(self) -> State | None:
-        """Start to gather if there is room, before FSDP2 asks for that.
-
-        Returns:
-            The state of the shards; None if nothing was started.
-
-        Collective: yes, if that was done.
-        """
-        group, home, state = self._group, self._home, self.state()
-        if home is None or state is None or self._to_leave or not self._is_torchs():
-            return None
-        if self._is_there() or not group.is_sharded or home.users.held(home.begin, home.end):
-            return None
-        with group.use_training_state(type(group._training_state).FORWARD):
-            key = self._key()
-            if not self._runtime.comes(key):
-                return None
-            streams = self._streams(async_op=group.unshard_async_op)
-            if home.is_cuda:  # it may have waited for no change of the shards yet
-                streams[0].wait_stream(current_stream())
-            self._start(key, home, streams)
-        return state
-
-    def state(self) -> State | None:
-        """Of the shards."""
-        return state_of(self._group.fsdp_params, cuda=self._group.device.type == "cuda")
-
-    def forget(self) -> None:
-        """Nobody will use what was gathered ahead."""
-        if self._forget():
-            assert self._layout is not None
-            self._runtime.forgotten(self._layout.key(self.site, backward=False))
-            self._let_go()
 
     def start_early(self) -> bool:
         """Start a gather that was put off, if there is room now. Whether it need not wait more.
@@ -180,56 +157,114 @@ class Direct:
         """
         if not self._put_off or self._home is None or self._wanted is None:
             return True
-        if not self._room(self._home, needed=False):
+        if self._runtime.occupancy.crowded(self):
             return False
         self._put_off = False
         self._start(self._wanted[0], self._home, self._wanted[1])
         return True
 
     def wait_for_unshard(self) -> None:
-        """Wait until the parameters are there, and let the module have them."""
-        self._wait()
-        if self._group._training_state.name == "FORWARD":
-            self._runtime.used(self.site)
+        """Wait until the parameters are there, and let the module have them.
 
-    def _wait(self) -> None:
+        Collective: where the gather was put off.
+        """
         group, home = self._group, self._home
+        if home is not None and group._all_gather_result is None and self._put_off:
+            self._put_off = False
+            key = self.key(backward=_compat.in_backward())
+            self._start(key, home, self._streams(async_op=False))
         result = group._all_gather_result
-        if home is None or (result is not None and not isinstance(result, Gathered)):
+        if home is None or not (result is None or isinstance(result, Gathered)):
             if self._put_off and result is None:
                 self._own("unshard", False)
             self._put_off = False
             self._own("wait_for_unshard")
             return
+        in_backward = group._training_state.name == "PRE_BACKWARD"
         if result is None:
-            if group.is_unsharded or not self._put_off:
-                return
-            self._late(home)
-            result = group._all_gather_result
-            if not isinstance(result, Gathered):
-                self._own("wait_for_unshard")
-                return
+            if in_backward and group.is_unsharded:
+                self._runtime.counts.reused += self._kept is not None
+                if self._saved is not None:  # its graph reads where it has views
+                    self._put_back(home)
+            return
         fsdp2.release_gather(group)
         if result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
-        home.move_in(group.fsdp_params)
+        if self._saved is None:
+            home.move_in(group.fsdp_params)
+        else:
+            self._put_back(home)
         group._to_unsharded()
         group._all_gather_result = None
-        home.keep(group.fsdp_params, None if _compat.in_backward() else self._state)
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
         group = self._group
         was = group.is_sharded
         self._own("_to_sharded")
-        if was:
-            return
-        self._let_go()
+        if not was:
+            self._let_go(after_forward=group._training_state.name == "FORWARD")
+
+    # What the runtime and other modules ask.
+
+    def key(self, *, backward: bool) -> Key:
+        """By what its gather is recognised."""
+        assert self._layout is not None
+        return self._layout.key(self.site, backward=backward)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether FSDP2 has gathered the parameters, or begun to, and has not released them."""
+        # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
+        return self._group.is_unsharded or self._group._all_gather_result is not None
 
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph that was not used yet has views of the parameters."""
         return self._home is not None and self._home.viewed and fsdp2.in_step(self._group)
+
+    def can_leave(self) -> bool:
+        """Whether the parameters can move to memory of their own: no graph has views of them."""
+        return self._home is None or not self._home.viewed
+
+    def step_aside(self) -> bool:
+        """Let somebody else have the bytes, on this rank alone; whether that can be.
+
+        See [Note: somebody is in the bytes].
+        """
+        group, home = self._group, self._home
+        if home is None or not self.has_bytes:
+            self._drop()
+            return True
+        if group.is_unsharded and home.viewed and not fsdp2.only_backward_needs(group):
+            return False
+        self._runtime.memory.displaced += 1
+        result = group._all_gather_result
+        if result is not None and result.all_gather_event is not None:
+            current_stream().wait_event(result.all_gather_event)
+        synchronize(group.device)
+        if group.is_sharded or home.viewed:
+            self._saved = home.copied()
+        if group.is_unsharded:
+            home.move_out(group.fsdp_params, filled=True)
+        self._drop()
+        return True
+
+    def leave(self) -> None:
+        """FSDP2's own gathers from now on, as somebody has replaced its methods."""
+        self._move_out()
+        self._let_go()
+        self._layout = None
+        self._runtime.left(self.site, OTHERS)
+
+    def vacate(self) -> None:
+        """The parameters have memory of their own until the next plan.
+
+        What was gathered and not yet waited for is gathered again when it is needed.
+        """
+        self._put_off = self._forget() or self._put_off
+        self._move_out()
+        self._let_go()
 
     def remove(self) -> None:
         """Give FSDP2 its own methods back, and its parameters storages of their own.
@@ -239,6 +274,9 @@ class Direct:
         group = self._group
         self._forget()
         self._move_out()
+        if self._kept is not None:
+            self._kept()
+            self._kept = None
         for name, before in self._replaced.items():
             group.__dict__.pop(name, None)
             if before is not None:
@@ -247,10 +285,8 @@ class Direct:
     def _is_there(self) -> bool:
         """Whether FSDP2 need not gather."""
         group = self._group
-        return (
-            group._all_gather_result is not None
-            or group.is_unsharded
-            or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
+        return self.has_bytes or (
+            not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
         )
 
     def _own(self, name: str, *args: Any) -> None:
@@ -277,113 +313,17 @@ class Direct:
         else:
             self._runtime.planning.flat[self.site] = found
 
-    def _key(self) -> Key:
-        assert self._layout is not None
-        return self._layout.key(self.site, backward=_compat.in_backward())
-
-    def _late(self, home: Home) -> None:
-        """Gather now what was put off."""
-        self._put_off = False
-        if not self._room(home, needed=True):
-            self._clear(home)
-        if self._home is None:
-            self._own("unshard", False)
-        else:
-            self._start(self._key(), home, self._streams(async_op=False))
-
-    def _clear(self, home: Home) -> None:
-        """Those leave the bytes that can on all ranks: this module, or who is there.
-
-        Collective: yes, over the group.
-        """
-        holders = [t.owner for t in home.users.holders(home.begin, home.end)]
-        others = [o for o in holders if o is None or not o.gives_way(needed=True)]
-        owned = [o for o in others if o is not None]
-        can = self._everywhere(self.can_leave, *(o.can_leave for o in owned))
-        idle = self._everywhere(*(o.is_idle for o in owned))
-        if can[0]:
-            self.leave()
-        elif len(owned) == len(others) and all(a or b for a, b in zip(can[1:], idle, strict=True)):
-            for other, leaves in zip(owned, can[1:], strict=True):
-                if leaves:
-                    other.leave()
-                else:
-                    other.reshard()
-            self._room(home, needed=True)
-        else:
-            raise RunError(
-                f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
-                f"[{home.begin}, {home.end}), and graphs still refer to both",
-                expected="modules that were unsharded one after the other when the first step was "
-                "recorded to be so until their backward passes are done",
-                got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
-                fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
-                "changes",
-                module=self.site,
-            )
-
-    def _room(self, home: Home, *, needed: bool) -> bool:
-        """Whether the bytes are free. If ``needed``, gathers ahead of their time give way."""
-        holders = home.users.holders(home.begin, home.end)
-        if not all(t.owner is not None and t.owner.gives_way(needed=needed) for t in holders):
-            return False
-        for loan in holders:
-            loan.owner.give_way()
-        return True
-
-    def gives_way(self, *, needed: bool) -> bool:
-        """Whether nobody has used what was gathered, nor will before it can be gathered again."""
-        pending = self._group._all_gather_result is not None
-        # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
-        return self._group.is_sharded and (needed or not pending)
-
-    def give_way(self) -> None:
-        """Let go of what was gathered; it is gathered again when it is needed."""
-        self._put_off = self._forget()
-        self._let_go()
-
-    def can_leave(self) -> bool:
-        """Whether the parameters can move to memory of their own."""
-        return self._home is not None and not self._home.viewed
-
-    def is_idle(self) -> bool:
-        """Whether FSDP2 gathers the parameters again before they are used again."""
-        state: str = self._group._training_state.name
-        return state in ("IDLE", "POST_BACKWARD")
-
-    def reshard(self) -> None:
-        """Give the bytes away until the backward pass; and for good when no graph hinders it."""
-        self._group._to_sharded()
-        self._to_leave = True
-
-    def _everywhere(self, *conditions: Callable[[], bool]) -> list[bool]:
-        """Whether they hold on all ranks. Collective: yes, over the group."""
+    def _everywhere(self, condition: Callable[[], bool]) -> bool:
+        """Whether it holds on all ranks. Collective: yes, over the group."""
         group, timeout = self._group._all_gather_process_group, self._runtime.options.timeout
-        return everywhere("room", [condition() for condition in conditions], group, timeout)
-
-    def leave(self) -> None:
-        """FSDP2's own gathers from now on; what is unsharded stays so."""
-        self._to_leave = False
-        self._move_out()
-        self._let_go()
-        self._layout = None
-        if self._is_torchs():
-            self._runtime.left(self.site)
-        else:
-            self._runtime.left(self.site, OTHERS)
-
-    def vacate(self) -> None:
-        """The parameters have memory of their own until the next plan.
-
-        What was gathered and not yet waited for is gathered again when it is needed.
-        """
-        self._put_off = self._forget() or self._put_off
-        self._move_out()
-        self._let_go()
+        return everywhere("room", [condition()], group, timeout)[0]
 
     def _move_out(self) -> None:
+        """Into memory of their own, for good; what somebody else has the bytes of is there."""
+        self._saved = None
         if self._home is not None:
-            self._home.move_out(self._group.fsdp_params, filled=self._group.is_unsharded)
+            filled = self._group.is_unsharded
+            self._home.move_out(self._group.fsdp_params, filled=filled, for_good=True)
         self._home = None
 
     def _forget(self) -> bool:
@@ -394,13 +334,19 @@ class Direct:
         self._group._all_gather_result = None
         return True
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, after_forward: bool = False) -> None:
         """The module does not use its bytes any more."""
-        self._runtime.released(self.site)
-        if self._loan is not None:
-            self._loan.drop()
-            self._loan = None
-            self._runtime.made_room()
+        self._saved = None
+        self._drop()
+        self._runtime.released(self.site, after_forward=after_forward)
+
+    def _drop(self) -> None:
+        """Whoever takes the bytes now need only wait for what was queued."""
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            loan.drop()
+
+    # Gathering.
 
     def _streams(self, *, async_op: bool) -> tuple[Any, Any]:
         """Where shards are cast, and where they are gathered; Nones on the CPU."""
@@ -413,24 +359,70 @@ class Direct:
         return streams
 
     def _start(self, key: Key, home: Home, streams: tuple[Any, Any]) -> None:
-        group = self._group
-        state = self._state = self.state()
-        self._loan = Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
-        if key.backward and home.has(group.fsdp_params, state):
-            home.users.take(home.begin, home.end, self._loan)
-            self._runtime.counts.reused += 1
-            group._all_gather_result = Gathered()
-        else:
-            home.users.claim(home.begin, home.end)
-            group._all_gather_result = Gathered(self._gather(key, home, self._loan, streams))
-        self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
+        """Gather into the placement, whoever is there."""
+        runtime, group = self._runtime, self._group
+        free = home.make_way()
+        runtime.gathering(self, key)
+        if free:
+            self._loan = self._new_loan(home)
+            group._all_gather_result = Gathered(self._fill(key, home, streams, self._loan))
+            return
+        if home.viewed:
+            raise self._crowd(home)
+        with runtime.memory.saved(home.bytes):
+            self._fill(key, home, streams, None)
+            synchronize(group.device)
+            self._saved = home.copied()
+        group._all_gather_result = Gathered()
 
-    def _gather(self, key: Key, home: Home, loan: Loan, streams: tuple[Any, Any]) -> Any:
-        """Gather; on devices, an event behind that."""
+    def _put_back(self, home: Home) -> None:
+        """What was gathered, into the placement; or elsewhere if somebody is there."""
+        saved, self._saved = self._saved, None
+        assert saved is not None
+        group = self._group
+        if home.make_way():
+            self._loan = self._new_loan(home)
+            home.users.take(home.begin, home.end, self._loan)
+            home.bytes.copy_(saved)
+            home.move_in(group.fsdp_params)
+        elif home.viewed:
+            raise self._crowd(home)
+        else:
+            home.put_elsewhere(group.fsdp_params, saved)
+
+    def _crowd(self, home: Home) -> RunError:
+        return RunError(
+            f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
+            f"[{home.begin}, {home.end}), and graphs still refer to both",
+            expected="modules that were unsharded one after the other when the first step was "
+            "recorded to be so until their backward passes are done",
+            got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
+            fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
+            "changes",
+            module=self.site,
+        )
+
+    def _new_loan(self, home: Home) -> Loan:
+        return Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
+
+    def _fill(self, key: Key, home: Home, streams: tuple[Any, Any], loan: Loan | None) -> Any:
+        """Gather behind whoever had the bytes before; on devices, an event behind that.
+
+        Args:
+            key: The gather.
+            home: Where.
+            streams: Where shards are cast, and where they are gathered.
+            loan: Of the bytes; None if they are somebody else's, and the device is at rest.
+        """
+
+        def take() -> None:
+            if loan is not None:
+                home.users.take(home.begin, home.end, loan)
+
         shards = [p._sharded_param_data for p in self._group.fsdp_params]
         with torch.no_grad(), _compat.shown(self._shown):
             if not home.is_cuda:
-                home.users.take(home.begin, home.end, loan)
+                take()
                 home.fill(shards)
                 with launching(self._runtime.expected(key)):
                     home.gather()
@@ -438,11 +430,12 @@ class Direct:
             # The loan is dropped when the module is done, which its own kernels are on its stream.
             copies, gathers = streams
             with on_stream(copies):
-                home.users.take(home.begin, home.end, loan)
+                take()
                 home.fill(shards)
             gathers.wait_stream(copies)
             with on_stream(gathers), launching(self._runtime.expected(key)):
                 home.gather()
                 event = gathers.record_event()
-                loan.after(event)
+                if loan is not None:
+                    loan.after(event)
             return event

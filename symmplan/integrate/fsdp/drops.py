@@ -15,7 +15,7 @@ from symmplan.memory.tell import leaders, tell
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from symmplan.capture.fsdp import Recording
+    from symmplan.capture.fsdp_recording import Recording
 
 __all__ = ["merged"]
 

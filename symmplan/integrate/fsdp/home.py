@@ -4,17 +4,6 @@
     Autograd accumulates gradients in the objects that were parameters when a graph was made, and
     FSDP2 keeps gradients there that are not reduced yet. So parameters move into a placement and
     out of it as the same objects, by ``.data``; what cannot move is a view that a graph has saved.
-
-[Note: gathered once]
-    A module that is released in forward leaves its parameters in their bytes. If nobody has come
-    there by its backward pass, as with the last modules of a forward pass, what forward gathered is
-    what backward would gather, unless a shard has changed: then all is gathered again, on all
-    ranks, as they run the same program.
-
-    No bytes lose their order by a gather that does not run. Whoever comes to these next is written
-    by its peers in a collective that enters: none of them touches this rank's bytes before this
-    rank has started it, which is after the parameters' last use. And pushes, which do not enter,
-    are ordered by meetings of their own.
 """
 
 from __future__ import annotations
@@ -28,13 +17,12 @@ from symmplan import _compat
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
-from symmplan.memory.streams import off_default_stream
+from symmplan.memory.streams import off_default_stream, synchronize
 from symmplan.place.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.integrate.fsdp.changes import State
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.place.loans import Ledger
 
@@ -58,6 +46,7 @@ class Home:
 
     Attributes:
         bound: Whether the parameters are views of these bytes.
+        bytes: The bytes.
     """
 
     def __init__(
@@ -73,13 +62,11 @@ class Home:
         self.users = users
         self.begin, self.end = begin, begin + layout.nbytes
         self.bound = False
+        self.bytes = bytes_
         self._site = site
         self._group = group
         self._memory = memory
-        self._alone = 0
-        self._of: State | None = None
         ranks, rank = group.size(), group.rank()
-        self._whole = bytes_
         self._offsets = list(layout.offsets)
         self._counts = [count * layout.dtype.itemsize for count in layout.counts]
         self._outputs: list[torch.Tensor] = []
@@ -93,11 +80,25 @@ class Home:
             self._outputs.append(whole)
             self._parts.append(whole[rank * count : (rank + 1) * count])
             self._storages.append(lend(whole, lambda: None))
+        self._alone = self._in_use()  # how often if nobody has views
 
     @property
     def is_cuda(self) -> bool:
         """Whether it lies on a device."""
-        return self._whole.is_cuda
+        return self.bytes.is_cuda
+
+    def overlaps(self, other: Home) -> bool:
+        """Whether both have some of the same bytes."""
+        return self.users is other.users and self.begin < other.end and other.begin < self.end
+
+    def make_way(self) -> bool:
+        """Let whoever can leave these bytes, on this rank; whether they are free then."""
+        stay = [
+            loan
+            for loan in self.users.holders(self.begin, self.end)
+            if loan.owner is None or not loan.owner.step_aside()
+        ]
+        return not stay
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
         """Cast shards into this rank's parts, in one kernel where torch has it."""
@@ -111,34 +112,13 @@ class Home:
         """
         if BACKENDS[self._memory].collectives:
             name, size = _compat.group_name(self._group), self._group.size()
-            all_gather_parts_(self._whole, self._offsets, self._counts, size, name, what=self._site)
+            all_gather_parts_(self.bytes, self._offsets, self._counts, size, name, what=self._site)
             return
-        with off_default_stream(self._whole.device):
+        with off_default_stream(self.bytes.device):
             if len(self._outputs) == 1:
                 dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
             else:
                 _compat.all_gather_coalesced(self._outputs, self._parts, self._group)
-
-    def keep(self, parameters: Sequence[Any], shards: State | None) -> None:
-        """The parameters are in use, gathered from shards in this state.
-
-        See [Note: gathered once].
-
-        Args:
-            parameters: FSDP2's.
-            shards: None if what was gathered is not to be relied on later.
-        """
-        self._of = None if shards is None else (*shards, *_versions(parameters))
-        if shards is not None:
-            self.users.keep(self._site, self.begin, self.end)
-
-    def has(self, parameters: Sequence[Any], shards: State | None) -> bool:
-        """Whether they are still there, and the shards in this state."""
-        return (
-            shards is not None
-            and self.users.keeps(self._site)
-            and self._of == (*shards, *_versions(parameters))
-        )
 
     def move_in(self, parameters: Sequence[Any]) -> None:
         """Let FSDP2's parameters be views of these bytes, or of copies if a graph has views.
@@ -149,8 +129,9 @@ class Home:
         if self.bound:
             return
         if _held(parameters):
-            self._copy_out(parameters)
+            self._copy_out(parameters, self.bytes)
             return
+        views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, storage in zip(parameters, self._storages, strict=True):
                 parameter.all_gather_outputs = [storage]
@@ -163,22 +144,21 @@ class Home:
                     size, stride = parameter._orig_size, parameter._contiguous_orig_stride
                     old.data = torch.as_strided(storage, size, stride)
         self.bound = True
-        self._alone = self._in_use()
+        self._alone = self._in_use() - views
 
-    def move_out(self, parameters: Sequence[Any], *, filled: bool) -> None:
+    def move_out(self, parameters: Sequence[Any], *, filled: bool, for_good: bool = False) -> None:
         """Give the parameters storages of their own, which FSDP2 frees and fills from now on.
-
-        A graph that has saved views of them raises in its backward pass, as after any change.
 
         Args:
             parameters: FSDP2's.
             filled: Whether their values are in use.
+            for_good: Whether nothing is put back: a graph that has saved views then raises in its
+                backward pass, as after any change.
         """
         if not self.bound:
             return
-        if self.is_cuda:
-            torch.cuda.synchronize(self._whole.device)
-        viewed = self.viewed
+        synchronize(self.bytes.device)
+        views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, storage in zip(parameters, self._storages, strict=True):
                 parameter.__dict__.pop("free_unsharded_param", None)
@@ -187,18 +167,34 @@ class Home:
                 old = _local(parameter)
                 size, stride = parameter._orig_size, parameter._contiguous_orig_stride
                 old.data = torch.as_strided(own, size, stride)
-                if viewed:
+                if for_good and views:
                     torch.autograd.graph.increment_version(old)
                 if filled:
                     own.copy_(storage)
                 else:
                     parameter.free_unsharded_param()
         self.bound = False
+        self._alone = self._in_use() - views
+
+    def put_elsewhere(self, parameters: Sequence[Any], saved: torch.Tensor) -> None:
+        """Let the parameters have storages of their own until they are released.
+
+        Args:
+            parameters: FSDP2's, of which nobody has views.
+            saved: What `copied` gave.
+        """
+        self.move_out(parameters, filled=False)
+        self._copy_out(parameters, saved)
+
+    def copied(self) -> torch.Tensor:
+        """A copy of the bytes, on the current stream."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self.bytes.clone()
 
     @property
     def viewed(self) -> bool:
-        """Whether anybody has views of the parameters, as a graph does until its backward pass."""
-        return self.bound and self._in_use() != self._alone
+        """Whether anybody has views of these bytes, as a graph does until its backward pass."""
+        return self._in_use() != self._alone
 
     def _in_use(self) -> int:
         """How many tensors and views refer to the parameters' storages."""
@@ -207,13 +203,18 @@ class Home:
             for storage in self._storages
         )
 
-    def _copy_out(self, parameters: Sequence[Any]) -> None:
-        """Fill the parameters where FSDP2 put them; on this rank alone."""
-        for parameter, output in zip(parameters, self._outputs, strict=True):
+    def _copy_out(self, parameters: Sequence[Any], source: torch.Tensor) -> None:
+        """Fill the parameters where FSDP2 put them, from ``source``; on this rank alone."""
+        for parameter, output, offset in zip(parameters, self._outputs, self._offsets, strict=True):
             parameter.alloc_all_gather_outputs()
             own = parameter.all_gather_outputs[0]
-            with torch.no_grad(), _compat.same_version(own):
-                own.copy_(output)
+            part = source[offset : offset + output.nbytes].view(output.dtype)
+            with (
+                torch.inference_mode(own.is_inference()),
+                torch.no_grad(),
+                _compat.same_version(own),
+            ):
+                own.copy_(part)
 
 
 def _held(parameters: Sequence[Any]) -> bool:
@@ -230,12 +231,6 @@ def _local(parameter: Any) -> Any:
     """The unsharded parameter's own tensor; None before the first gather."""
     old = getattr(parameter, "_unsharded_param", None)
     return getattr(old, "_local_tensor", old)  # of a DTensor
-
-
-def _versions(parameters: Sequence[Any]) -> list[int]:
-    """What changes when somebody writes to an unsharded parameter; none before the first gather."""
-    found = [_local(p) for p in parameters]
-    return [-1 if p is None or p.is_inference() else p._version for p in found]
 
 
 def _nothing() -> None:

@@ -35,7 +35,8 @@ from symmplan.place.loans import Ledger, Loan
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Call, Way
+    from symmplan.capture.fsdp import Way
+    from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.schedule import Spot
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
@@ -53,14 +54,12 @@ class Held:
         arena: They.
         engines: Communicators for copy engines that know them.
         rendezvous: How many were made for them.
-        settled: Whether parameters stay in the segments before.
         needed: Whether the plan has segments; there may be some from before.
     """
 
     arena: Arena
     engines: dict[str, Engines]
     rendezvous: int
-    settled: bool
     needed: bool
 
 
@@ -76,7 +75,8 @@ class Memory:
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
         guests: Who was seen to run, in that order; see `symmplan.place.guests`.
-        displaced: How often something else was in a guest's bytes when it ran.
+        displaced: How often something else was in the bytes of a guest that ran, or parameters
+            in those of others.
         captured: Whether a CUDA graph may have the addresses.
     """
 
@@ -90,13 +90,14 @@ class Memory:
         self.captured = False
         self._options = options
         self._device: torch.device | None = None
-        # The newest first; older ones may hold parameters, or buffers that somebody has kept.
         self._arenas: list[Arena] = []
+        # Those in which somebody has kept buffers, with who that is.
+        self._older: list[tuple[Arena, list[Ledger]]] = []
         self._users: dict[str, Ledger] = {}
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
-        weakref.finalize(self, give_back, self._arenas).atexit = False
+        weakref.finalize(self, _give_back_all, self._arenas, self._older).atexit = False
 
     @property
     def reached(self) -> dict[str, Any]:
@@ -107,6 +108,11 @@ class Memory:
     def arena(self) -> Arena | None:
         """The segments; None before the first plan."""
         return self._arenas[0] if self._arenas else None
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of all segments that are held, also of those that buffers are kept in."""
+        return sum(a.segment_bytes for a in (*self._arenas, *(a for a, _ in self._older)))
 
     @property
     def name(self) -> str:
@@ -156,7 +162,6 @@ class Memory:
     def take(self, place: Placement) -> Loan | None:
         """Take the bytes at ``place`` for a buffer; None if somebody still uses them."""
         users = self._users[place.segment]
-        users.claim(place.offset, place.end)
         if users.held(place.offset, place.end):
             return None
         loan = Loan(current_stream(self._device) if self._is_cuda else None)
@@ -167,7 +172,7 @@ class Memory:
         """Run ``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
         loan = self.take(place)
         if loan is None:
-            with self._kept(self.at(place)):
+            with self.saved(self.at(place)):
                 return act()
         work = act()
         loan.ran(work, done=True)
@@ -186,7 +191,7 @@ class Memory:
             result: Whether ``buffer`` is the output.
         """
         target = self.at(place, buffer.dtype)
-        with self._kept(target):
+        with self.saved(target):
             # An all-gather's input is a part of its output: it runs there, as on the peers.
             target.copy_(buffer)
             work = act()
@@ -196,7 +201,8 @@ class Memory:
                 buffer.copy_(target)
 
     @contextlib.contextmanager
-    def _kept(self, target: torch.Tensor) -> Iterator[None]:
+    def saved(self, target: torch.Tensor) -> Iterator[None]:
+        """Whoever has these bytes does not see what is done to them inside."""
         synchronize(self.device)
         saved = target.clone()
         synchronize(self.device)
@@ -278,18 +284,18 @@ class Memory:
 
     # Segments.
 
-    def room(self, *, settled: bool) -> int:
+    def room(self) -> int:
         """How many bytes a plan may take; the same on all ranks.
-
-        Args:
-            settled: As for `prepare`.
 
         Collective: yes, over all groups.
         """
-        given, arenas = self._options.capacity, self._arenas
-        held = 0 if settled or not arenas else arenas[0].segment_bytes
-        if given is not None and settled:
-            given = max(0, given - sum(a.segment_bytes for a in arenas))
+        self.let_go()
+        given, held = self._options.capacity, sum(a.segment_bytes for a in self._arenas)
+        stays = self.segment_bytes - held
+        if _in_use(list(self._users.values())):
+            stays, held = stays + held, 0
+        if given is not None:
+            given = max(0, given - stays)
         return agreed_room(
             given,
             max(held, spare_bytes(self.device)),
@@ -305,12 +311,11 @@ class Memory:
         groups = resolve_groups(self.groups, self.groups)
         return resolve_backend(self._options.memory, self.device, groups).name
 
-    def prepare(self, plan: Plan, *, settled: bool) -> Held | None:
+    def prepare(self, plan: Plan) -> Held | None:
         """Make room for ``plan``: in what there is if it fits, else in other segments.
 
         Args:
             plan: What must fit.
-            settled: Whether parameters live in the segments that there are, and stay there.
 
         Returns:
             The other segments, for `adopt` or `undo`; None if it fits.
@@ -323,7 +328,7 @@ class Memory:
         more = [g for s in plan.segments for g in s.groups if g not in self.groups]
         guests = {n: g.process_group for n, g in resolve_groups(more).items()}
         groups = {**self.groups, **guests}
-        if not settled and self.arena is not None and fits(plan, self.arena):
+        if self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
             agree(plan, groups, self._options.timeout)
             return None
@@ -346,7 +351,7 @@ class Memory:
         except BaseException:
             give_back([arena])
             raise
-        return Held(arena, engines, arena.rendezvous - met, settled, bool(plan.segments))
+        return Held(arena, engines, arena.rendezvous - met, bool(plan.segments))
 
     def undo(self, held: Held | None) -> None:
         """Give back what `prepare` made. Collective: no."""
@@ -372,15 +377,25 @@ class Memory:
             except BaseException:
                 self.undo(held)
                 raise
-        live = any(users.live() for users in self._users.values())
-        if not (held.settled or self.captured or live):
-            give_back(self._arenas)
-        self._arenas.insert(0, arena)
+        self._older += [(a, list(self._users.values())) for a in self._arenas]
+        self._arenas[:] = [arena]
+        self.let_go()
         self.engines = held.engines
         self.rendezvous += held.rendezvous
         self._users = {name: Ledger() for name in arena.segments}
         self._views.clear()
         self._pushes.clear()
+
+    def let_go(self) -> None:
+        """Give older segments back in which nobody has buffers any more.
+
+        Collective: no.
+        """
+        free = [arena for arena, users in self._older if not _in_use(users)]
+        if free:
+            self._older[:] = [(a, users) for a, users in self._older if _in_use(users)]
+            synchronize(self.device)
+            give_back(free)
 
     def meet_engines(self, arena: Arena) -> dict[str, Engines]:
         """Register ``arena`` with the copy engines' communicators, if there are any.
@@ -400,7 +415,18 @@ class Memory:
         self._pushes.clear()
         if self._device is not None:
             synchronize(self._device)
-        give_back(self._arenas)
+        _give_back_all(self._arenas, self._older)
+
+
+def _in_use(users: Sequence[Ledger]) -> bool:
+    """Whether somebody still has a buffer there."""
+    return any(of.live() for of in users)
+
+
+def _give_back_all(arenas: list[Arena], older: list[tuple[Arena, list[Ledger]]]) -> None:
+    give_back(arenas)
+    give_back([arena for arena, _ in older])
+    older.clear()
 
 
 def _occupy(

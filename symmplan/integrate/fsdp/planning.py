@@ -11,8 +11,9 @@ import torch.distributed as dist
 from attrs import evolve
 
 from symmplan import _compat as compat
-from symmplan.capture.fsdp import GuestBytes, Recording, Way, problem_of
-from symmplan.capture.fsdp_live import most_alive
+from symmplan.capture.fsdp import GuestBytes, Way, problem_of
+from symmplan.capture.fsdp_live import kept_after_forward, most_alive, with_kept
+from symmplan.capture.fsdp_recording import Recording
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
@@ -30,9 +31,10 @@ from symmplan.planner.budget import within
 from symmplan.report.log import log_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Call, Planned
+    from symmplan.capture.fsdp import Planned
+    from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     #: The collectives of each recording, and all that a plan needs.
     _Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
     _Prepared: TypeAlias = tuple[Plan, _Stretches, Held | None, Mapping[int, Sequence[GuestBytes]]]
+    #: A plan, what could give way in it, and what it was made of.
+    _Candidate: TypeAlias = tuple[Plan, list[Stake], tuple[_Stretches, Mapping[Any, WayName]]]
 
 __all__ = ["Planning"]
 
@@ -141,7 +145,8 @@ class Planning:
             memory.host(guest, dict(zip(guest.arena.segments, places, strict=True)))
         self.plan = plan
         self._kept = list(recordings)
-        self._settle(plan, [p for stretch in stretches for p in stretch if p.direct])
+        kept = kept_after_forward(recordings, self.layouts, self.live)
+        self._settle(plan, [p for stretch in stretches for p in stretch if p.direct], kept)
         ways = ["ordinary" if p.buffer is None else p.way.name for s in stretches for p in s]
         log_plan("FSDP2", plan, ways)
         return Schedule(plan, stretches)
@@ -154,22 +159,16 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        settled = {direct.site for direct in self.directs if direct.settled}
-        direct = {site: x.nbytes for site, x in self.layouts.items() if site not in settled}
-
-        def way_of(call: Call, gave: Mapping[Any, WayName]) -> Way:
-            if call.key.kind == "all_gather" and call.key.site in settled:
-                return Way("ordinary", "its parameters stay where an earlier plan put them")
-            return choices.way(call, gave)
+        direct = {site: x.nbytes for site, x in self.layouts.items()}
 
         def planned(
             guests: Mapping[int, Sequence[GuestBytes]],
             gave: Mapping[Any, WayName],
             live: int | None = self.live,
-        ) -> tuple[Plan, list[Stake], tuple[_Stretches, Mapping[Any, WayName]]]:
-            way, effort = functools.partial(way_of, gave=gave), self._options.effort
-            ranks = self._ranks()
-            plan, found = _planned(recordings, ranks, way, direct, effort, guests, live)
+        ) -> _Candidate:
+            way, effort = functools.partial(choices.way, gave=gave), self._options.effort
+            ranks, as_kept = self._ranks(), _as_kept(recordings, direct, live)
+            plan, found = _planned(as_kept, ranks, way, direct, effort, guests, live)
             return plan, choices.stakes(p for s in found for p in s), (found, dict(gave))
 
         def advised(
@@ -177,13 +176,13 @@ class Planning:
             guests: Mapping[int, Sequence[GuestBytes]],
             gave: Mapping[Any, WayName],
         ) -> Plan:
-            alive = most_alive(recordings, set(direct), self.live)
+            alive = _alive(recordings, direct, self.live)
             if not alive:
                 return plan
 
             def other(live: int) -> tuple[int, int]:
                 nbytes = planned(guests, gave, live)[0].peak_bytes
-                return most_alive(recordings, set(direct), live), nbytes
+                return _alive(recordings, direct, live), nbytes
 
             advisor = functools.partial(_advice, alive, plan.peak_bytes, other)
             return evolve(plan, live_gathers=alive, advisor=advisor)
@@ -192,15 +191,15 @@ class Planning:
         if choices.refused is None:
             if self._options.chosen(self._memory.device) == "measure":
                 self._measure(recordings, choices)
-            room = self._memory.room(settled=bool(settled))
+            room = self._memory.room()
             guests = self._guests(recordings)
             if guests:
                 plan, _, (stretches, _) = planned(guests, {})
                 if self._alike(plan, guests, room):
-                    held = self._memory.prepare(plan, settled=bool(settled))
+                    held = self._memory.prepare(plan)
                     return advised(plan, guests, {}), stretches, held, guests
         plan, (stretches, gave) = within(room, functools.partial(planned, {}))
-        held = self._memory.prepare(plan, settled=bool(settled))
+        held = self._memory.prepare(plan)
         return advised(plan, {}, gave), stretches, held, {}
 
     def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
@@ -230,19 +229,20 @@ class Planning:
         groups = {**self._memory.groups, **groups}
         return throughout("carve-outs", mine, groups, self._options.timeout)
 
-    def loosen(self) -> None:
-        """Let the next plan move parameters, if on no rank anybody has views of them.
+    def loosen(self) -> bool:
+        """Let all parameters move, if on no rank anybody has views of them; whether they can.
 
         Collective: yes, over all groups of the model.
         """
-        settled = [direct for direct in self.directs if direct.settled]
-        free = not self._memory.captured and all(direct.can_leave() for direct in settled)
-        if throughout("loosen", free, self._memory.groups, self._options.timeout):
-            for direct in settled:
-                direct.vacate()
+        free = not self._memory.captured and all(direct.can_leave() for direct in self.directs)
+        if not throughout("loosen", free, self._memory.groups, self._options.timeout):
+            return False
+        for direct in self.directs:
+            direct.vacate()
+        return True
 
-    def _settle(self, plan: Plan, gathers: Sequence[Planned]) -> None:
-        """Let parameters live where the plan puts them."""
+    def _settle(self, plan: Plan, gathers: Sequence[Planned], kept: Sequence[str]) -> None:
+        """Let parameters live where the plan puts them, until when it says."""
         memory = self._memory
         homes: dict[str, Home] = {}
         for p in gathers if current() is None else ():
@@ -260,8 +260,7 @@ class Planning:
                     memory.name,
                 )
         for direct in self.directs:
-            if not direct.settled:
-                direct.settle(homes.get(direct.site))
+            direct.settle(homes.get(direct.site), kept=direct.site in kept)
 
     def measured(self, recording: Recording) -> tuple[str, tuple[Choice, ...]]:
         """The memory backend, and the choice for each collective that was recorded.
@@ -297,6 +296,19 @@ class Planning:
         """The global ranks of each group."""
         groups = self._memory.groups
         return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
+
+
+def _as_kept(
+    recordings: Sequence[Recording], direct: Collection[str], live: int | None
+) -> list[Recording]:
+    """What was recorded, as if modules that are to stay after forward had stayed."""
+    kept = kept_after_forward(recordings, direct, live)
+    return [with_kept(recording, kept) for recording in recordings]
+
+
+def _alive(recordings: Sequence[Recording], direct: Collection[str], live: int | None) -> int:
+    """How many modules are unsharded at once in a plan with this option."""
+    return most_alive(_as_kept(recordings, direct, live), direct, live)
 
 
 def _planned(
@@ -345,8 +357,8 @@ def _advice(alive: int, peak: int, other: Callable[[int], tuple[int, int]]) -> t
     more, needs = other(alive + 1)
     if more > alive and needs >= peak:
         text = (
-            f"live_gathers={more} needs {needs - peak:,} bytes more; backward may then gather one "
-            "module less, or prefetch lists may be longer by one"
+            f"live_gathers={more} needs {needs - peak:,} bytes more; one more module then stays "
+            "unsharded after forward, and backward gathers one less"
         )
         found.append(Advice("live_gathers", 0, text))
     return tuple(found)

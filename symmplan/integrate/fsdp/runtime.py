@@ -18,10 +18,10 @@ import torch
 
 from symmplan import _compat
 from symmplan import _compat_fsdp as fsdp2
-from symmplan.capture.fsdp import Key, Recording
+from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.errors import CaptureError, RunError
-from symmplan.integrate.fsdp.ahead import Ahead
 from symmplan.integrate.fsdp.memory import Memory
+from symmplan.integrate.fsdp.occupancy import Occupancy
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
 from symmplan.place.guests import WATCHERS
@@ -52,7 +52,8 @@ REPLANS = 8
 _LONGEST = 1 << 17
 
 _NOT_PLANNED = "the plan does not know this collective"
-_LEFT = "other modules' parameters were needed at the same time"
+_CROWDED = "other modules' parameters were needed at the same time"
+_FLAT = "it was gathered in ordinary memory, as when it was recorded"
 _NOT_OURS = "its buffer came from elsewhere"
 _OTHER_GROUP = "it ran over another group than planned"
 _OTHER_OP = "the memory backend has no such reduction"
@@ -74,7 +75,7 @@ class Runtime:
         memory: What the plan lies in.
         planning: Makes the plan.
         counts: See `Counts`.
-        ahead: What was gathered ahead of its time.
+        occupancy: Which modules have bytes for their parameters.
         schedule: What the plan wants, None while recording.
     """
 
@@ -90,8 +91,7 @@ class Runtime:
         self._last: dict[str, tuple[Recording, int]] = {}
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
-        self._early_wanted = False
-        self.ahead = Ahead()
+        self.occupancy = Occupancy()
         self._waiting: list[Direct] = []
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
@@ -176,9 +176,13 @@ class Runtime:
             self._turn()
         self._arrived = key
 
-    def gathered(self, key: Key, group: str) -> None:
-        """A module's parameters were gathered where they live."""
+    def gathering(self, direct: Direct, key: Key) -> None:
+        """A module's parameters are gathered where they live."""
         self._arrived = None
+        if self.occupancy.crowded(direct):
+            self.counts.because(_CROWDED)
+            self._strange = True
+        self.occupancy.begin(direct)
         self._follow(key)
         self._was_backward = key.of_backward
         self.counts.bound += 1
@@ -186,48 +190,36 @@ class Runtime:
             log, index = self._early.pop(key, (None, 0))
             if log is not self._log:
                 index = self._log.begin(key, key.nbytes)
-            self._log.run(index, group)
+            self._log.run(index, direct.group)
             self._last[key.site] = (self._log, index)
 
     def put_off(self, key: Key, direct: Direct) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is None:
             self.counts.because(_PUT_OFF)
-            self._strange = self._early_wanted = True
+            self._strange = True
         else:
             self._waiting.append(direct)
         if self._log is not None:
             self._early[key] = (self._log, self._log.begin(key, key.nbytes))
 
-    def made_room(self) -> None:
-        """Bytes are free; those get them that wait for room, in their order.
-
-        Collective: yes, if there are such.
-        """
+    def _made_room(self) -> None:
+        """Bytes are free; those get them that wait for room, in their order."""
         while self._waiting and self._waiting[0].start_early():
             self._waiting.pop(0)
 
-    def used(self, site: str) -> None:
-        """A module begins to use its parameters. Collective: where the plan gathers ahead."""
-        log, index = self._last.get(site, (None, 0))
-        if log is not None:
-            log.use(index)
-        self.ahead.used(site, self.schedule, self.planning.directs)
+    def released(self, site: str, *, after_forward: bool) -> None:
+        """A module is done with its parameters, ``after_forward`` if because that was done.
 
-    def released(self, site: str) -> None:
-        """A module is done with its parameters."""
+        Collective: yes, if other modules wait for its bytes.
+        """
         log, index = self._last.pop(site, (None, 0))
         if log is not None:
-            log.release(index)
+            log.release(index, after_forward=after_forward)
+        if self.occupancy.end(site):
+            self._made_room()
 
-    def forgotten(self, key: Key) -> None:
-        """A gather ran that the program did not ask for."""
-        self._seen.discard(key)
-        log, index = self._last.get(key.site, (None, 0))
-        if log is not None:
-            log.withdraw(index)
-
-    def left(self, site: str, why: str = _LEFT) -> None:
+    def left(self, site: str, why: str) -> None:
         """A module's gathers are flat from now on."""
         self.planning.layouts.pop(site, None)
         self.planning.flat[site] = why
@@ -335,7 +327,7 @@ class Runtime:
             return slot.spot.way.reason, None
         if slot.spot.direct:
             self._strange = True
-            return _LEFT, None
+            return _FLAT, None
         if slot.spot.call.group != group:
             self._strange = True
             return _OTHER_GROUP, None
@@ -360,17 +352,13 @@ class Runtime:
 
     def _turns(self, key: Key) -> bool:
         """Whether a new round of the program begins with ``key``."""
-        if key.of_backward or self.comes(key):
+        if key.of_backward:
             return False
-        self._seen = {key}
-        return True
-
-    def comes(self, key: Key) -> bool:
-        """Whether a gather of a forward pass goes on with the round; it is noted if so."""
         if self._was_backward or key in self._seen:
-            return False
+            self._seen = {key}
+            return True
         self._seen.add(key)
-        return True
+        return False
 
     def _turn(self) -> None:
         if self.schedule is None:
@@ -378,15 +366,28 @@ class Runtime:
             if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
                 self.freeze()
         elif self._strange and self.counts.replans < REPLANS and self._log is not None:
-            self.counts.replans += 1
-            if self._early_wanted:
-                self.planning.loosen()
-            self.schedule = self.planning.make(self._log)
+            log = self._log
+            if self.planning.loosen():
+                self.counts.replans += 1
+                self._plan(log)
         if self.schedule is not None:
-            self._log = Recording()
-        self._strange = self._early_wanted = False
+            self.memory.let_go()
+            self._begin_stretch()
+        self._strange = False
         self._early.clear()
         self._was_backward = False
+
+    def _plan(self, log: Recording) -> None:
+        """Collective: yes. If it fails, FSDP2's collectives run in torch's own way."""
+        self.schedule = self._log = None
+        self.schedule = self.planning.make(log)
+
+    def _begin_stretch(self) -> None:
+        """Record what comes, in case that it must be planned; what is unsharded is part of it."""
+        log = self._log = Recording()
+        for direct in self.occupancy:
+            index = log.carry(direct.key(backward=False), direct.group)
+            self._last[direct.site] = log, index
 
     def freeze(self) -> None:
         """Plan what was recorded so far; later collectives follow it.
@@ -407,8 +408,8 @@ class Runtime:
                 fix="run a step first; where each group has one rank, there is nothing to plan",
             )
         leave(self._log)
-        self.schedule = self.planning.make(self._log)
-        self._log = Recording()
+        self._plan(self._log)
+        self._begin_stretch()
 
     # Ending.
 

@@ -20,7 +20,8 @@ from symmplan.place.observe import Expected
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.capture.fsdp import Call, Key, Planned, Way
+    from symmplan.capture.fsdp import Planned, Way
+    from symmplan.capture.fsdp_recording import Call, Key
     from symmplan.model import Placement, Plan
 
 __all__ = ["Schedule", "Spot"]
@@ -36,7 +37,6 @@ class Spot:
         received: Where the output of its all-to-all lies; None if it has none.
         way: How it runs.
         direct: Whether its buffer is the parameters themselves.
-        ahead: Whether it is started when the module before it begins to use its parameters.
     """
 
     call: Call
@@ -44,7 +44,6 @@ class Spot:
     received: Placement | None
     way: Way
     direct: bool = False
-    ahead: bool = False
 
     @property
     def pushed(self) -> bool:
@@ -61,6 +60,7 @@ class Schedule:
     """
 
     def __init__(self, plan: Plan, stretches: Sequence[Sequence[Planned]]) -> None:
+        stretches = [[c for c in stretch if not c.carried] for stretch in stretches]
         self.spots = tuple(
             Spot(
                 c.call,
@@ -68,7 +68,6 @@ class Schedule:
                 None if c.received is None else plan.placements[c.received],
                 c.way,
                 c.direct,
-                c.ahead,
             )
             for stretch in stretches
             for c in stretch
@@ -106,17 +105,6 @@ class Schedule:
         begin, end = self._bounds[index]
         self._next = index + 1 if index + 1 < end else begin
         return self.spots[index], in_order
-
-    def ahead_of(self, site: str) -> Spot | None:
-        """The gather that begins when ``site`` uses what it has just gathered; None if none does.
-
-        See [Note: gathered ahead] in `symmplan.capture.fsdp_live`.
-        """
-        begin, _ = self._bounds[self._next]
-        spot = self.spots[self._next]
-        if not spot.ahead or self._next == begin:
-            return None
-        return spot if self.spots[self._next - 1].call.key.site == site else None
 
     def expected(self, key: Key, memory: str, spot: Spot | None = None) -> Expected | None:
         """How a collective is to run; None if the plan does not know it.

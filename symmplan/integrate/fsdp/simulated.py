@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from symmplan.capture.fsdp import Key
+    from symmplan.capture.fsdp_recording import Key
     from symmplan.integrate.fsdp.slots import Where
     from symmplan.model import Plan, WayName
     from symmplan.place.options import Options

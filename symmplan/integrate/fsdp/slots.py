@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 if TYPE_CHECKING:
     import torch
 
-    from symmplan.capture.fsdp import Key, Recording
+    from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import Spot
     from symmplan.place.loans import Loan

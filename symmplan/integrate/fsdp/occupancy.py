@@ -1,0 +1,42 @@
+"""Which modules have bytes for their unsharded parameters, by FSDP2's calls.
+
+Ranks make the same calls, so what is said here is the same on all of them: whether a gather that
+FSDP2 asks for ahead of time begins may depend on it. What a rank's own memory holds is another
+matter; see [Note: somebody is in the bytes] in `direct`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from symmplan.integrate.fsdp.direct import Direct
+
+__all__ = ["Occupancy"]
+
+
+class Occupancy:
+    """The modules of a model that are unsharded in placements, or about to be."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Direct] = {}
+
+    def __iter__(self) -> Iterator[Direct]:
+        return (module for module in self._modules.values() if module.has_bytes)
+
+    def begin(self, module: Direct) -> None:
+        """A module's gather begins."""
+        self._modules[module.site] = module
+
+    def end(self, site: str) -> bool:
+        """FSDP2 has released a module; whether it had bytes."""
+        return self._modules.pop(site, None) is not None
+
+    def crowded(self, module: Direct) -> bool:
+        """Whether others are to have some of the bytes where a module's parameters live."""
+        mine = module.home
+        assert mine is not None
+        others = [other.home for other in self if other is not module]
+        return any(home is not None and home.overlaps(mine) for home in others)
