@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import CaptureError, PlanningError
 from symmplan.integrate.fsdp.changes import count_steps
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
@@ -18,6 +17,7 @@ from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options
 from symmplan.place.stats import Stats
+from symmplan.torch_private import fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable

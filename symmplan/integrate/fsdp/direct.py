@@ -36,8 +36,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
 from symmplan.integrate.fsdp.changes import state_of
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
@@ -45,6 +43,7 @@ from symmplan.memory.streams import current_stream, on_stream
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
 from symmplan.place.observe import launching
+from symmplan.torch_private import autograd, c10d, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +116,7 @@ class Direct:
         there = self._is_there()
         if self._home is not None and not there:
             self._to_leave = self._to_leave or not self._is_torchs()
-            free = self._to_leave and not _compat.in_backward()
+            free = self._to_leave and not autograd.in_backward()
             if free and all(self._everywhere(self.can_leave)):
                 self.leave()
         if self._layout is None:
@@ -215,7 +214,7 @@ class Direct:
         home.move_in(group.fsdp_params)
         group._to_unsharded()
         group._all_gather_result = None
-        home.keep(group.fsdp_params, None if _compat.in_backward() else self._state)
+        home.keep(group.fsdp_params, None if autograd.in_backward() else self._state)
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
@@ -279,7 +278,7 @@ class Direct:
 
     def _key(self) -> Key:
         assert self._layout is not None
-        return self._layout.key(self.site, backward=_compat.in_backward())
+        return self._layout.key(self.site, backward=autograd.in_backward())
 
     def _late(self, home: Home) -> None:
         """Gather now what was put off."""
@@ -316,7 +315,7 @@ class Direct:
                 f"[{home.begin}, {home.end}), and graphs still refer to both",
                 expected="modules that were unsharded one after the other when the first step was "
                 "recorded to be so until their backward passes are done",
-                got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
+                got=f"bytes in use in {'backward' if autograd.in_backward() else 'forward'}",
                 fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
                 "changes",
                 module=self.site,
@@ -423,12 +422,12 @@ class Direct:
         else:
             home.users.claim(home.begin, home.end)
             group._all_gather_result = Gathered(self._gather(key, home, self._loan, streams))
-        self._runtime.gathered(key, _compat.group_name(group._all_gather_process_group))
+        self._runtime.gathered(key, c10d.group_name(group._all_gather_process_group))
 
     def _gather(self, key: Key, home: Home, loan: Loan, streams: tuple[Any, Any]) -> Any:
         """Gather; on devices, an event behind that."""
         shards = [p._sharded_param_data for p in self._group.fsdp_params]
-        with torch.no_grad(), _compat.shown(self._shown):
+        with torch.no_grad(), autograd.shown(self._shown):
             if not home.is_cuda:
                 home.users.take(home.begin, home.end, loan)
                 home.fill(shards)

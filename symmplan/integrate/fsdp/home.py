@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream
 from symmplan.place.loans import lend
+from symmplan.torch_private import autograd, c10d, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,14 +110,14 @@ class Home:
         Collective: yes.
         """
         if BACKENDS[self._memory].collectives:
-            name, size = _compat.group_name(self._group), self._group.size()
+            name, size = c10d.group_name(self._group), self._group.size()
             all_gather_parts_(self._whole, self._offsets, self._counts, size, name, what=self._site)
             return
         with off_default_stream(self._whole.device):
             if len(self._outputs) == 1:
                 dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
             else:
-                _compat.all_gather_coalesced(self._outputs, self._parts, self._group)
+                c10d.all_gather_coalesced(self._outputs, self._parts, self._group)
 
     def keep(self, parameters: Sequence[Any], shards: State | None) -> None:
         """The parameters are in use, gathered from shards in this state.
@@ -203,7 +203,7 @@ class Home:
     def _in_use(self) -> int:
         """How many tensors and views refer to the parameters' storages."""
         return sum(
-            _compat.storage_use_count(storage.untyped_storage()._cdata)
+            dispatch.storage_use_count(storage.untyped_storage()._cdata)
             for storage in self._storages
         )
 
@@ -212,7 +212,7 @@ class Home:
         for parameter, output in zip(parameters, self._outputs, strict=True):
             parameter.alloc_all_gather_outputs()
             own = parameter.all_gather_outputs[0]
-            with torch.no_grad(), _compat.same_version(own):
+            with torch.no_grad(), autograd.same_version(own):
                 own.copy_(output)
 
 
@@ -220,7 +220,7 @@ def _held(parameters: Sequence[Any]) -> bool:
     """Whether anybody else refers to the storages that FSDP2 made, as a graph does."""
     return any(
         hasattr(p, "_unsharded_param")
-        and _compat.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
+        and dispatch.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
         for p in parameters
         for output in p.all_gather_outputs
     )
