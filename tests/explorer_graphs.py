@@ -21,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import symmplan
 import symmplan.memory.ops
-from symmplan._compat_autograd import fake_mode_of
 from symmplan.capture import capture_fx
 from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.capture.steps import plan_poison
@@ -31,6 +30,7 @@ from symmplan.model import Barrier
 from symmplan.place.program import place
 from symmplan.place.ways import Lowerings
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
+from symmplan.torch_private.compilers import fake_mode_of
 
 if TYPE_CHECKING:
     from symmplan.place.program import PlacedProgram

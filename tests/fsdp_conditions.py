@@ -11,7 +11,7 @@ import torch
 @contextlib.contextmanager
 def flat():
     """FSDP2 as a torch has it in which parameter groups have other methods."""
-    from symmplan import _compat_fsdp as fsdp2
+    from symmplan.torch_private import fsdp2
 
     known = fsdp2.can_be_replaced
     fsdp2.can_be_replaced = lambda _: False

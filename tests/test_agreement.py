@@ -77,11 +77,11 @@ def fail_in_allocate(rank, world, error):
 
 def posts_garbage(rank, world, garbage):
     """Rank 1 is somebody else's program: it writes into the store what it likes."""
-    from symmplan import _compat
     from symmplan.memory import agree
+    from symmplan.torch_private import c10d
 
     if rank == 1:
-        store = _compat.group_store(dist.group.WORLD)
+        store = c10d.group_store(dist.group.WORLD)
         prefix = f"symmplan/{store.add('symmplan/calls/1', 1)}"
         store.set(f"{prefix}/hello/1", garbage)
         if store.add(f"{prefix}/hello/count", 1) == world:

@@ -155,10 +155,10 @@ def one_less(rank, world):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan import _compat
     from symmplan.errors import SymmplanError
+    from symmplan.torch_private import c10d
 
-    store = _compat.group_store(dist.group.WORLD)
+    store = c10d.group_store(dist.group.WORLD)
     x, said = torch.ones(4, 8), []
     if rank == 0:
         with pytest.raises(SymmplanError), symmplan.eager(timeout=0.5, memory="shm"):
@@ -293,7 +293,7 @@ _IMPORTS = """
 import gc, weakref
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import symmplan._compat
+import symmplan.torch_private.c10d
 import torch._dynamo, torch.distributed.fsdp
 from torch.distributed.nn import functional
 assert functional.all_reduce(torch.ones(2)).tolist() == [1, 1]

@@ -91,7 +91,7 @@ def test_who_frees_its_memory_alone(kind, memory, frees, monkeypatch):
 
 def test_what_leaves_a_device_without_room_to_register_it_is_not_there(monkeypatch):
     monkeypatch.setattr("symmplan.memory.torch_symm._select", lambda *_: None)
-    monkeypatch.setattr("symmplan._compat.symm_mem_empty", lambda *_: torch.empty(4096))
+    monkeypatch.setattr("symmplan.torch_private.symm_mem.empty", lambda *_: torch.empty(4096))
     monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
     left = [1 << 20]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (left[0], 1 << 30))

@@ -85,7 +85,7 @@ def _choices(device, memory, choose):
 
 @pytest.mark.parametrize("choose", ["placed", "measure"])
 def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
-    monkeypatch.setattr("symmplan._compat.has_copy_engine_policy", lambda: False)
+    monkeypatch.setattr("symmplan.torch_private.nccl.has_copy_engine_policy", lambda: False)
     choices = _choices("cuda", "nccl", choose)
     odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
     way = choices.way(odd, {})

@@ -1,4 +1,4 @@
-"""Names: torch's private ones are in ``_compat*.py``, and tests for GPUs use what is there."""
+"""Names: torch's private ones are in ``torch_private``, and tests for GPUs use what is there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STANDS_ON = {
 
 
 def private_names(files: dict[str, str]) -> list[str]:
-    """Private modules and names of torch that are used outside of ``_compat*.py``."""
+    """Private modules and names of torch that are used outside of ``torch_private``."""
     found = []
     for path, source in sorted(files.items()):
-        if path.startswith("_compat"):
+        if path.startswith("torch_private/"):
             continue
         tree, alias = ast.walk(ast.parse(source)), {}
         names = [name for name, _, _ in imports(source, "symmplan")]
@@ -65,7 +65,7 @@ def test_private_names_of_torch_are_in_one_place():
 )
 def test_the_check_of_private_names_can_fail(source):
     assert private_names({"place/x.py": source})
-    assert not private_names({"_compat_x.py": source})
+    assert not private_names({"torch_private/x.py": source})
 
 
 def missing_names(source: str) -> list[str]:

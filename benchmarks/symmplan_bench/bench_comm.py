@@ -127,11 +127,11 @@ def _choices(rank: int, options: dict[str, Any]) -> tuple[str, list[dict[str, An
     import torch
     import torch.distributed as dist
 
-    from symmplan._compat import group_name
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.integrate.fsdp.planning import Planning
     from symmplan.place.options import Options
+    from symmplan.torch_private.c10d import group_name
 
     cuda = options["device"] == "cuda"
     group = dist.group.WORLD

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat
-from symmplan import _compat_fsdp as fsdp2
+from symmplan.torch_private import c10d, fsdp2, symm_mem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +33,7 @@ class Pool:
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in a block of its own."""
-        with torch.cuda.use_mem_pool(_compat.symm_mem_pool(self._device)):
+        with torch.cuda.use_mem_pool(symm_mem.pool(self._device)):
             return torch.empty(tuple(size), dtype=dtype, device=self._device)
 
     def rendezvous(self, tensor: torch.Tensor, group: str) -> None:
@@ -42,12 +41,12 @@ class Pool:
 
         Collective: yes.
         """
-        _compat.symm_mem_rendezvous(tensor, group)
+        symm_mem.rendezvous(tensor, group)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks, in use or not."""
-        blocks = _compat.symm_mem_pool(self._device).snapshot()
+        blocks = symm_mem.pool(self._device).snapshot()
         return sum(int(block["total_size"]) for block in blocks)
 
 
@@ -82,7 +81,7 @@ class PooledAllGather:
 
         Collective: yes.
         """
-        self._pool.rendezvous(output_tensor, _compat.group_name(group))
+        self._pool.rendezvous(output_tensor, c10d.group_name(group))
         return self._plain(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
         )

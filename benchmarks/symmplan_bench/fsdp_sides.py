@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import symmplan
-from symmplan import _compat as compat
-from symmplan import _compat_fsdp as fsdp2
+from symmplan.torch_private import fsdp2, nccl, symm_mem
 from symmplan_bench.fsdp_mixin import Pool, install
 from symmplan_bench.fsdp_models import Llama, mlp, parts
 from symmplan_bench.fsdp_profile import profile, profile_gathers
@@ -32,7 +31,7 @@ def missing(side: str, device: str, *, graph: bool = False) -> str | None:
         return "it meets its peers in every step"
     if side == "pooled" and device == "cpu":
         return "torch has no symmetric memory on the CPU"
-    if side == "pooled" and not compat.has_copy_engine_policy():
+    if side == "pooled" and not nccl.has_copy_engine_policy():
         return "this torch cannot ask a communicator of NCCL for copy engines"
     return None
 
@@ -190,8 +189,8 @@ class Side:
             )
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         if self.name == "pooled":
-            if compat.symm_mem_backend(self.device) != "NCCL":
-                compat.set_symm_mem_backend("NCCL")
+            if symm_mem.backend_of(self.device) != "NCCL":
+                symm_mem.set_backend("NCCL")
             self._pool = Pool(self.device)
             self.how = install(self._modules(), self._pool)
         elif self.name not in ("plain", "kept"):
@@ -206,7 +205,7 @@ class Side:
     def _mesh(self) -> DeviceMesh:
         if self.name != "pooled":
             return init_device_mesh(self._options["device"], (self._options["ranks"],))
-        group: Any = dist.new_group(backend="nccl", pg_options=compat.copy_engine_options())
+        group: Any = dist.new_group(backend="nccl", pg_options=nccl.copy_engine_options())
         # A rendezvous must not be the first thing that a communicator does.
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return DeviceMesh.from_group(group, self._options["device"])

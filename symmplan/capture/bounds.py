@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan._compat import is_floor_division
 from symmplan.capture.graphs import tensor_leaves
+from symmplan.torch_private.compilers import is_floor_division
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

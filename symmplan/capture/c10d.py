@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from symmplan import _compat as compat
 from symmplan.registry import bind_arguments
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,14 +43,14 @@ def _all_gather(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...]:
 
 
 def _reduce_scatter(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...] | None:
-    reduction, out = compat.reduction_name(bound["reduce_op"]), bound["output_tensor"]
+    reduction, out = c10d.reduction_name(bound["reduce_op"]), bound["output_tensor"]
     if reduction is None:
         return None
     return (bound["input_tensor"], reduction, size, name), {"out": out}, out, False
 
 
 def _all_reduce(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
-    reduction, tensors = compat.reduction_name(bound["reduce_op"]), bound["tensors"]
+    reduction, tensors = c10d.reduction_name(bound["reduce_op"]), bound["tensors"]
     if reduction is None or len(tensors) != 1 or bound["sparse_indices"] is not None:
         return None
     return (tensors[0], reduction, name), {}, tensors[0], True
@@ -86,8 +86,8 @@ def functional_form(
         return None
     functional, form = _FORMS[op._schema.name]
     bound = bind_arguments(op, args, kwargs)
-    group = compat.unboxed_group(bound["process_group"])
-    found = form(bound, compat.group_name(group), group.size())
+    group = c10d.unboxed_group(bound["process_group"])
+    found = form(bound, c10d.group_name(group), group.size())
     if found is None:
         return None
     positional, named, written, listed = found

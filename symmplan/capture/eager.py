@@ -29,10 +29,10 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.registry import bind_arguments, resolve_group_name
+from symmplan.torch_private import dispatch, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._closed or self._aside():
             return func(*args, **kwargs)
-        if any(map(compat.wraps_tensors, types)):
+        if any(map(dispatch.wraps_tensors, types)):
             return NotImplemented  # a wrapper: let it run the ops that it is made of
         if func._schema.name == "aten::record_stream":
             self._used_until_released(args[0], args[1])
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
                 self.timeline.wait(mark)
                 self._wait(node, form.written)
 
-        handle, boxed = compat.watched_work(None, waited, form.written)
+        handle, boxed = works.watched_work(None, waited, form.written)
         self._handles.append(handle)
         return form.results(boxed)
 
@@ -380,7 +380,7 @@ def _run_apart(
         if work is not None:  # NCCL has none for what runs on the current stream
             work.wait()
         form.written.copy_(clones[id(form.written)][1])
-        return form.results(compat.finished().boxed())
+        return form.results(works.finished().boxed())
     result = tree_map(finished, result)
     if placed:
         assert scratch is not None

@@ -126,7 +126,7 @@ def _shared_memory() -> list[Check]:
 def cxx_compiler() -> str | None:
     """The C++ compiler that Inductor will call, or None if it finds none."""
     try:
-        from symmplan._compat_probes import cpp_compiler
+        from symmplan.torch_private.compilers import cpp_compiler
 
         return cpp_compiler()
     except Exception:  # noqa: BLE001 - whatever went wrong, Inductor would meet it too
@@ -169,10 +169,10 @@ def _distributed() -> list[Check]:
 
 
 def _nccl() -> Check:
-    from symmplan._compat_probes import nccl_version
     from symmplan.memory import BACKENDS
+    from symmplan.torch_private import nccl
 
-    version = nccl_version()
+    version = nccl.version()
     if not version:
         return Check("NCCL", "missing", 'not in this build: memory="nccl" is off')
     text = ".".join(map(str, version))
@@ -185,7 +185,7 @@ def _features() -> list[Check]:
     """Private or recent names of torch that some paths of symmplan use when they are there."""
     import torch
 
-    from symmplan._compat_probes import has_joint_lowering
+    from symmplan.torch_private.compilers import has_joint_lowering
 
     def check(name: str, present: bool, without: str) -> Check:
         return Check(name, "ok" if present else "missing", "found" if present else without)
@@ -215,7 +215,7 @@ def _symmetric_memory() -> Check:
     """Torch's own symmetric memory; all of it needs GPUs."""
     import torch
 
-    from symmplan._compat_probes import has_nvshmem
+    from symmplan.torch_private.symm_mem import has_nvshmem
 
     name = "torch symmetric memory"
     try:

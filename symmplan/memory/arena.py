@@ -6,7 +6,6 @@ import itertools
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from symmplan._compat import has_process_groups, world
 from symmplan.errors import ReleasedError, RunError
 from symmplan.memory.agreement import compare_notes
 from symmplan.memory.backends import resolve_backend
@@ -16,6 +15,7 @@ from symmplan.memory.own import own_work
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Health, Segment
 from symmplan.memory.shm import ShmBackend
+from symmplan.torch_private.c10d import has_process_groups, world
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

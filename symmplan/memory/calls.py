@@ -10,11 +10,11 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from symmplan import _compat as compat
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS, copy_bytes
 from symmplan.memory.races import LIVE, WHERE
 from symmplan.memory.segment import located
+from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -239,8 +239,8 @@ class _Running:
         self._shown: Any = None
 
     def __enter__(self) -> None:
-        if compat.is_profiled():
-            self._shown = compat.shown(f"symmplan::{self._call.op}")
+        if autograd.is_profiled():
+            self._shown = autograd.shown(f"symmplan::{self._call.op}")
             self._shown.__enter__()
         self._call.rendezvous.enter(self._text, self._free)
         if LIVE:

@@ -30,7 +30,7 @@ def fabric_of(uuid: str) -> str:
     """Names the NVLink domain and clique of a device; empty if it is in none or this is not known.
 
     Args:
-        uuid: The device's, as `symmplan._compat_probes.device_uuid` gives it.
+        uuid: The device's, as `symmplan.torch_private.devices.device_uuid` gives it.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

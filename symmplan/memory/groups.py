@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from attrs import asdict, field, frozen
 from attrs.validators import instance_of
 
-from symmplan import _compat as compat
 from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, RunError
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +115,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 def group_key(group: str | Any) -> str:
     """The name of ``group``, which is a name or torch's group."""
-    return group if isinstance(group, str) else compat.group_name(group)
+    return group if isinstance(group, str) else c10d.group_name(group)
 
 
 def resolve_groups(
@@ -140,10 +140,10 @@ def resolve_groups(
 def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
     process_group = groups.get(name)
     if process_group is None:
-        if not compat.has_process_groups():
+        if not c10d.has_process_groups():
             return Group(name, name)
         try:
-            process_group = compat.group_by_name(compat.world_name() if name == "default" else name)
+            process_group = c10d.group_by_name(c10d.world_name() if name == "default" else name)
         except LookupError:
             raise BackendError(
                 f"the plan names process group {name!r}, which torch does not know",
@@ -161,10 +161,10 @@ def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
         )
     group = Group(
         name=name,
-        torch_name=compat.group_name(process_group),
+        torch_name=c10d.group_name(process_group),
         rank=rank,
         size=process_group.size(),
-        store=compat.group_store(process_group),
+        store=c10d.group_store(process_group),
         process_group=process_group,
         pid=_RANKS.setdefault(process_group, os.getpid()),
     )

@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat as compat
 from symmplan.errors import RunError
 from symmplan.memory.calls import Call, parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
 from symmplan.memory.segment import locate
+from symmplan.torch_private import c10d, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -314,8 +314,8 @@ def all_to_all_single_into(
             fix="use torch.ops._c10d_functional.all_to_all_single",
             op="symmplan::all_to_all_single_into",
         )
-    register = compat.register_work()
-    work = compat.start_all_to_all(out, input, compat.group_by_name(group_name))
+    register = works.register_work()
+    work = c10d.start_all_to_all(out, input, c10d.group_by_name(group_name))
     if register is None:
         work.wait()
     else:

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan import _compat
 from symmplan.memory import shm_file
 from symmplan.memory.backends import BACKENDS
 from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ def free_bytes(memory: str, device: torch.device) -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if ranks.isdigit() and int(ranks):
         return free // int(ranks)
-    return free // (_compat.world()[1] if _compat.has_process_groups() else 1)
+    return free // (c10d.world()[1] if c10d.has_process_groups() else 1)
 
 
 def _available() -> int:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from symmplan import _compat as compat
 from symmplan import errors
 from symmplan.errors import AgreementError, RunError, SymmplanError
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +145,7 @@ class Alarm:
         A store in a file has none, and lets others in while one of them waits.
         """
         other = copy.copy(self)
-        if self.group.size > 1 and compat.has_connection(self.group.store):
+        if self.group.size > 1 and c10d.has_connection(self.group.store):
             with contextlib.suppress(Exception):  # not every kind of store can
                 other.group = evolve(self.group, store=self.group.store.clone())
         return other

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from symmplan._compat import group_name
 from symmplan.memory.exchange import Exchange, was_told
 from symmplan.memory.groups import resolve_groups
+from symmplan.torch_private.c10d import group_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

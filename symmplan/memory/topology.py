@@ -20,11 +20,11 @@ from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
-from symmplan import _compat as compat
 from symmplan.memory.backends import BACKENDS, REACHES
 from symmplan.memory.groups import host
 from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell
+from symmplan.torch_private import nccl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,18 +165,18 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"host": _host(), "device": device.type}
     if device.type != "cuda":
         return facts
-    from symmplan import _compat_probes as probes
     from symmplan.memory.fabric import fabric_of
+    from symmplan.torch_private import devices
 
-    uuid = probes.device_uuid(device)
+    uuid = devices.device_uuid(device)
     return {
         **facts,
         "uuid": uuid,
-        "blocked": probes.blocked_devices(device),
+        "blocked": devices.blocked_devices(device),
         "fabric": fabric_of(uuid),
-        "multicast": probes.has_multicast(device),
-        "copy_engines": compat.has_copy_engine_policy(),
-        "nccl": list(probes.nccl_version()),
+        "multicast": devices.has_multicast(device),
+        "copy_engines": nccl.has_copy_engine_policy(),
+        "nccl": list(nccl.version()),
     }
 
 

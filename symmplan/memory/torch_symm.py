@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from symmplan import _compat
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.own import own_work
 from symmplan.memory.segment import Rendezvous
+from symmplan.torch_private import nccl, symm_mem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ def serves_nccl(groups: Mapping[str, Group]) -> bool:
     if not _have_nccl(groups):
         return False
     try:
-        _compat.set_symm_mem_backend("NCCL")
+        symm_mem.set_backend("NCCL")
     except (RuntimeError, ImportError):
         return False
     return True
@@ -97,14 +97,13 @@ def has_windows(groups: Mapping[str, Group]) -> bool:
     return (
         bool(groups)
         and _have_nccl(groups)
-        and all(_compat.registers_windows(g.process_group) for g in groups.values())
+        and all(nccl.registers_windows(g.process_group) for g in groups.values())
     )
 
 
 def _have_nccl(groups: Mapping[str, Group]) -> bool:
     return all(
-        g.process_group is not None and _compat.has_nccl_backend(g.process_group)
-        for g in groups.values()
+        g.process_group is not None and nccl.serves(g.process_group) for g in groups.values()
     )
 
 
@@ -223,7 +222,7 @@ class TorchSymmBackend:
                     group=group.name,
                     memory=memory,
                 )
-            if memory == "nccl" and not _compat.has_nccl_backend(group.process_group):
+            if memory == "nccl" and not nccl.serves(group.process_group):
                 raise BackendError(
                     f"memory='nccl': group {group.name!r} has no NCCL communicator",
                     expected="a process group with the backend nccl for CUDA",
@@ -292,7 +291,7 @@ class TorchSymmBackend:
                 segment=segment.spec.name,
             ) from error
         by_collective = self.name == "nccl" or (
-            self.name == "nvshmem" and _compat.has_nccl_backend(group.process_group)
+            self.name == "nvshmem" and nccl.serves(group.process_group)
         )
         kind = CollectiveRendezvous if by_collective else TorchRendezvous
         segment.add_rendezvous(kind(group, tensor, handle, timeout=segment.timeout))
@@ -319,17 +318,17 @@ class TorchSymmBackend:
         groups: Sequence[Group],  # noqa: ARG002 (others need them)
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """Memory, and what frees it beyond dropping it."""
-        return _compat.symm_mem_empty(nbytes, device), lambda: None
+        return symm_mem.empty(nbytes, device), lambda: None
 
     def _registered(self, tensor: torch.Tensor, group: Group) -> Any:
         """Torch's handle, None if it has none. Collective."""
         if self.name == "nccl" and not any(tensor is kept for kept in _KEPT):
             _KEPT.append(tensor)
-        return _compat.symm_mem_rendezvous(tensor, group.torch_name)
+        return symm_mem.rendezvous(tensor, group.torch_name)
 
     def _warm_up(self, group: Group, device: torch.device) -> None:
         """Make sure that a communicator exists. See [Note: torch's allocators]."""
-        if group.name in self._warm or not _compat.has_nccl_backend(group.process_group):
+        if group.name in self._warm or not nccl.serves(group.process_group):
             return
         dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
         torch.cuda.synchronize(device)
@@ -346,7 +345,7 @@ class NcclPoolBackend(TorchSymmBackend):
     def _allocated(
         self, nbytes: int, device: torch.device, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        allocator = _compat.nccl_window_allocator(groups[0].process_group, device)
+        allocator = nccl.window_allocator(groups[0].process_group, device)
         pool = torch.cuda.MemPool(allocator)
         with torch.cuda.use_mem_pool(pool, device=device):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -357,13 +356,13 @@ class NcclPoolBackend(TorchSymmBackend):
             for group in _POOLS.pop(address)[1]:
                 # A group that was destroyed has taken its windows along.
                 with contextlib.suppress(RuntimeError):
-                    _compat.deregister_nccl_pool(pool, group)
+                    nccl.deregister_pool(pool, group)
 
         return tensor, free
 
     def _registered(self, tensor: torch.Tensor, group: Group) -> None:
         pool, registered = _POOLS[tensor.data_ptr()]
-        _compat.register_nccl_pool(pool, group.process_group)
+        nccl.register_pool(pool, group.process_group)
         registered.append(group.process_group)
 
 
@@ -372,10 +371,10 @@ def _select(memory: str, device: torch.device) -> None:
     wanted = memory.upper()
     current = None
     try:
-        current = _compat.symm_mem_backend(device)
+        current = symm_mem.backend_of(device)
         if current == wanted:
             return
-        _compat.set_symm_mem_backend(wanted)
+        symm_mem.set_backend(wanted)
     except (RuntimeError, ImportError) as error:
         raise BackendError(
             f"memory={memory!r}: torch cannot use its {wanted} allocator: {_first_line(error)}",

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import frozen
 
-from symmplan._compat import world
 from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, SymmplanError
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
+from symmplan.torch_private.c10d import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

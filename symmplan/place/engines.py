@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from attrs import frozen
 
-from symmplan import _compat as compat
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
 from symmplan.memory.tell import tell
+from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,12 +60,12 @@ class Engines:
 
     def name(self, kind: Literal["gather", "exchange"]) -> str:
         """Name of one of them."""
-        return compat.group_name(self.gather if kind == "gather" else self.exchange)
+        return c10d.group_name(self.gather if kind == "gather" else self.exchange)
 
     @property
     def groups(self) -> dict[str, Any]:
         """``{name: process group}`` of both."""
-        return {compat.group_name(g): g for g in (self.gather, self.exchange)}
+        return {c10d.group_name(g): g for g in (self.gather, self.exchange)}
 
 
 _MADE: dict[tuple[int, ...], Engines] = {}
@@ -89,11 +89,11 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
     """
     _OF.update(dict.fromkeys(groups.values()))
     groups = {name: group for name, group in groups.items() if group.size() > 1}
-    if not BACKENDS[memory].engines or not groups or not compat.has_copy_engine_policy():
+    if not BACKENDS[memory].engines or not groups or not nccl.has_copy_engine_policy():
         return {}
     ranks = {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
     mine = {
-        name: "made" if _made(ranks[name]) is not None else compat.known_groups() for name in groups
+        name: "made" if _made(ranks[name]) is not None else c10d.known_groups() for name in groups
     }
     told = tell("engines", mine, groups, timeout)
     made = {}
@@ -103,7 +103,7 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
         found = _made(ranks[name])
         if found is None:
             found = _MADE[ranks[name]] = Engines(
-                *(compat.copy_engine_group(group, f"symmplan_{w}") for w in ("gather", "exchange"))
+                *(nccl.copy_engine_group(group, f"symmplan_{w}") for w in ("gather", "exchange"))
             )
         made[name] = _OF[group] = found
     return made

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from symmplan import _compat as compat
 from symmplan.capture.c10d import NAMES, functional_form
 from symmplan.memory.own import OWN
 from symmplan.place.cases import ordinary
 from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
+from symmplan.torch_private import c10d, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ def _end() -> None:
 
 
 def _kernel(op: Any) -> Callable[..., Any]:
-    redispatch, after = compat.redispatch_of(op), compat.keyset_after_select()
+    redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if _LISTENERS and not OWN.depth:
@@ -111,8 +111,8 @@ def _tell(op: Any, args: Any, kwargs: Any) -> None:
     elif op._schema.name == _ALL_TO_ALL:  # as if all parts were equal
         target = torch.ops._c10d_functional.all_to_all_single.default
         given = bind_arguments(op, args, kwargs)
-        of, source, bound = compat.unboxed_group(given["process_group"]), given["input"], {}
-        numel, group = source.numel() // of.size() * of.size(), compat.group_name(of)
+        of, source, bound = c10d.unboxed_group(given["process_group"]), given["input"], {}
+        numel, group = source.numel() // of.size() * of.size(), c10d.group_name(of)
     else:
         return
     case = ordinary(target, group, source.dtype, numel, bound)

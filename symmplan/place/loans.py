@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from symmplan._compat import storage_use_count
 from symmplan.memory.streams import Mark, current_stream, mark, wait_for
+from symmplan.torch_private.dispatch import storage_use_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable

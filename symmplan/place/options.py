@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
-from symmplan import _compat as compat
 from symmplan.errors import BackendError, CaptureError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.memory.simulated import current, on_device
@@ -14,6 +13,7 @@ from symmplan.place.choice import CHOOSE
 from symmplan.place.table import is_table, read_table
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.plan import check_effort
+from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
     """
     import torch
 
-    if not compat.has_process_groups():
+    if not c10d.has_process_groups():
         raise CaptureError(
             f"{who} needs torch.distributed",
             expected="an initialised process group",
@@ -123,14 +123,14 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
             fix="pass mesh.get_group() of a device mesh, or what torch.distributed.new_group gave",
         )
     if device is None:
-        cuda = torch.cuda.is_available() and compat.has_nccl_backend(chosen)
+        cuda = torch.cuda.is_available() and nccl.serves(chosen)
         device = "cuda" if cuda else "cpu"
     found = torch.device(device)
     if found.type == "cuda":  # the current one is another in other threads
         found = torch.device(
             "cuda", torch.cuda.current_device() if found.index is None else found.index
         )
-    return compat.group_name(chosen), found
+    return c10d.group_name(chosen), found
 
 
 def known(what: str, given: object, names: Sequence[object]) -> None:

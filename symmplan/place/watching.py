@@ -28,10 +28,10 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.memory.races import LIVE, WHERE, touch
 from symmplan.registry import bind_arguments
+from symmplan.torch_private import c10d, dispatch, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ class _Pending:
 
 
 class _Work:
-    """The work of a collective, for `symmplan._compat.watched_work`."""
+    """The work of a collective, for `symmplan.torch_private.works.watched_work`."""
 
     def __init__(self, work: Any, pending: _Pending, timeout: float) -> None:
         self._work = work
@@ -182,7 +182,7 @@ class Watching(TorchDispatchMode):
         WHERE.ops.append(func._schema.name)
         try:
             with self:
-                keys = compat.keyset_below_modes(func, _tensors((args, kwargs)))
+                keys = dispatch.keyset_below_modes(func, _tensors((args, kwargs)))
                 return func.redispatch(keys, *args, **kwargs)
         finally:
             WHERE.ops.pop()
@@ -214,7 +214,7 @@ class Watching(TorchDispatchMode):
         else:
             op, bound = func, bind_arguments(func, args, kwargs)
         group = _group_of(bound)
-        ranks = compat.group_ranks(group)
+        ranks = c10d.group_ranks(group)
         others = tuple(r for r in ranks if r != torch.distributed.get_rank())
         meets = _who_meets(op, bound, ranks, others)
         pending = _Pending(group, [(d, d.start(group)) for d in LIVE], others, meets)
@@ -241,7 +241,7 @@ class Watching(TorchDispatchMode):
         tensors = _tensors(result[:-1]) if several else []
         written = tensors[0] if tensors else torch.empty(0)
         inner = _Work(work, pending, self._timeout)
-        handle, watched_box = compat.watched_work(inner, pending.end, written)
+        handle, watched_box = works.watched_work(inner, pending.end, written)
         self._handles = [(p, h) for p, h in self._handles if not p.over]
         self._handles.append((pending, handle))
         return (*result[:-1], watched_box) if several else watched_box
@@ -294,9 +294,9 @@ def _who_meets(
 def _group_of(bound: dict[str, Any]) -> str:
     for value in bound.values():
         if isinstance(value, torch.ScriptObject):
-            group = compat.unboxed_group(value)
+            group = c10d.unboxed_group(value)
             if group is not None:
-                return compat.group_name(group)
+                return c10d.group_name(group)
     return str(bound.get("group_name", ""))
 
 
@@ -331,7 +331,7 @@ class _Nodes(fx.Interpreter):
         outer, WHERE.node = WHERE.node, (_Nodes.run_node.__code__, _line_of(n))
         try:
             if isinstance(n.target, torch._ops.HigherOrderOperator):
-                with compat.no_modes():
+                with dispatch.no_modes():
                     return super().run_node(n)
             return super().run_node(n)
         finally:

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from symmplan import _compat_simulate as compat
-from symmplan._compat import group_by_name, group_name, unboxed_group
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.memory.own import OWN
@@ -22,6 +20,8 @@ from symmplan.memory.simulated import Call, World, current, enter, leave
 from symmplan.place.table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
+from symmplan.torch_private import fake_world
+from symmplan.torch_private.c10d import group_by_name, group_name, unboxed_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ def simulate(
     world = World(ranks, rank, memory, devices=BACKENDS[memory].devices, choices=path)
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
-    world.reads_values = compat.reads_values
+    world.reads_values = fake_world.reads_values
     others: Counter[tuple[Call, bool]] = Counter()
     ops = 0
 
@@ -126,9 +126,9 @@ def simulate(
     enter(world)
     try:
         with (
-            compat.fake_world(ranks, rank, check_mesh) as mode,
+            fake_world.fake_world(ranks, rank, check_mesh) as mode,
             storages.watched(),
-            compat.Watch(seen, mode),
+            fake_world.Watch(seen, mode),
         ):
             progress(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
@@ -242,21 +242,21 @@ def _explained(error: BaseException) -> SimulationError | None:
     """What a program did that cannot be simulated; None for what is its own error."""
     seen: BaseException | None = error
     while seen is not None:
-        if compat.reads_values(seen) and compat.in_pipeline(seen):
+        if fake_world.reads_values(seen) and fake_world.in_pipeline(seen):
             return SimulationError(
                 "a pipeline stage asks its neighbours for the shapes that they send",
                 expected="stages that know the shapes of their inputs and outputs",
                 got="a stage without",
                 fix="pass input_args= and output_args= to each PipelineStage",
             )
-        if compat.reads_values(seen):
+        if fake_world.reads_values(seen):
             return SimulationError(
                 f"the program reads the value of a tensor ({seen}){_place(error)}",
                 expected="a program that runs the same whatever its numbers are",
                 got=".item(), .tolist(), or a condition on a tensor",
                 fix=_ITEM,
             )
-        if compat.needs_bytes(seen):
+        if fake_world.needs_bytes(seen):
             return SimulationError(
                 f"code that is not torch's ops reads a tensor's bytes{_place(error)}",
                 expected="ops that work on fake tensors, which have none",

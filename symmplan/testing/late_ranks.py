@@ -17,8 +17,6 @@ from attrs import define, field, frozen
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from symmplan import _compat as compat
-from symmplan._compat_c10d import forget_groups
 from symmplan.memory import realize
 from symmplan.memory.races import source_line
 from symmplan.model import Access, Buffer, Operation, Problem
@@ -26,6 +24,8 @@ from symmplan.place.watching import Watching
 from symmplan.place.ways import overload_named
 from symmplan.planner import plan
 from symmplan.registry import requirements
+from symmplan.torch_private import c10d
+from symmplan.torch_private.c10d import forget_groups
 
 if TYPE_CHECKING:
     from symmplan.memory.race_log import Extent
@@ -177,7 +177,7 @@ class _Rank:
 
     def _place(self) -> None:
         """Put the tensors where every rank has them: as of one call, all at the same time."""
-        group, spec = compat.world_name(), self.spec
+        group, spec = c10d.world_name(), self.spec
         sizes = {n: t.nbytes for n, t in self.tensors.items() if t.nbytes}
         align = max(r.align for r in spec.requirements)
         pads = any(r.signal_pad for r in spec.requirements)
@@ -224,7 +224,7 @@ class _Rank:
         if group is None:
             return dict(values)
         by_name = str(group.type).startswith(("str", "Optional[str"))
-        return {**values, group.name: compat.world_name() if by_name else dist.group.WORLD}
+        return {**values, group.name: c10d.world_name() if by_name else dist.group.WORLD}
 
     def _results(self, values: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the results look like, where the op has a variant that writes them in place."""

@@ -380,9 +380,9 @@ def _compile_eager(
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
     from torch._inductor.virtualized import V
 
-    from symmplan._compat_autograd import fake_mode_of
     from symmplan.integrate.compile.refresh import refresh_values
     from symmplan.place.watching import run_by_nodes
+    from symmplan.torch_private.compilers import fake_mode_of
 
     def compiler(name: PartName) -> Callable[..., Any]:
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -32,9 +32,9 @@ import torch
 from attrs import define, field, frozen
 from torch.utils.weak import TensorWeakRef
 
-from symmplan._compat_autograd import has_saved_tensor_hooks, keeps_graph
 from symmplan.errors import RunError
 from symmplan.place.loans import Lent, lend
+from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:
     from collections import Counter

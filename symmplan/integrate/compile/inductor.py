@@ -52,12 +52,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
-from symmplan import _compat_autograd as compat
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.refresh import note, refresh_changed
 from symmplan.memory.simulated import current
 from symmplan.place.watching import run_by_nodes
+from symmplan.torch_private import compilers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -118,7 +118,7 @@ def compile_inductor(
     # Inductor's own cache stays on: what it keys on is the rewritten graph.
     # Both parts share one set of segments, so both must be known before the first run.
     with (
-        compat.autograd_cache_off(),
+        compilers.autograd_cache_off(),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
     ):
         compiled: Callable[..., Any] = _compile_fx(
@@ -136,7 +136,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         name = "backward"
     elif kwargs.get("is_inference"):
         name = "inference"
-    mode = compat.fake_mode_of(inputs)
+    mode = compilers.fake_mode_of(inputs)
     if not unit.declares(gm):
         unit.rewrite(gm, name, mode)
         return unit.runner(_code(gm, inputs, kwargs), name)
@@ -177,7 +177,7 @@ def _compile_plain(
     gm: fx.GraphModule, mode: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Compile a part as it was before it was rewritten, when it runs."""
-    with compat.tracing(mode), V.set_fake_mode(mode):
+    with compilers.tracing(mode), V.set_fake_mode(mode):
         return _code(gm, inputs, kwargs)
 
 
@@ -224,7 +224,7 @@ def _passes_done(gm: fx.GraphModule, fake_mode: Any) -> AbstractContextManager[N
     def pass_others(given: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return None if given is gm else passes(given, *args, **kwargs)
 
-    return compat.replaced(
+    return compilers.replaced(
         inductor, fake_tensor_prop=propagate_others, _recursive_post_grad_passes=pass_others
     )
 
@@ -242,12 +242,12 @@ def _order_kept() -> AbstractContextManager[None]:
                 found = self.read_writes.with_read(dep)
                 self.set_read_writes(found.rename(self.mutation_renames))
 
-    return compat.replaced(scheduler.SchedulerNode, recompute_size_and_body=recompute_and_keep)
+    return compilers.replaced(scheduler.SchedulerNode, recompute_size_and_body=recompute_and_keep)
 
 
 def _readers_count() -> AbstractContextManager[None]:
     """Move collectives no further than what they write is free. See [Note: reordering]."""
-    return compat.replaced(comms, _is_fake_dep=lambda _dependency: False)
+    return compilers.replaced(comms, _is_fake_dep=lambda _dependency: False)
 
 
 class _Fence(ir.FallbackKernel):

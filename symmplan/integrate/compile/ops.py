@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan._compat import dispatch_key
 from symmplan.registry._upstream import define_distributed_ops
 from symmplan.registry.declare import store
 from symmplan.registry.rows import SYMM_MEM
+from symmplan.torch_private.dispatch import dispatch_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,6 @@ import torch
 from attrs import define, evolve, field
 from torch import fx
 
-from symmplan._compat import compiled_frame
 from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, is_pure_view
 from symmplan.integrate.compile.crossing import Given, overlap
@@ -22,6 +21,7 @@ from symmplan.planner.barriers import in_turn
 from symmplan.planner.order import order_of
 from symmplan.registry import spec_for
 from symmplan.report.log import LOG
+from symmplan.torch_private.compilers import compiled_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

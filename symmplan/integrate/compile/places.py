@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
-from symmplan import _compat as compat
 from symmplan.errors import RunError
 from symmplan.place.loans import lend
+from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +189,7 @@ def _why_it_stays(tensor: torch.Tensor) -> str:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    return compat.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
+    return dispatch.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
 
 
 @define(eq=False)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from symmplan._compat import is_registered
-from symmplan._compat_autograd import static_inputs
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.pool import group_names, released
 from symmplan.memory import realize
@@ -22,6 +20,8 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell
 from symmplan.place.attempt import attempt
 from symmplan.planner import plan as plan_problem
+from symmplan.torch_private.c10d import is_registered
+from symmplan.torch_private.compilers import static_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

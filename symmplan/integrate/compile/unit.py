@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field
 
-from symmplan import _compat as compat
-from symmplan._compat_autograd import keep_inputs, keeps_graph, saved_outputs
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
@@ -53,6 +51,9 @@ from symmplan.planner.budget import within
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
 from symmplan.report.log import log_plan
+from symmplan.torch_private import c10d
+from symmplan.torch_private.autograd import keeps_graph
+from symmplan.torch_private.compilers import keep_inputs, saved_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -399,7 +400,7 @@ class Unit:
         """The segments of a part, found or made before it first runs; None if there are none."""
         if self.record.refused:
             return None
-        if not all(map(compat.is_registered, part.groups or ())):
+        if not all(map(c10d.is_registered, part.groups or ())):
             # A process group is gone. Another may have its name, and other ranks.
             part.shared = part.groups = None
             part.taken = (None, ())

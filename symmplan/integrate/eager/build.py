@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from symmplan import _compat as compat
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.calls import is_tensors, stands_for
@@ -23,6 +22,7 @@ from symmplan.integrate.eager.tape import Slot, Tape, getter
 from symmplan.place.loans import Lent, lend
 from symmplan.place.lower import launch
 from symmplan.planner.order import order_of
+from symmplan.torch_private import works
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +185,7 @@ class _Builder:
                 tape.copy(source, view)
                 back.append((view, source))
         if event.form:
-            return getter(compat.finished() if tape.result is None else tape.result)
+            return getter(works.finished() if tape.result is None else tape.result)
         if tape.result is not None and not call.results:
             return _raw(tape.result, back)
         tape.part(tape.late)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat as compat
 from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.capture.eager import signature
 from symmplan.errors import RunError
@@ -31,6 +30,7 @@ from symmplan.memory.own import OWN, own_work
 from symmplan.memory.races import LIVE
 from symmplan.place.watching import watched
 from symmplan.registry import bind_arguments
+from symmplan.torch_private import c10d, dispatch, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ __all__ = ["METHODS", "MISS", "counted", "is_tensors", "make_ready", "serve", "s
 MISS: Any = object()
 
 #: The op -> the method of a process group by which Python calls it, and of its backend.
-METHODS = {op: compat.GROUP_METHODS[form.partition("::")[2]] for op, form in FUNCTIONAL.items()}
+METHODS = {op: c10d.GROUP_METHODS[form.partition("::")[2]] for op, form in FUNCTIONAL.items()}
 
 #: Values that are compared as they are, and that a call is lowered with.
 _WORDS = (bool, int, str, torch.dtype, torch.device)
@@ -96,7 +96,7 @@ def _fitting(
             words.append((i, want.__class__, want))
         else:
             others.append((i, want))
-    places, uses = tuple(addresses.items()), compat.storage_use_count
+    places, uses = tuple(addresses.items()), dispatch.storage_use_count
 
     def fits(values: Sequence[Any]) -> bool:
         for i, shape, dtype in tensors:
@@ -206,7 +206,7 @@ def _finishing(event: Event, gives: Callable[[list[Any]], Any]) -> Callable[[lis
             for step in late:
                 step(frame)
 
-        return compat.watched_handle(gives(frame), finish, frame[written])
+        return works.watched_handle(gives(frame), finish, frame[written])
 
     return give
 
@@ -222,15 +222,15 @@ def _front(
         A function of the group and its method's arguments; it returns the work, or `MISS`.
     """
     name, (_, *words) = event.call.op._schema.name, event.call.args
-    method, group = METHODS[name], compat.group_by_name(words[-1])
+    method, group = METHODS[name], c10d.group_by_name(words[-1])
     if type(group) is not torch.distributed.ProcessGroup:
         return None
     listed = method in ("allreduce", "broadcast")
     reduces = method in ("allreduce", "_reduce_scatter_base")
-    reduction = compat.reduction_named(words[0]) if reduces else None
+    reduction = c10d.reduction_named(words[0]) if reduces else None
     root = words[0] if method == "broadcast" else None
-    asynchronous, kind = event.call.asynchronous, compat.group_options(method)
-    modes, count = compat.dispatch_modes, 2 if listed else 3
+    asynchronous, kind = event.call.asynchronous, c10d.group_options(method)
+    modes, count = dispatch.dispatch_modes, 2 if listed else 3
 
     def front(its: Any, args: Any) -> Any:
         if its is not group or len(args) != count or modes():
@@ -296,7 +296,7 @@ def serve(
     result = event.run(frame)
     if form is None:
         return result
-    work = compat.finished() if result is None else result
+    work = works.finished() if result is None else result
     if event.pends:
         event.work = work
     return form.results(work.boxed())

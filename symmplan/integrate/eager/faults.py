@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from symmplan import _compat as compat
 from symmplan.errors import RunError, SymmplanError
 from symmplan.memory.own import own_work
 from symmplan.memory.sessions import Alarm, SessionKeys
+from symmplan.torch_private import c10d, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -215,7 +215,7 @@ class Faults:
     def _abort(self) -> None:
         """End what waits for a peer that will never come."""
         if self._group.size > 1:
-            ends_within(_ABORT, compat.abort_group, self._group.process_group)
+            ends_within(_ABORT, c10d.abort_group, self._group.process_group)
 
     def at_rest(self, device: torch.device) -> bool:
         """Whether the device has nothing to do; after a failure it may wait for a peer for ever."""
@@ -241,7 +241,7 @@ class Faults:
             self._quiet.set()
             if self._raised_there:
                 self._raised_there = False
-                compat.raise_in_thread(self._thread, None)
+                threads.raise_in_thread(self._thread, None)
 
     def _listen(self) -> None:
         alarm = self._alarm.listener()
@@ -260,7 +260,7 @@ class Faults:
                 if self._quiet.is_set():
                     return
                 self._raised_there = True
-                compat.raise_in_thread(self._thread, told)
+                threads.raise_in_thread(self._thread, told)
             self.rescue(alarm.group)
             if not self._quiet.wait(_GRACE):
                 self._abort()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat as compat
 from symmplan.capture.c10d import NAMES
 from symmplan.integrate.eager.calls import METHODS, MISS
 from symmplan.integrate.eager.streams import Roles
@@ -23,6 +22,7 @@ from symmplan.memory.own import OWN
 from symmplan.place.listening import silence
 from symmplan.place.ways import overload_named
 from symmplan.registry import all_specs
+from symmplan.torch_private import c10d, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -116,10 +116,10 @@ def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
         add(op, _wait_kernel(cursor, op))
     for op in dict.fromkeys(ops):
         if op.namespace == "_c10d_functional":
-            for undo in compat.replace_op_call(op, _call(cursor, op)):
+            for undo in c10d.replace_op_call(op, _call(cursor, op)):
                 stack.callback(undo)
-        for name in compat.group_method_names(METHODS.get(op._schema.name, "")):
-            stack.callback(compat.replace_group_method(name, _method(cursor, op)))
+        for name in c10d.group_method_names(METHODS.get(op._schema.name, "")):
+            stack.callback(c10d.replace_group_method(name, _method(cursor, op)))
 
 
 def declared_names() -> dict[str, None]:
@@ -135,7 +135,7 @@ def overload_name(op: Any) -> str:
 
 
 def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
-    redispatch, after = compat.redispatch_of(op), compat.keyset_after_select()
+    redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
     caught_before = op.namespace == "c10d"  # or it is not as planned
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
 
 
 def _wait_kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
-    redispatch, after = compat.redispatch_of(op), compat.keyset_after_select()
+    redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
 
     def kernel(keys: Any, tensor: torch.Tensor) -> Any:
         result = redispatch(keys & after, tensor)
@@ -176,7 +176,7 @@ def _method(cursor: Cursor, op: Any) -> Callable[[Any], Callable[..., Any]]:
 
 def _call(cursor: Cursor, op: Any) -> Callable[[Any], Callable[..., Any]]:
     """What takes the place of what Python calls when it calls a functional collective."""
-    alone = compat.nobody_looks()
+    alone = dispatch.nobody_looks()
 
     def make(original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
 
-from symmplan import _compat as compat
 from symmplan.capture.c10d import functional_form
 from symmplan.errors import SessionError, SymmplanError
 from symmplan.integrate.eager.calls import MISS, counted, make_ready, serve
@@ -28,6 +27,7 @@ from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
 from symmplan.report.log import LOG
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ class Session:
     """An eager program whose declared ops run in planned placements. Made by `symmplan.eager`."""
 
     def __init__(self, group: Any, device: torch.device, options: Options) -> None:
-        name = compat.world_name() if group is None else compat.group_name(group)
+        name = c10d.world_name() if group is None else c10d.group_name(group)
         groups = resolve_groups([name])
         backend = resolve_backend(options.memory, device, groups)
         lowerings = Lowerings(backend.name, options.collectives)

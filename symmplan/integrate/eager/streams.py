@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from symmplan import _compat as compat
 from symmplan.capture.streams import CudaWatch
+from symmplan.torch_private import devices
 
 __all__ = ["Roles", "Streams", "streams_of"]
 
@@ -28,7 +28,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.number = compat.current_stream_of(device)
+        self.number = devices.current_stream_of(device)
         self.watch = CudaWatch(self.number)
 
     def current(self) -> Any:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from attrs import frozen
 
-from symmplan import _compat as compat
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.place.watching import watched
 from symmplan.registry import bind_arguments
+from symmplan.torch_private import c10d, dispatch, works
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -145,7 +145,7 @@ class Tape:
     def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slot:
         """Call the op itself; the slot of what it returns."""
         op, self.needs_keys = call.overload, True
-        run = functools.partial(_watched, op) if self._watched else compat.redispatch_of(op)
+        run = functools.partial(_watched, op) if self._watched else dispatch.redispatch_of(op)
         self.result = self.do(run, self._behind, *args, **kwargs)
         return self.result
 
@@ -192,7 +192,7 @@ class Tape:
         if self._works is not None:
             direct = None if self._watched else ask(asynchronous=self._works)
             return direct or ask(asynchronous=self._works, dispatched=True)
-        register, start = compat.register_work(), ask() if self._direct else None
+        register, start = works.register_work(), ask() if self._direct else None
         if register is None or start is None:
             return None
         return lambda out, source: register(out, start(out, source))
@@ -255,16 +255,16 @@ def starter(
     """
     name, group = target.partition("::")[2].removesuffix(".default"), given.get("group_name")
     reduction, root = given.get("reduce_op"), given.get("src")
-    asked = compat.collective_options(name, reduction=reduction, root=root)
+    asked = c10d.collective_options(name, reduction=reduction, root=root)
     if asked is None or not isinstance(group, str):
         return None
     method, options = asked
     options.asyncOp = asynchronous
     if dispatched:  # by the method of all groups: the session's own is not there yet
         owner = torch.distributed.ProcessGroup
-        run = functools.partial(getattr(owner, method), compat.group_by_name(group))
+        run = functools.partial(getattr(owner, method), c10d.group_by_name(group))
     else:
-        backend = compat.group_backend(group, device)
+        backend = c10d.group_backend(group, device)
         if backend is None:
             return None
         run = getattr(backend, method)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import CaptureError, PlanningError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import Direct
@@ -17,6 +16,7 @@ from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options
 from symmplan.place.stats import Stats
+from symmplan.torch_private import fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan import _compat as compat
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp import Way
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
@@ -21,6 +19,7 @@ from symmplan.place.choice import GAVE_WAY, Choice
 from symmplan.place.table import ruled
 from symmplan.place.trials import Company, Trial, choices_of, measure, room_for
 from symmplan.planner.budget import Stake
+from symmplan.torch_private import fsdp2, nccl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,7 +181,7 @@ class Choices:
         found: dict[Any, Call] = {}
         for call in calls:
             small = self._device.type == "cuda" and call.nbytes < _SMALL
-            ways = compat.has_copy_engine_policy() or not self._splits_words(call)
+            ways = nccl.has_copy_engine_policy() or not self._splits_words(call)
             if ways and not small and call.group in self._where.reached:
                 found.setdefault(self._key(call), call)
         return [c for key, c in found.items() if key not in choices_of(self._groups[c.group])]

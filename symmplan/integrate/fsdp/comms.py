@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from symmplan import _compat
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp_recording import Key
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory.simulated import current
+from symmplan.torch_private import autograd, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +53,7 @@ class _Planned:
     ) -> torch.Tensor:
         """The buffer of the next collective."""
         numel = math.prod(int(extent) for extent in size)
-        key = Key(self._site, kind, numel, str(dtype), _compat.in_backward())
+        key = Key(self._site, kind, numel, str(dtype), autograd.in_backward())
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
         )

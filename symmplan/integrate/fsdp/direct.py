@@ -35,14 +35,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.errors import RunError
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
 from symmplan.place.observe import launching
+from symmplan.torch_private import autograd, c10d, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +101,7 @@ class Direct:
     @property
     def group(self) -> str:
         """Name of the process group that gathers."""
-        return _compat.group_name(self._group._all_gather_process_group)
+        return c10d.group_name(self._group._all_gather_process_group)
 
     def settle(self, home: Home | None, *, kept: bool) -> None:
         """From now on the parameters live there; None: where FSDP2 puts them.
@@ -127,7 +126,7 @@ class Direct:
             self._look()
         there = self._is_there()
         if self._home is not None and not there and not self._is_torchs():
-            free = not _compat.in_backward()
+            free = not autograd.in_backward()
             if free and self._everywhere(self.can_leave):
                 self.leave()
         if self._layout is None:
@@ -137,7 +136,7 @@ class Direct:
             return
         if self.has_bytes:
             return
-        key = self.key(backward=_compat.in_backward())
+        key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
         if self._home is None:
             self._own("unshard", async_op)
@@ -171,7 +170,7 @@ class Direct:
         group, home = self._group, self._home
         if home is not None and group._all_gather_result is None and self._put_off:
             self._put_off = False
-            key = self.key(backward=_compat.in_backward())
+            key = self.key(backward=autograd.in_backward())
             self._start(key, home, self._streams(async_op=False))
         result = group._all_gather_result
         if home is None or not (result is None or isinstance(result, Gathered)):
@@ -396,7 +395,7 @@ class Direct:
             f"[{home.begin}, {home.end}), and graphs still refer to both",
             expected="modules that were unsharded one after the other when the first step was "
             "recorded to be so until their backward passes are done",
-            got=f"bytes in use in {'backward' if _compat.in_backward() else 'forward'}",
+            got=f"bytes in use in {'backward' if autograd.in_backward() else 'forward'}",
             fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
             "changes",
             module=self.site,
@@ -420,7 +419,7 @@ class Direct:
                 home.users.take(home.begin, home.end, loan)
 
         shards = [p._sharded_param_data for p in self._group.fsdp_params]
-        with torch.no_grad(), _compat.shown(self._shown):
+        with torch.no_grad(), autograd.shown(self._shown):
             if not home.is_cuda:
                 take()
                 home.fill(shards)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream, synchronize
 from symmplan.place.loans import lend
+from symmplan.torch_private import autograd, c10d, dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,14 +111,14 @@ class Home:
         Collective: yes.
         """
         if BACKENDS[self._memory].collectives:
-            name, size = _compat.group_name(self._group), self._group.size()
+            name, size = c10d.group_name(self._group), self._group.size()
             all_gather_parts_(self.bytes, self._offsets, self._counts, size, name, what=self._site)
             return
         with off_default_stream(self.bytes.device):
             if len(self._outputs) == 1:
                 dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
             else:
-                _compat.all_gather_coalesced(self._outputs, self._parts, self._group)
+                c10d.all_gather_coalesced(self._outputs, self._parts, self._group)
 
     def move_in(self, parameters: Sequence[Any]) -> None:
         """Let FSDP2's parameters be views of these bytes, or of copies if a graph has views.
@@ -199,7 +199,7 @@ class Home:
     def _in_use(self) -> int:
         """How many tensors and views refer to the parameters' storages."""
         return sum(
-            _compat.storage_use_count(storage.untyped_storage()._cdata)
+            dispatch.storage_use_count(storage.untyped_storage()._cdata)
             for storage in self._storages
         )
 
@@ -212,7 +212,7 @@ class Home:
             with (
                 torch.inference_mode(own.is_inference()),
                 torch.no_grad(),
-                _compat.same_version(own),
+                autograd.same_version(own),
             ):
                 own.copy_(part)
 
@@ -221,7 +221,7 @@ def _held(parameters: Sequence[Any]) -> bool:
     """Whether anybody else refers to the storages that FSDP2 made, as a graph does."""
     return any(
         hasattr(p, "_unsharded_param")
-        and _compat.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
+        and dispatch.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
         for p in parameters
         for output in p.all_gather_outputs
     )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp_recording import Key
 from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.torch_private import fsdp2
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat as compat
 from symmplan.integrate.fsdp.sums import sum_rows
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream
 from symmplan.place.ways import Lowerings
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ def gathers(
                 )
 
         return act
-    name = compat.group_name(group)
+    name = c10d.group_name(group)
     return lambda: run(source, group.size(), name, out=output, what=site)
 
 
@@ -98,7 +98,7 @@ def scatters(
     reduction = _reduction(op)
     if reduction is None:
         return None
-    name = compat.group_name(group)
+    name = c10d.group_name(group)
     return lambda: run(source, reduction, group.size(), name, out=output, what=site)
 
 
@@ -169,7 +169,7 @@ def exchanges(
     @own_work
     def act() -> None:
         with off_default_stream(source.device):
-            compat.all_to_all(received, source, group)
+            c10d.all_to_all(received, source, group)
         sum_rows(received.view(group.size(), -1), output.view(-1), factor)
 
     return act
@@ -177,7 +177,7 @@ def exchanges(
 
 def factor_of(op: Any, ranks: int) -> float | None:
     """What a reduction multiplies a sum with; None if it is no such sum."""
-    factor = compat.premul_factor(op)
+    factor = c10d.premul_factor(op)
     return {"sum": 1.0, "avg": 1 / ranks}.get(_reduction(op) or "") if factor is None else factor
 
 

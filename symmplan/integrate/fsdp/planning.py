@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan import _compat as compat
 from symmplan.capture.fsdp import GuestBytes, Way, problem_of
 from symmplan.capture.fsdp_live import kept_after_forward, most_alive, with_kept
 from symmplan.capture.fsdp_recording import Recording
@@ -29,6 +28,7 @@ from symmplan.place.table import agree_on
 from symmplan.planner.advice import Advice
 from symmplan.planner.budget import within
 from symmplan.report.log import log_plan
+from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -109,7 +109,7 @@ class Planning:
         found = {}
         for name in dict.fromkeys(case.group for r in recordings for _, case in r.heard):
             try:
-                group = compat.group_by_name(name)
+                group = c10d.group_by_name(name)
             except LookupError:  # it was destroyed since
                 continue
             ranks = {*dist.get_process_group_ranks(group)}
@@ -287,7 +287,7 @@ class Planning:
             return
         # In the way that needs most bytes.
         most: Literal["copy engine", "symmetric"] = "symmetric"
-        if self._memory.device.type == "cuda" and compat.has_copy_engine_policy():
+        if self._memory.device.type == "cuda" and nccl.has_copy_engine_policy():
             most = "copy engine"
         problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Way(most))
         choices.measure(problem, list(zip(wholes, planned, strict=True)))

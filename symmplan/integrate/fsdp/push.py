@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from symmplan import _compat as compat
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import Parts, sum_parts, sum_rows, sums_parts
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
+from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,7 +149,7 @@ class Pushes:
         if sent is None:
             sent = self._made[key] = self._make(slot, dtype, shapes, gradients[0].device)
         flat = [g.reshape(-1) for g in gradients]
-        with compat.shown("symmplan::push"):
+        with autograd.shown("symmplan::push"):
             for which, begin, count, target in sent.copies:
                 target.copy_(flat[which].narrow(0, begin, count), non_blocking=True)
         self._sent = sent

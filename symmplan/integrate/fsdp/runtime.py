@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat
-from symmplan import _compat_fsdp as fsdp2
 from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp.memory import Memory
@@ -28,6 +26,7 @@ from symmplan.place.guests import WATCHERS
 from symmplan.place.listening import leave, listen
 from symmplan.place.loans import lend
 from symmplan.place.observe import checking, launching
+from symmplan.torch_private import autograd, c10d, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -269,7 +268,7 @@ class Runtime:
             self.counts.plain += 1
             self.counts.because(_NOT_OURS)
             return plain(buffer)
-        name = _compat.group_name(group)
+        name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
         slot.run(name)
         if slot.log is not None and slot.key.kind == "all_gather":
@@ -419,7 +418,7 @@ class Runtime:
         Raises:
             RunError: A backward pass is running or still to come.
         """
-        running = _compat.in_backward()
+        running = autograd.in_backward()
         sites = [direct.site for direct in self.planning.directs if direct.awaits_backward]
         if not running and not sites:
             return

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan import _compat
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.slots import Slot
 from symmplan.memory.simulated import Call, World, at_end
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class SimulatedRuntime(Runtime):
         """Run a collective as torch does."""
         if slot is None:
             return plain(buffer)
-        name = _compat.group_name(group)
+        name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
         slot.run(name)
         gathers = slot.key.kind == "all_gather"

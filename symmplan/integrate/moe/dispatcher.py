@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan import _compat as compat
 from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.integrate.moe.measure import measured
 from symmplan.integrate.moe.routes import Routes, exchange_routes
@@ -42,6 +41,7 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.choice import Choice
 from symmplan.place.stats import Stats
 from symmplan.planner import plan as plan_problem
+from symmplan.torch_private import compilers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +124,7 @@ class ExpertParallel:
             **counts,
         )
 
-    @compat.outside_graphs
+    @compilers.outside_graphs
     def routes(self, counts: torch.Tensor | Sequence[int]) -> Routes:
         """Tell all ranks how many rows go where.
 
@@ -144,7 +144,7 @@ class ExpertParallel:
         meeting = None if arena is None else _meeting(arena, self._group.name)
         return exchange_routes(counts, self._group, self._device, meeting)
 
-    @compat.outside_graphs
+    @compilers.outside_graphs
     def dispatch(self, rows: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Send rows to the ranks of their experts.
 
@@ -164,7 +164,7 @@ class ExpertParallel:
         """
         return _Exchange.apply(rows, self, routes)  # type: ignore[no-any-return,no-untyped-call]
 
-    @compat.outside_graphs
+    @compilers.outside_graphs
     def combine(self, rows: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Send rows back, in the order in which `dispatch` gave them.
 

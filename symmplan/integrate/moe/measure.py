@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from symmplan._compat import group_name
 from symmplan.memory.tell import tell
 from symmplan.place.choice import fastest
 from symmplan.place.clock import clock_of, seconds_of
+from symmplan.torch_private.c10d import group_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Private names of torch for a world that is not there; otherwise as `symmplan._compat`."""
+"""A world that is not there: fake process groups, meshes and tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, _redistribute, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from symmplan._compat_fake import DEVICE, Results
+from symmplan.torch_private.fake_results import DEVICE, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,66 +1,19 @@
-"""What this build of torch has, and what its devices can do; a part of `symmplan._compat`."""
+"""CUDA devices: how they are named, what they reach, which stream is current."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = [
-    "blocked_devices",
-    "cpp_compiler",
-    "device_uuid",
-    "has_joint_lowering",
-    "has_multicast",
-    "has_nvshmem",
-    "nccl_version",
-]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED.
 _MULTICAST = 132
-
-
-def cpp_compiler() -> str:
-    """The C++ compiler that Inductor will call; raises whatever Inductor would."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return str(get_cpp_compiler())
-
-
-def has_joint_lowering() -> bool:
-    """Whether a backward can be compiled right after its forward."""
-    try:
-        import torch._functorch.config as functorch
-    except ImportError:
-        return False
-    return hasattr(functorch, "force_non_lazy_backward_lowering")
-
-
-def has_nvshmem() -> bool:
-    """Whether torch's symmetric memory can use NVSHMEM.
-
-    Raises:
-        ImportError: There is no symmetric memory at all.
-    """
-    import torch.distributed._symmetric_memory as symm_mem
-
-    with contextlib.suppress(Exception):  # an old or odd build: then it is not available
-        return bool(symm_mem.is_nvshmem_available())
-    return False
-
-
-def nccl_version() -> tuple[int, ...]:
-    """NCCL's version; empty where this build has none."""
-    try:
-        import torch.cuda.nccl
-
-        version: Any = torch.cuda.nccl.version()
-    except Exception:  # noqa: BLE001 - CPU builds lack the symbol and say so in several ways
-        return ()
-    return tuple(version) if isinstance(version, tuple) else ()
 
 
 def has_multicast(device: torch.device) -> bool:
@@ -95,6 +48,15 @@ def blocked_devices(device: torch.device) -> list[str]:
     mine, others = _index(device), range(torch.cuda.device_count())
     blocked = (i for i in others if i != mine and not torch.cuda.can_device_access_peer(mine, i))
     return [device_uuid(torch.device("cuda", i)) for i in blocked]
+
+
+def current_stream_of(device: torch.device) -> Callable[[], int]:
+    """A cheap way to ask for the current stream of a CUDA device, as a number."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if get is None:
+        return lambda: int(torch.cuda.current_stream(index).cuda_stream)
+    return functools.partial(get, index)
 
 
 def _index(device: torch.device) -> int:

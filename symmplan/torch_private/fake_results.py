@@ -1,4 +1,4 @@
-"""Private names of torch for results of ops on fake tensors; otherwise as `symmplan._compat`.
+"""Results of ops on fake tensors, remembered.
 
 [Note: remembered results]
     torch remembers what an op on fake tensors gives, and takes 0.3 ms to look it up and make it

@@ -8,7 +8,7 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from symmplan._compat_simulate import Watch
+from symmplan.torch_private.fake_world import Watch
 
 OPS = {
     "add": lambda x: x + 1,

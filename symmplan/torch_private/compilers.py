@@ -1,4 +1,4 @@
-"""Private names of autograd and AOTAutograd; otherwise as `symmplan._compat`."""
+"""Dynamo, AOTAutograd and Inductor: what they know of the graph that they compile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from torch import _guards
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
+
+
+def outside_graphs(fn: Any) -> Any:
+    """A function that compilers do not look into: a graph ends before it."""
+    return torch._disable_dynamo(fn)  # type: ignore[attr-defined]
+
+
+def compiled_frame() -> int | None:
+    """A number of the code that Dynamo is compiling, the same whenever it is compiled again."""
+    context = getattr(torch._guards, "CompileContext", None)
+    compile_id = None if context is None else context.current_compile_id()
+    return getattr(compile_id, "frame_id", None)
+
+
+def is_floor_division(expr: Any) -> bool:
+    """Whether an expression of sizes is a quotient that is rounded down."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return isinstance(expr, FloorDiv)
 
 
 @contextlib.contextmanager
@@ -89,13 +108,17 @@ def tracing(fake_mode: Any) -> AbstractContextManager[Any]:
     return context
 
 
-def keeps_graph() -> bool:
-    """Whether the backward pass that runs now keeps what was saved for it."""
-    keeps: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keeps is None or bool(keeps())
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor will call; raises whatever Inductor would."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether hooks take what is saved for backward now."""
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    return top(True) is not None
+def has_joint_lowering() -> bool:
+    """Whether a backward can be compiled right after its forward."""
+    try:
+        import torch._functorch.config as functorch
+    except ImportError:
+        return False
+    return hasattr(functorch, "force_non_lazy_backward_lowering")

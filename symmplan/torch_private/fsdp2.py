@@ -1,4 +1,4 @@
-"""Private names of FSDP2; otherwise as `symmplan._compat`."""
+"""FSDP2: its parameter groups, their methods and their collectives."""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""The dispatcher: its keys and modes, and what may go past it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def dispatch_key(name: str) -> Any:
+    """One of the dispatcher's keys."""
+    return getattr(torch._C.DispatchKey, name)
+
+
+def dispatch_modes() -> int:
+    """How many dispatch modes are active in this thread."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def no_modes() -> Any:
+    """A context in which no dispatch mode is active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def wraps_tensors(kind: Any) -> bool:
+    """Whether tensors of this class are made of others, on which their ops run."""
+    plain = torch.Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)
+
+
+def redispatch_of(op: Any) -> Callable[..., Any]:
+    """``op.redispatch``, without the Python around it."""
+    handle: Any = getattr(op, "_handle", None)
+    if getattr(op, "_pyobj_dispatcher", None) is None and hasattr(handle, "redispatch_boxed"):
+        return handle.redispatch_boxed  # type: ignore[no-any-return]
+    return op.redispatch  # type: ignore[no-any-return]
+
+
+def keyset_after_select() -> Any:
+    """The dispatch keys that come after BackendSelect: those of the kernels themselves."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def keyset_below_modes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The dispatch keys of ``op``'s kernel for ``tensors``, behind all modes."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    if tensors:
+        keys = functools.reduce(lambda a, b: a | b, map(torch._C._dispatch_keys, tensors))
+    keys = keys & keyset_after_select()
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.BackendSelect):
+        keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    return keys
+
+
+def nobody_looks() -> Callable[[torch.Tensor], bool]:
+    """Tells of a tensor whether an op on it may go past the dispatcher.
+
+    Not if it is wrapped, if autograd follows it, or if a mode or a transform is active.
+    """
+    kinds, modes = (torch.Tensor, torch.nn.Parameter), torch._C._len_torch_dispatch_stack
+    functions, graded = torch._C._len_torch_function_stack, torch.is_grad_enabled
+    transforms = torch._C._functorch.peek_interpreter_stack
+
+    def alone(tensor: torch.Tensor) -> bool:
+        return (
+            tensor.__class__ in kinds
+            and not modes()
+            and not functions()
+            and transforms() is None
+            and not (tensor.requires_grad and graded())
+        )
+
+    return alone
+
+
+#: How many references there are to the storage whose ``_cdata`` is given. Called several times in
+#: every declared call of an eager session, so nothing is around it.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count

@@ -1,0 +1,107 @@
+"""NCCL: its version, communicators that use copy engines, memory registered as windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def version() -> tuple[int, ...]:
+    """NCCL's version; empty where this build has none."""
+    try:
+        import torch.cuda.nccl
+
+        version: Any = torch.cuda.nccl.version()
+    except Exception:  # noqa: BLE001 - CPU builds lack the symbol and say so in several ways
+        return ()
+    return tuple(version) if isinstance(version, tuple) else ()
+
+
+def serves(group: dist.ProcessGroup) -> bool:
+    """Whether CUDA collectives of ``group`` go through NCCL."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # the group has no backend for CUDA
+        return False
+    return type(backend).__name__ == "ProcessGroupNCCL"
+
+
+def has_copy_engine_policy() -> bool:
+    """Whether a communicator of NCCL can be asked to use copy engines."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    return (
+        hasattr(nccl, "NCCL_CTA_POLICY_ZERO")
+        and hasattr(getattr(nccl, "NCCLConfig", None), "cta_policy")
+        # The library may be older than the one that torch was built with.
+        and torch.cuda.nccl.version() >= (2, 28)
+    )
+
+
+def copy_engine_options() -> Any:
+    """Options of an NCCL communicator that uses copy engines; see `has_copy_engine_policy`."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    return options
+
+
+def copy_engine_group(like: Any, what: str) -> Any:
+    """An NCCL communicator of the same ranks that uses copy engines. Collective, over ``like``.
+
+    Where `has_copy_engine_policy`. On all ranks `known_groups` must be the same.
+    """
+    options = copy_engine_options()
+    options._timeout = like._get_backend(torch.device("cuda")).options._timeout
+    # Where a device is bound, torch would split the world's communicator, for which it needs all
+    # ranks of the world.
+    world = dist.distributed_c10d._get_default_group()
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        return dist.new_group(
+            dist.get_process_group_ranks(like),
+            timeout=options._timeout,
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=what,
+        )
+    finally:
+        world.bound_device_id = bound
+
+
+def registers_windows(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL can register a pool's memory as windows of ``group``."""
+    register = getattr(group._get_backend(torch.device("cuda")), "register_mem_pool", None)
+    return "symm" in (getattr(register, "__doc__", None) or "")
+
+
+def window_allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What allocates memory that a pool may register as windows of NCCL; see `registers_windows`.
+
+    Torch asks whether the group's device can do that. Of a group that has run nothing yet it
+    guesses which that is, with a warning, unless it is told.
+    """
+    backend: Any = group._get_backend(torch.device("cuda"))
+    bound = getattr(backend, "bound_device_id", device)
+    if bound is None:
+        backend.bound_device_id = device
+    try:
+        return backend.mem_allocator
+    finally:
+        if bound is None:
+            backend.bound_device_id = None
+
+
+def register_pool(pool: Any, group: dist.ProcessGroup) -> None:
+    """Register what lies in a ``torch.cuda.MemPool`` as windows. Collective."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.register_mem_pool(pool, symm=True)
+
+
+def deregister_pool(pool: Any, group: dist.ProcessGroup) -> None:
+    """Take its windows back."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    backend.deregister_mem_pool(pool)

@@ -1,0 +1,108 @@
+"""The works that process groups give for their collectives."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def register_work() -> Callable[[torch.Tensor, Any], None] | None:
+    """Makes ``wait_tensor`` of a tensor wait for a work; None if this torch does not say how."""
+    from torch._C import _distributed_c10d as c10d
+
+    return getattr(c10d, "_register_work", None)
+
+
+class _Finished(dist.Work):
+    """The work of a collective that was over when it returned."""
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+@functools.cache
+def finished() -> Any:
+    """A work that is over. One for all, as a box does not keep its Python half."""
+    return _Finished()
+
+
+class _Watched(dist.Work):
+    """The work of a collective of which somebody wants to know when it is waited for."""
+
+    def __init__(self, work: Any, waited: Callable[[], None], written: torch.Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._waited: Callable[[], None] | None = waited
+        self._written: torch.Tensor | None = written
+        self._over: torch.cuda.Event | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        done, work = True, self._work
+        if work is not None:
+            done = work.wait() if timeout is None else work.wait(timeout)
+            self._work = None  # it may hold its tensors for as long as it lives
+            if self._written is not None and self._written.is_cuda:
+                self._over = torch.cuda.Event()
+                self._over.record()
+        self._end()
+        return done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Its end is still to be waited for."""
+        if self._over is not None:
+            return bool(self._over.query())
+        return self._work is None or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return self._work is None or bool(self._work.is_success())
+
+    def get_future(self) -> Any:
+        """A future. Who waits for it cannot be seen."""
+        work = self._work
+        if work is not None:
+            self.wait()
+            return work.get_future()
+        future: Any = torch.futures.Future()
+        future.set_result([self._written])
+        self._waited = None
+        return future
+
+    def _end(self) -> None:
+        waited, self._waited, self._written = self._waited, None, None
+        if waited is not None:
+            waited()
+
+
+def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -> tuple[Any, Any]:
+    """A work whose first wait is told.
+
+    Args:
+        work: The real one; None if it is over.
+        waited: Called after the first wait for it.
+        written: The tensor that the collective writes.
+
+    Returns:
+        It, to be kept as long as the program may get hold of it, and its box.
+    """
+    handle = watched_handle(work, waited, written)
+    return handle, handle.boxed()
+
+
+def watched_handle(work: Any, waited: Callable[[], None], written: torch.Tensor) -> Any:
+    """The same, for who does not need the box."""
+    return _Watched(work, waited, written)
