@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
@@ -22,6 +21,7 @@ from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world
 from symmplan.torch_private.c10d import group_by_name, group_name, unboxed_group
+from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -58,6 +58,7 @@ from symmplan.integrate.compile.refresh import note, refresh_changed
 from symmplan.memory.simulated import current
 from symmplan.place.watching import run_by_nodes
 from symmplan.torch_private import compilers
+from symmplan.torch_private.ops import HigherOrderOperator, OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -204,7 +205,7 @@ def _wrapped(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each wrapper with the one call that it wraps."""
     for node in gm.graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.HigherOrderOperator) or target.name() != _WRAPPER:
+        if not isinstance(target, HigherOrderOperator) or target.name() != _WRAPPER:
             continue
         inner = getattr(gm, str(node.args[1].target)).graph
         calls = [n for n in inner.nodes if n.op == "call_function"]
@@ -276,7 +277,7 @@ def _types_as_given() -> Iterator[None]:
     saved: dict[Any, Any] = {
         op: lower
         for op, lower in lowerings.items()
-        if isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional"
+        if isinstance(op, OpOverload) and op.namespace == "_c10d_functional"
     }
     lowerings.update({op: getattr(f, "__wrapped__", f) for op, f in saved.items()})
     try:
