@@ -30,6 +30,7 @@ from symmplan.capture.c10d import functional_form
 from symmplan.memory.races import LIVE, WHERE, touch
 from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d, dispatch, works
+from symmplan.torch_private.compilers import takes_a_list
 from symmplan.torch_private.ops import HigherOrderOperator, TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
@@ -347,8 +348,7 @@ def run_by_nodes(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         nodes.extra_traceback = False  # the error names the line
         return nodes.run(*given, enable_io_processing=False)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)
 
 
 def _line_of(node: fx.Node) -> str:

@@ -2,6 +2,11 @@
 
 # ruff: noqa: F401 (they are here for who asks)
 
+from symmplan.torch_private.table.ops import OPS, VALUES
+
+OPS.require()
+VALUES.require()
+
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
