@@ -40,6 +40,7 @@ def plan(
         CaptureError: The program is of another kind, or has no sizes.
         CapacityError: The buffers do not fit into ``capacity``.
         PlanningError: ``capacity`` is no number of bytes, or there is no such effort.
+        MissingSeamError: This torch lacks what capturing a graph rests on.
 
     Collective: no.
 
@@ -54,6 +55,9 @@ def plan(
 
     nbytes = bytes_of(capacity)
     if not isinstance(program, Problem):
+        from symmplan.torch_private.table import require
+
+        require("capture")
         from symmplan.capture import capture_fx
 
         captured = capture_fx(program, example_inputs, default_group=default_group)

@@ -22,6 +22,7 @@ __all__ = [
     "CommandError",
     "DeclarationError",
     "DemoError",
+    "MissingSeamError",
     "NotSymmetricError",
     "OutOfSharedMemoryError",
     "PeerLostError",
@@ -155,6 +156,12 @@ class OutOfSharedMemoryError(BackendError):
     """The host has too little shared memory left for a segment."""
 
     rule = "shared memory is full"
+
+
+class MissingSeamError(BackendError):
+    """A torch has no longer, or not yet, what symmplan rests on; ``missing`` names it."""
+
+    rule = "torch lacks what symmplan rests on"
 
 
 class AgreementError(SymmplanError, RuntimeError):

@@ -36,9 +36,9 @@ def _upstream_declares(library: Any, name: str, wanted: list[str]) -> None:
     if hasattr(library, "register_symm_mem_args"):
         library.register_symm_mem_args(name, wanted)
         return
-    from symmplan.registry import _upstream
+    from symmplan.torch_private import torch_registry
 
-    _upstream._simple_registry = _Registry
+    torch_registry._simple_registry = _Registry
     holder = types.SimpleNamespace(get=lambda: wanted, is_registered=lambda: True)
     _FAKE[f"{library.ns}::{name}"] = types.SimpleNamespace(symm_mem_args=holder)
 

@@ -14,13 +14,16 @@ from symmplan import registry
 from symmplan.cli import main
 from symmplan.cli import ops as command
 from symmplan.errors import DeclarationError
-from symmplan.registry import _upstream, catalogue, inventory
+from symmplan.registry import catalogue, inventory
 from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
 from symmplan.registry.schema import is_defined, resolve, schema_of
+from symmplan.torch_private import torch_registry
 
 ROWS = {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
-_upstream.define_distributed_ops()
-LIVE = sorted({s.name for s in _upstream.all_schemas() if s.name.partition("::")[0] in NAMESPACES})
+torch_registry.define_distributed_ops()
+LIVE = sorted(
+    {s.name for s in torch_registry.all_schemas() if s.name.partition("::")[0] in NAMESPACES}
+)
 LIB = torch.library.Library("symmtest_catalogue", "FRAGMENT")
 LIB.define("mine(Tensor x, str g) -> Tensor")
 
@@ -306,7 +309,7 @@ def test_a_module_that_cannot_be_imported_is_named(run, tmp_path, monkeypatch, b
 
 def test_overruled_upstream_declarations_are_noted(run, monkeypatch):
     monkeypatch.setattr(
-        _upstream, "declared_arguments", lambda op: ("x", "y") if op is MINE else ()
+        torch_registry, "declared_arguments", lambda op: ("x", "y") if op is MINE else ()
     )
     symmplan.register_symm_mem_args(MINE, ["x"], group="g")
     with pytest.warns(UserWarning, match="also names y"):

@@ -16,7 +16,6 @@ TESTS = pathlib.Path(__file__).parent
 DOCUMENTED = ("_ops.", "_subclasses.", "_foreach_", "utils._pytree.", "utils._python_dispatch.")
 #: Who stands on what has no public names: torch's registry, and the compilers.
 STANDS_ON = {
-    "registry/_upstream.py": ("_C.", "_library."),
     "integrate/compile/backend.py": ("_dynamo.", "_functorch.", "_inductor."),
     "integrate/compile/inductor.py": ("_functorch.", "_inductor."),
 }

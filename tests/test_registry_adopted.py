@@ -14,7 +14,8 @@ import symmplan
 from symmplan import registry
 from symmplan.errors import DeclarationError
 from symmplan.model import OpSpec, Requirement
-from symmplan.registry import _upstream, plugins
+from symmplan.registry import plugins
+from symmplan.torch_private import torch_registry
 
 LIB = torch.library.Library("symmtest_adopted", "FRAGMENT")
 LIB.define("plain(Tensor input, Tensor other, str where) -> Tensor")
@@ -63,7 +64,7 @@ class _Upstream:
 @pytest.fixture
 def upstream(monkeypatch):
     fake = _Upstream()
-    monkeypatch.setattr(_upstream, "_simple_registry", lambda: fake)
+    monkeypatch.setattr(torch_registry, "_simple_registry", lambda: fake)
     return fake
 
 
@@ -135,7 +136,7 @@ def test_upstream_adds_to_the_catalogue(upstream):
 
 def test_the_real_upstream_registry_where_torch_has_one():
     if not hasattr(torch.library.Library, "register_symm_mem_args"):
-        assert _upstream.names_declared_upstream() == []
+        assert torch_registry.names_declared_upstream() == []
         return
     lib = torch.library.Library("symmtest_real_upstream", "FRAGMENT")
     lib.define("f(Tensor x, str group_name) -> Tensor")

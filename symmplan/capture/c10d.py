@@ -18,6 +18,8 @@ from symmplan.torch_private import c10d
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from symmplan.torch_private.ops import OpOverload
+
 __all__ = ["FUNCTIONAL", "NAMES", "Functional", "functional_form"]
 
 
@@ -79,7 +81,7 @@ FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, _) in _FORMS.items(
 
 
 def functional_form(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Functional | None:
     """The functional form of a call of ``c10d::``, or None if it has none."""
     if op._schema.name not in _FORMS:

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from attrs import define, field
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.registry import bind_arguments, resolve_group_name
 from symmplan.torch_private import dispatch, works
+from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

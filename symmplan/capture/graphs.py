@@ -18,6 +18,13 @@ from torch import fx
 
 from symmplan.errors import CaptureError
 from symmplan.registry import bind_arguments
+from symmplan.torch_private.ops import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,35 +66,35 @@ def stack_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(f"{file}:{line} in {name}" for file, line, name in found)
 
 
-def overload_of(target: Any) -> torch._ops.OpOverload | None:
+def overload_of(target: Any) -> OpOverload | None:
     """The overload that a node calls; packets stand for their only or default overload."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         names = target.overloads()
         if "default" in names:
             return target.default
         if len(names) == 1:
             return getattr(target, names[0])  # type: ignore[no-any-return]
     inner = getattr(target, "_opoverload", None)  # a CustomOpDef called directly
-    return inner if isinstance(inner, torch._ops.OpOverload) else None
+    return inner if isinstance(inner, OpOverload) else None
 
 
-def called(node: fx.Node) -> torch._ops.OpOverload | None:
+def called(node: fx.Node) -> OpOverload | None:
     """The overload that a node calls itself, or None."""
     return overload_of(node.target) if node.op == "call_function" else None
 
 
 def hidden_calls(
     graph: fx.Graph, module: torch.nn.Module | None
-) -> Iterator[tuple[fx.Node, torch._ops.OpOverload, str]]:
+) -> Iterator[tuple[fx.Node, OpOverload, str]]:
     """Yield ``(node, overload, why)`` of every call that is not a node of the graph itself.
 
     Those are the calls that a node of a higher-order op makes: of the op that it functionalizes,
     and of the ops in its subgraphs (``torch.cond`` and the like).
     """
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             wrapped = overload_of(node.args[0]) if node.args else None
             if wrapped is not None:
                 yield node, wrapped, f"its op is wrapped in {node.target.name()}"
@@ -118,7 +125,7 @@ def is_pure_view(node: fx.Node) -> bool:
     if is_getitem(node):
         return isinstance(node.args[0], fx.Node)
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return is_wait(node) or (bool(target.is_view) and not target._schema.is_mutable)
 
@@ -129,13 +136,13 @@ def target_name(node: fx.Node) -> str:
     return overload.name() if overload is not None else str(node.target)
 
 
-def written_arguments(overload: torch._ops.OpOverload) -> list[str]:
+def written_arguments(overload: OpOverload) -> list[str]:
     """Names of the arguments that the op writes, by its schema."""
     infos = ((a.name, a.alias_info) for a in overload._schema.arguments)
     return [name for name, info in infos if info is not None and info.is_write]
 
 
-def written_nodes(overload: torch._ops.OpOverload | None, node: fx.Node) -> set[fx.Node]:
+def written_nodes(overload: OpOverload | None, node: fx.Node) -> set[fx.Node]:
     """The nodes whose tensors the op writes, by its schema."""
     if overload is None:
         return set()
@@ -186,8 +193,6 @@ class _Recorder(fx.Interpreter):
 
 
 def _propagate(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
     modes = (x.fake_mode for x in example_inputs if isinstance(x, FakeTensor))
     mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [
@@ -242,7 +247,7 @@ def example_values(
             for part in str(node.target).split("."):
                 value = getattr(value, part, None)
             found[node] = value
-        elif isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+        elif isinstance(node.target, OpOverload) and not node.target._schema.returns:
             found[node] = None
     return found
 
@@ -328,9 +333,9 @@ class Values:
                     self._join_all([source], [(node, path)])
             return
         target: Any = node.target
-        if isinstance(target, torch._ops.OpOverloadPacket):
+        if isinstance(target, OpOverloadPacket):
             target = getattr(target, "default", None)
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             # No schema to ask: whatever came in may be what comes out.
             if not self._has_storages(node, results):
                 self._join_all(node.all_input_nodes, results)

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx
 
+from symmplan.torch_private.ops import OpOverload
+
 __all__ = ["OUT_VARIANTS", "Write", "out_overload", "writes_eager", "writes_inductor"]
 
 #: ``"fuse"``: a copy that the compiler folds into the producer's own kernel.
@@ -45,7 +47,7 @@ OUT_VARIANTS = {
 def writes_inductor(node: fx.Node) -> Write | None:
     """How the producer can write into given memory when Inductor compiles the graph."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     name = target._schema.name
     if name in _ALLOCATIONS:
@@ -57,7 +59,7 @@ def writes_inductor(node: fx.Node) -> Write | None:
     return None
 
 
-def out_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def out_overload(target: OpOverload) -> OpOverload | None:
     """The overload that takes the same arguments and one ``out``, or None."""
     packet = target.overloadpacket
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
@@ -74,7 +76,7 @@ def out_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 def writes_eager(node: fx.Node) -> Write | None:
     """How the producer can write into given memory when the graph runs op by op."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return None
     if target._schema.name in _ALLOCATIONS:
         return "alloc"

@@ -1,7 +1,8 @@
 """Say what this machine and this torch can do, and what to fix.
 
 Each line is ok, missing (something optional is off) or fix (symmplan's CPU path needs it). With a
-line that says fix the exit code is 1.
+line that says fix the exit code is 1. The last part is what symmplan takes of torch's private
+names: what rests on each seam, and whether this torch has it.
 
     torchrun --nproc-per-node 2 -m symmplan doctor --group
 
@@ -79,10 +80,12 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = [Check("python", "ok", python), Check("cores", "ok", f"{cores} usable")]
     found += [*_shared_memory(), _compiler(), *_torch()]
+    seams = _seams()
     return {
-        "ok": all(check.status != "fix" for check in found),
+        "ok": all(check.status != "fix" for check in found) and not any(map(_is_fatal, seams)),
         "symmplan": __version__,
         "checks": [asdict(check) for check in found],
+        "seams": seams,
     }
 
 
@@ -90,8 +93,16 @@ def render(result: dict[str, Any]) -> str:
     """One line per check, and the fix under it."""
     if "topology" in result:
         return group.render(result)
-    lines = [f"symmplan {result['symmplan']}"]
-    for check in result["checks"]:
+    lines = [f"symmplan {result['symmplan']}", *_lines(result["checks"])]
+    if result["seams"]:
+        lines += ["what rests on torch's private names"]
+        lines += _lines([_as_check(seam) for seam in result["seams"]])
+    return "\n".join(lines)
+
+
+def _lines(checks: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for check in checks:
         head = f"  {check['status']:7}  {check['name']}"
         if len(head) > _DETAILS - 2:
             lines.append(head)
@@ -101,7 +112,7 @@ def render(result: dict[str, Any]) -> str:
             for part in textwrap.wrap(text, max(30, columns() - _DETAILS)):
                 lines.append(f"{head:{_DETAILS}}{part}")
                 head = ""
-    return "\n".join(lines)
+    return lines
 
 
 def _shared_memory() -> list[Check]:
@@ -185,8 +196,6 @@ def _features() -> list[Check]:
     """Private or recent names of torch that some paths of symmplan use when they are there."""
     import torch
 
-    from symmplan.torch_private.compilers import has_joint_lowering
-
     def check(name: str, present: bool, without: str) -> Check:
         return Check(name, "ok" if present else "missing", "found" if present else without)
 
@@ -203,11 +212,6 @@ def _features() -> list[Check]:
             "not in this torch (2.13+): there is no upstream registry to adopt",
         ),
         check("FSDPModule.set_symm_mem_for_comm", fsdp, "not in this torch (2.13+)"),
-        check(
-            "backward compiled with its forward",
-            has_joint_lowering(),
-            "not in this torch: forward and backward get segments of their own",
-        ),
     ]
 
 
@@ -229,6 +233,34 @@ def _symmetric_memory() -> Check:
     found += ["NCCL"] if _nccl().status == "ok" else []
     gpus = f"{torch.cuda.device_count()} GPUs, {torch.cuda.get_device_name(0)}"
     return Check(name, "ok", f"backends {', '.join(found)}; {gpus}")
+
+
+def _seams() -> list[dict[str, Any]]:
+    """What symmplan takes of torch's private names; nothing where there is no torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return []
+    from symmplan.torch_private.table import SEAMS
+
+    return [{**asdict(seam), "missing": list(seam.missing())} for seam in SEAMS]
+
+
+def _is_fatal(seam: dict[str, Any]) -> bool:
+    return bool(seam["missing"]) and seam["carries"] == "correctness"
+
+
+def _as_check(seam: dict[str, Any]) -> dict[str, Any]:
+    """The line of a seam."""
+    detail, fix = f"{seam['carries']}: {seam['rests']}", ""
+    if seam["undone"]:
+        detail += f"; replaced, put back {seam['undone']}"
+    if seam["missing"]:
+        detail += f"; not in this torch: {', '.join(seam['missing'])}"
+    if _is_fatal(seam):
+        fix = "install torch 2.11 to 2.15, or a newer symmplan"
+    status: Any = "fix" if fix else "missing" if seam["missing"] else "ok"
+    return asdict(Check(seam["name"], status, detail, fix))
 
 
 def _entry_point() -> Check:

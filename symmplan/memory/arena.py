@@ -16,6 +16,7 @@ from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Health, Segment
 from symmplan.memory.shm import ShmBackend
 from symmplan.torch_private.c10d import has_process_groups, world
+from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -256,11 +257,13 @@ def realize(
         OutOfSharedMemoryError: A segment does not fit into the machine's memory.
         PeerTimeoutError: Ranks did not come within the timeout.
         PeerLostError: A rank ended.
+        MissingSeamError: This torch lacks what an agreement rests on.
 
     Collective: yes, over every group of the plan and of ``groups``.
     """
     import torch
 
+    require("segments")
     device = torch.device(device)
     used = [group for spec in plan.segments for group in spec.groups]
     members = resolve_groups([*used, *(groups or ())], groups)

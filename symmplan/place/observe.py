@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
@@ -27,6 +25,7 @@ from symmplan.memory.groups import resolve_groups
 from symmplan.memory.topology import Topology, known
 from symmplan.place.collectives import NCCL
 from symmplan.registry.catalogue import collective_of
+from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from symmplan.capture.c10d import functional_form
 from symmplan.memory.races import LIVE, WHERE, touch
 from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d, dispatch, works
+from symmplan.torch_private.compilers import takes_a_list
+from symmplan.torch_private.ops import HigherOrderOperator, TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -330,7 +330,7 @@ class _Nodes(fx.Interpreter):
         """Run one node."""
         outer, WHERE.node = WHERE.node, (_Nodes.run_node.__code__, _line_of(n))
         try:
-            if isinstance(n.target, torch._ops.HigherOrderOperator):
+            if isinstance(n.target, HigherOrderOperator):
                 with dispatch.no_modes():
                     return super().run_node(n)
             return super().run_node(n)
@@ -348,8 +348,7 @@ def run_by_nodes(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         nodes.extra_traceback = False  # the error names the line
         return nodes.run(*given, enable_io_processing=False)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)
 
 
 def _line_of(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from symmplan.capture import Captured
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Requirement
+    from symmplan.torch_private.ops import OpOverload
 
 __all__ = ["Collectives", "Lowering", "Lowerings"]
 
@@ -254,7 +255,7 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
     return placed and not all(is_whole_words(f.numel() * f.element_size()) for f in given)
 
 
-def overload_named(name: str) -> torch._ops.OpOverload:
+def overload_named(name: str) -> OpOverload:
     """The overload with a qualified name such as ``"ns::op.default"``."""
     qualified, _, overload = name.partition(".")
     namespace, _, op = qualified.partition("::")

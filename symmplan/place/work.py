@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import is_getitem, is_wait, overload_of
+from symmplan.torch_private.ops import tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

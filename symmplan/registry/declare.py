@@ -21,16 +21,16 @@ from attrs import evolve, frozen
 
 from symmplan.errors import DeclarationError
 from symmplan.model import DEFAULT_ALIGN, OpSpec, Requirement
-from symmplan.registry import _upstream, catalogue, plugins
+from symmplan.registry import catalogue, plugins
 from symmplan.registry.check import make_spec
 from symmplan.registry.schema import OpRef, qualified_name, resolve, schema_of
+from symmplan.torch_private import torch_registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch._ops import OpOverload
-
     from symmplan.registry.schema import Schema
+    from symmplan.torch_private.ops import OpOverload
 
 __all__ = [
     "all_specs",
@@ -321,7 +321,7 @@ class _Store:
         """
         op = self._originals.get(op, op)
         cache = self._cache  # read before the declarations: see `_replace`
-        upstream = _upstream.declared_arguments(op)
+        upstream = torch_registry.declared_arguments(op)
         known = cache.get(op)
         if known is not None and known[0] == upstream:
             return known[1]

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from symmplan.registry import _upstream
 from symmplan.registry.catalogue import Entry, entry_of
 from symmplan.registry.declare import faults, overruled, overruled_note, store
 from symmplan.registry.rows import NAMESPACES
 from symmplan.registry.schema import is_defined, resolve, schema_of
+from symmplan.torch_private import torch_registry
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
+    from symmplan.torch_private.ops import OpOverload
 
 __all__ = ["Entry", "describe_op", "inventory"]
 
@@ -23,9 +23,9 @@ def inventory() -> list[Entry]:
 
     Collective: no.
     """
-    _upstream.define_distributed_ops()
-    names = {*store.declared(), *_upstream.names_declared_upstream()}
-    for schema in _upstream.all_schemas():
+    torch_registry.define_distributed_ops()
+    names = {*store.declared(), *torch_registry.names_declared_upstream()}
+    for schema in torch_registry.all_schemas():
         if schema.name.partition("::")[0] in NAMESPACES:
             names.add(f"{schema.name}.{schema.overload_name or 'default'}")
     # A name may have been declared once, and its library be gone.
@@ -51,7 +51,7 @@ def describe_op(op: OpOverload) -> Entry:
         return Entry(schema.op, None, wrong, known=False)
     notes = [wrong]
     notes += [listed.note] if listed is not None and spec.origin == "catalogue" else []
-    upstream = _upstream.declared_arguments(op)
+    upstream = torch_registry.declared_arguments(op)
     if spec.origin == "user":
         dropped = overruled(spec, upstream)
         notes += [overruled_note(dropped)] if dropped else []

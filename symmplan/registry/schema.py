@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attrs import frozen
 
 from symmplan.errors import CaptureError, DeclarationError, UnknownOpError
-from symmplan.registry import _upstream
+from symmplan.torch_private import torch_registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torch._ops import OpOverload, OpOverloadPacket
-
     from symmplan.model import OpSpec
+    from symmplan.torch_private.ops import OpOverload, OpOverloadPacket
 
 __all__ = [
     "Argument",
@@ -94,14 +93,14 @@ class Schema:
 
 def qualified_name(op: OpOverload) -> str:
     """Name with overload, ``".default"`` included (``OpOverload.name()`` leaves that one out)."""
-    schema = _upstream.raw_schema(op)
+    schema = torch_registry.raw_schema(op)
     return f"{schema.name}.{schema.overload_name or 'default'}"
 
 
 @functools.lru_cache(maxsize=4096)
 def schema_of(op: OpOverload) -> Schema:
     """Read the schema of ``op``; cached per op object, so that a redefined op is read afresh."""
-    schema = _upstream.raw_schema(op)
+    schema = torch_registry.raw_schema(op)
     return Schema(
         op=qualified_name(op),
         arguments=tuple(
@@ -147,10 +146,10 @@ def resolve(ref: OpRef) -> tuple[OpOverload, ...]:
     """
     if isinstance(ref, str):
         return _by_name(ref)
-    overload = _upstream.as_overload(ref)
+    overload = torch_registry.as_overload(ref)
     if overload is not None:
         return (overload,)
-    packet = _upstream.as_packet(ref)
+    packet = torch_registry.as_packet(ref)
     if packet is not None:
         return _overloads(packet)
     raise DeclarationError(
@@ -193,7 +192,7 @@ def _by_name(name: str) -> tuple[OpOverload, ...]:
             op=name,
         )
     packet = _packet(namespace, base)
-    if packet is None and _upstream.define_distributed_ops():
+    if packet is None and torch_registry.define_distributed_ops():
         packet = _packet(namespace, base)  # one of torch's own that was not imported yet
     if packet is None:
         raise _unknown_op(name, namespace, base)
@@ -215,11 +214,11 @@ def _by_name(name: str) -> tuple[OpOverload, ...]:
 def _packet(namespace: str, base: str) -> OpOverloadPacket | None:
     import torch
 
-    return _upstream.as_packet(getattr(getattr(torch.ops, namespace), base, None))
+    return torch_registry.as_packet(getattr(getattr(torch.ops, namespace), base, None))
 
 
 def _unknown_op(name: str, namespace: str, base: str) -> UnknownOpError:
-    existing = sorted({s.name for s in _upstream.all_schemas()})
+    existing = sorted({s.name for s in torch_registry.all_schemas()})
     same = [n for n in existing if n.startswith(f"{namespace}::")]
     if same:  # compare without the namespace: being equal, it would make everything look close
         close = _closest(base, [n.partition("::")[2] for n in same])
@@ -312,7 +311,7 @@ def resolve_group_name(
     given = None if spec.group is None else bind_arguments(op, args, kwargs)[spec.group]
     value = _value_of(given)
     if value is None:
-        value = default or _upstream.default_group_name()
+        value = default or torch_registry.default_group_name()
     name = value if isinstance(value, str) else _name_of(value)
     if name:
         return name
@@ -350,7 +349,7 @@ def _value_of(given: Any) -> Any:
 
 def _name_of(value: Any) -> str | None:
     try:
-        name = getattr(_upstream.process_group_of(value), "group_name", None)
+        name = getattr(torch_registry.process_group_of(value), "group_name", None)
     except RuntimeError:  # a group that was destroyed has no name any more
         return None
     return name if isinstance(name, str) else None

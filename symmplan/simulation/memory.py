@@ -21,7 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
+
+from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
@@ -22,6 +21,8 @@ from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world
 from symmplan.torch_private.c10d import group_by_name, group_name, unboxed_group
+from symmplan.torch_private.ops import tree_leaves
+from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ def simulate(
         SimulationError: The program reads values of tensors, or uses a device that is not there;
             ``rank`` is out of range; a mesh has not all ranks; or the process has process groups.
         BackendError: There is no such memory backend, or no such table.
+        MissingSeamError: This torch lacks what a simulation rests on.
 
     Collective: no.
 
@@ -90,6 +92,7 @@ def simulate(
     >>> report.plans[0].peak_bytes == report.peak_bytes > 0
     True
     """
+    require("simulate")
     _check(program, ranks, rank, memory)
     path = None if choices is None else os.fspath(choices)
     if path is not None:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from symmplan.memory import realize
 from symmplan.memory.races import source_line
@@ -26,6 +24,7 @@ from symmplan.planner import plan
 from symmplan.registry import requirements
 from symmplan.torch_private import c10d
 from symmplan.torch_private.c10d import forget_groups
+from symmplan.torch_private.ops import FakeTensorMode, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from symmplan.memory.race_log import Extent

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _guards
 
+from symmplan.torch_private.table.compilers import AUTOGRAD_CACHE, OUTSIDE
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
 def outside_graphs(fn: Any) -> Any:
     """A function that compilers do not look into: a graph ends before it."""
+    OUTSIDE.require()
     return torch._disable_dynamo(fn)  # type: ignore[attr-defined]
 
 
@@ -38,25 +41,75 @@ def autograd_cache_off() -> Iterator[None]:
 
     The setting alone is not enough: ``TORCHINDUCTOR_AUTOGRAD_CACHE=1`` overrides it.
     """
-    from torch._functorch import aot_autograd, config
+    from torch._functorch import config
 
     names = ("should_use_local_autograd_cache", "should_use_remote_autograd_cache")
-    off = replaced(aot_autograd, **dict.fromkeys(names, lambda: False))
+    off = AUTOGRAD_CACHE.replaced(**dict.fromkeys(names, lambda: False))
     with config.patch(enable_autograd_cache=False), off:
         yield
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Other attributes for a while; names that a torch does not have are left out."""
-    saved = {name: getattr(owner, name) for name in attributes if hasattr(owner, name)}
-    try:
-        for name in saved:
-            setattr(owner, name, attributes[name])
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(owner, name, value)
+def parts_together() -> AbstractContextManager[None]:
+    """A backward is compiled right after its forward.
+
+    Both share one set of segments, so both must be known before the first run.
+    """
+    from torch._functorch import config
+
+    together: AbstractContextManager[None] = config.patch(force_non_lazy_backward_lowering=True)
+    return together
+
+
+def compile_parts(
+    module: Any, example_inputs: Sequence[Any], compiler: Callable[[str], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Split one Dynamo graph into forward and backward, and compile both.
+
+    Args:
+        module: The graph.
+        example_inputs: Its inputs, fake or real.
+        compiler: What compiles the ``"forward"``, the ``"backward"`` or the ``"inference"``.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with parts_together():
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(module, example_inputs)
+    return compiled
+
+
+def boxed(run: Callable[..., Any]) -> Any:
+    """A function that takes its arguments in one list, which it empties."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    return make_boxed_func(run)
+
+
+def takes_a_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``run``, which takes its arguments in one list, known for that by AOTAutograd."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def values_of(mode: Any) -> AbstractContextManager[Any]:
+    """A graph is compiled whose values have this fake mode."""
+    from torch._inductor.virtualized import V
+
+    values: AbstractContextManager[Any] = V.set_fake_mode(mode)
+    return values
+
+
+def decompose(gm: Any, mode: Any) -> None:
+    """Make functionalized custom ops copies and the ops themselves, in place."""
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+
+    with values_of(mode):
+        decompose_auto_functionalized(gm.graph)
 
 
 def _metadata() -> Any:
@@ -113,12 +166,3 @@ def cpp_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
-
-
-def has_joint_lowering() -> bool:
-    """Whether a backward can be compiled right after its forward."""
-    try:
-        import torch._functorch.config as functorch
-    except ImportError:
-        return False
-    return hasattr(functorch, "force_non_lazy_backward_lowering")

@@ -6,7 +6,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import FakeTensor
+
+from symmplan.torch_private.ops import FakeTensor
+from symmplan.torch_private.table.ops import STORAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +81,8 @@ def nobody_looks() -> Callable[[torch.Tensor], bool]:
 
     return alone
 
+
+STORAGES.require()
 
 #: How many references there are to the storage whose ``_cdata`` is given. Called several times in
 #: every declared call of an eager session, so nothing is around it.

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from symmplan.torch_private.table import require
+from symmplan.torch_private.table import simulated as rows
+
+require("simulate")
+
 from torch._C._distributed_c10d import HashStore
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, _redistribute, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +31,7 @@ from symmplan.torch_private.fake_results import DEVICE, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 __all__ = ["Watch", "fake_world", "in_pipeline", "needs_bytes", "reads_values"]
 
@@ -36,24 +40,6 @@ _READS = tuple(
     getattr(fake_tensor, name)
     for name in ("DataDependentOutputException", "DynamicOutputShapeException")
     if hasattr(fake_tensor, name)
-)
-#: Methods of meshes that read their ranks from tensors, which have values.
-_OF_MESHES = (
-    "__getitem__",
-    "__repr__",
-    "_compute_coordinate_on_dim",
-    "_compute_coordinates_from_mesh",
-    "_concatenate",
-    "_create_flatten_mesh",
-    "_create_sub_mesh",
-    "_create_unflatten_mesh",
-    "_flatten",
-    "_get_all_submeshes",
-    "_get_mesh_tensor_from_full_mesh",
-    "_init_process_groups",
-    "_setup_world_group_and_device",
-    "_unflatten",
-    "get_all_groups",
 )
 
 
@@ -159,33 +145,11 @@ def fake_world(
     os.environ.update({name: str(value) for name, value in names.items()})
     _forget()
     dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=ranks)
-    begin, end = dist.init_process_group, dist.destroy_process_group
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with contextlib.ExitStack() as stack:
-            for owner in (dist, c10d):
-                stack.enter_context(_replaced(owner, "init_process_group", _nothing))
-                stack.enter_context(_replaced(owner, "destroy_process_group", _nothing))
-            for name in _OF_MESHES:
-                if name in device_mesh.DeviceMesh.__dict__:
-                    method = device_mesh.DeviceMesh.__dict__[name]
-                    stack.enter_context(_replaced(device_mesh.DeviceMesh, name, _real(method)))
-            if hasattr(_fsdp_param, "_chunk_with_empty"):
-                stack.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
-            if hasattr(PipelineStage, "_warmup_backward_result"):
-                stack.enter_context(_replaced(PipelineStage, "_warmup_backward_result", _vote))
-            init = _init_of_meshes(device_mesh.DeviceMesh.__init__, check_mesh)
-            stack.enter_context(_replaced(device_mesh.DeviceMesh, "__init__", init))
-            wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
-            if wrapper is not None:
-                compiles = _compiles(wrapper.__call__)
-                stack.enter_context(_replaced(wrapper, "__call__", compiles))
-            swap = functools.partial(_swap, torch.utils.swap_tensors, mode)
-            stack.enter_context(_replaced(torch.utils, "swap_tensors", swap))
-            asks = "_propagate_tensor_meta_non_cached"
-            if hasattr(ShardingPropagator, asks):
-                asking = _asking(getattr(ShardingPropagator, asks))
-                stack.enter_context(_replaced(ShardingPropagator, asks, asking))
+            for patch in _patches(mode, check_mesh):
+                stack.enter_context(patch)
             stack.enter_context(mode)
             yield mode
     finally:
@@ -194,9 +158,32 @@ def fake_world(
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        dist.init_process_group, dist.destroy_process_group = begin, end
         dist.destroy_process_group()
         _forget()
+
+
+def _patches(
+    mode: fake_tensor.FakeTensorMode, check_mesh: Callable[[int], None]
+) -> Iterator[AbstractContextManager[None]]:
+    """What of torch has to be otherwise for a process to be one rank of many."""
+    swap = functools.partial(_swap, torch.utils.swap_tensors, mode)
+    yield rows.FAKE_WORLD.replaced(
+        init_process_group=_nothing,
+        destroy_process_group=_nothing,
+        swap_tensors=swap,
+        __init__=_init_of_meshes(device_mesh.DeviceMesh.__init__, check_mesh),
+    )
+    methods = vars(device_mesh.DeviceMesh)
+    names = (target.rpartition(".")[2] for target in rows.FAKE_MESHES.targets)
+    yield rows.FAKE_MESHES.replaced(**{n: _real(methods[n]) for n in names if n in methods})
+    yield rows.FAKE_CHUNKS.replaced(_chunk_with_empty=_Chunks)
+    yield rows.FAKE_PIPELINES.replaced(_warmup_backward_result=_vote)
+    if not rows.FAKE_INDUCTOR.missing():
+        call = torch._TorchCompileInductorWrapper.__call__
+        yield rows.FAKE_INDUCTOR.replaced(__call__=_compiles(call))
+    if not rows.FAKE_SHARDING.missing():
+        asks: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+        yield rows.FAKE_SHARDING.replaced(_propagate_tensor_meta_non_cached=_asking(asks))
 
 
 def _compiles(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +194,7 @@ def _compiles(call: Callable[..., Any]) -> Callable[..., Any]:
         from torch._inductor import compile_fx as inductor
 
         ops = functools.partial(inductor.compile_fx, inner_compile=_ops_of)
-        with _replaced(inductor, "compile_fx", ops):
+        with rows.FAKE_INDUCTOR.replaced(compile_fx=ops):
             return call(*args, **kwargs)
 
     return run
@@ -257,16 +244,6 @@ def _vote(self: Any, received_result: Any = None) -> Any:  # noqa: ARG001
     """A pipeline stage's word on whether it knows what it receives: here all say what this says."""
     known = int(self._user_meta.inputs is not None)
     return SimpleNamespace(item=lambda: known)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _real(method: Any) -> Any:

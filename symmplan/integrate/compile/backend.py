@@ -29,6 +29,7 @@ from symmplan.place.stats import Stats
 from symmplan.report.format import count
 from symmplan.report.log import LOG
 from symmplan.report.text import reasons_line
+from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from symmplan.integrate.compile.parts import PartName, Record
+    from symmplan.integrate.compile.parts import Record
     from symmplan.model import Plan, WayName
     from symmplan.place.choice import Choice, Choose
     from symmplan.place.ways import Collectives
@@ -234,7 +235,9 @@ class CompileBackend:
 
         Raises:
             BackendError: There are options of ``torch.compile``, or a mode that Inductor has not.
+            MissingSeamError: This torch lacks what a compiled graph's numbers rest on.
         """
+        require("graphs")
         if options:
             raise BackendError(
                 f"torch.compile(options={options!r}) does not reach symmplan",
@@ -252,7 +255,9 @@ class CompileBackend:
         if self.settings.inner == "eager":
             _refuse_mode(mode, ("default",))
             return _compile_eager(module, example_inputs, unit)
-        from symmplan.integrate.compile.inductor import compile_inductor, modes
+        require("inductor")
+        from symmplan.integrate.compile.inductor import compile_inductor
+        from symmplan.torch_private.inductor import modes
 
         _refuse_mode(mode, tuple(modes()))
         return compile_inductor(module, example_inputs, unit, modes()[mode or "default"])
@@ -373,42 +378,26 @@ def _compile_eager(
     module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit
 ) -> Callable[..., Any]:
     """Split and rewrite one Dynamo graph; nothing is fused, every op is called as it stands."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch import config as functorch_config
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
-    from torch._inductor.virtualized import V
-
     from symmplan.integrate.compile.refresh import refresh_values
     from symmplan.place.watching import run_by_nodes
-    from symmplan.torch_private.compilers import fake_mode_of
+    from symmplan.torch_private import compilers
 
-    def compiler(name: PartName) -> Callable[..., Any]:
+    def compiler(name: Any) -> Callable[..., Any]:
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            mode = fake_mode_of(inputs)
+            mode = compilers.fake_mode_of(inputs)
             plain = copy_of(gm)
             if unit.declares(gm):
-                # Functionalized custom ops become copies and the ops themselves, to be captured.
-                with V.set_fake_mode(mode):
-                    decompose_auto_functionalized(gm.graph)
+                # Custom ops are to be captured as themselves.
+                compilers.decompose(gm, mode)
                 refresh_values(gm, inputs, mode)
             part = unit.rewrite(gm, name, mode)
             gm.recompile()
-            run = run_by_nodes(gm) if unit.watches else make_boxed_func(gm)
-            return unit.runner(run, name, part, lambda: make_boxed_func(plain))
+            run = run_by_nodes(gm) if unit.watches else compilers.boxed(gm)
+            return unit.runner(run, name, part, lambda: compilers.boxed(plain))
 
         return compile_part
 
-    # Both parts share one set of segments, so both must be known before the first run.
-    with functorch_config.patch(force_non_lazy_backward_lowering=True):
-        compiled: Callable[..., Any] = aot_autograd(
-            fw_compiler=compiler("forward"),
-            bw_compiler=compiler("backward"),
-            inference_compiler=compiler("inference"),
-            partition_fn=min_cut_rematerialization_partition,
-        )(module, example_inputs)
-    return compiled
+    return compilers.compile_parts(module, example_inputs, compiler)
 
 
 def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:

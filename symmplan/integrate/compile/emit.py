@@ -42,6 +42,7 @@ from torch import fx
 
 from symmplan.capture.bounds import sources
 from symmplan.place.loans import lend
+from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -243,7 +244,7 @@ class Emitter:
         return node
 
     def _value(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else None
+        returns = op._schema.returns if isinstance(op, OpOverload) else None
         if returns is not None and not returns:
             return None
         given = _written(op, args, kwargs) if returns is not None else None

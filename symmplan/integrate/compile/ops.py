@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.registry._upstream import define_distributed_ops
 from symmplan.registry.declare import store
 from symmplan.registry.rows import SYMM_MEM
 from symmplan.torch_private.dispatch import dispatch_key
+from symmplan.torch_private.torch_registry import define_distributed_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch._ops import OpOverload
+    from symmplan.torch_private.ops import OpOverload
 
 __all__ = ["load", "without_returns"]
 

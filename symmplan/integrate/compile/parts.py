@@ -21,7 +21,7 @@ from symmplan.planner.barriers import in_turn
 from symmplan.planner.order import order_of
 from symmplan.registry import spec_for
 from symmplan.report.log import LOG
-from symmplan.torch_private.compilers import compiled_frame
+from symmplan.torch_private.compilers import compiled_frame, takes_a_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -382,5 +382,4 @@ def counted(
             on_idle()
         return compiled(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from symmplan.capture.graphs import tensor_leaves
+from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a node can be run by itself: no subgraphs, no sizes that depend on data."""
-    plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
     return (
         plain
         and "unbacked_bindings" not in node.meta

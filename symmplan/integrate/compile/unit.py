@@ -53,7 +53,7 @@ from symmplan.registry import resolve_group_name, spec_for
 from symmplan.report.log import log_plan
 from symmplan.torch_private import c10d
 from symmplan.torch_private.autograd import keeps_graph
-from symmplan.torch_private.compilers import keep_inputs, saved_outputs
+from symmplan.torch_private.compilers import keep_inputs, saved_outputs, takes_a_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -357,9 +357,7 @@ class Unit:
             with Watching(self.settings.timeout):
                 return run(args)
 
-        chosen = watch if part is not None and self.watches else run
-        chosen._boxed_call = True  # type: ignore[attr-defined]
-        return chosen
+        return takes_a_list(watch if part is not None and self.watches else run)
 
     def _run(self, part: Part, compiled: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a part in the segments, and see that all is where it has to be.

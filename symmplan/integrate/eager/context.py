@@ -9,6 +9,7 @@ import torch
 from symmplan.integrate.eager.session import ACTIVE, Session
 from symmplan.memory.simulated import current
 from symmplan.place.options import Options, here
+from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ def eager(
         RaceError: With ``debug=True``, from any op inside the session.
         BackendError: The memory backend does not serve this device or group, or there are no such
             collectives.
+        MissingSeamError: This torch lacks what a session's numbers rest on.
 
     Collective: no; entering, `Session.step` and leaving are.
 
@@ -74,6 +76,7 @@ def eager(
         Where memory cannot be had or shared on some rank, all ranks make the session's calls in
         torch's own way; one warning says why, and ``session.stats.reasons`` counts it.
     """
+    require("sessions")
     options = Options(
         memory=memory,
         choose=choose,

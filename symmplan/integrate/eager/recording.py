@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from torch._ops import OpOverload
 
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
@@ -33,6 +32,7 @@ from symmplan.place.stats import Copy
 from symmplan.planner import plan as plan_problem
 from symmplan.planner.budget import within
 from symmplan.report.log import LOG, log_plan
+from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

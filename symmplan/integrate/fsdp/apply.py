@@ -17,6 +17,7 @@ from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options
 from symmplan.place.stats import Stats
 from symmplan.torch_private import fsdp2
+from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,6 +182,7 @@ def apply(
     Raises:
         CaptureError: The model has no FSDP2 module, or one with custom collectives already.
         BackendError: There is no such memory backend, or ``choose`` is none of these.
+        MissingSeamError: This torch lacks what a planned step's numbers rest on.
         PlanningError: There is no such effort, ``capacity`` is no number of bytes, or
             ``live_gathers`` is less than 1.
 
@@ -194,6 +196,7 @@ def apply(
     from torch.distributed.tensor import DTensor
     from torch.nn import Module
 
+    require("fsdp")
     options = Options(
         memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
     )

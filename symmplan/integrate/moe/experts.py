@@ -8,6 +8,7 @@ from symmplan.errors import RunError
 from symmplan.integrate.moe.dispatcher import ExpertParallel
 from symmplan.memory.simulated import current
 from symmplan.place.options import Options, here
+from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ def expert_parallel(
         RunError: ``max_tokens`` is not positive.
         CaptureError: There is no process group.
         BackendError: An unknown name.
+        MissingSeamError: This torch lacks what its numbers rest on.
 
     Collective: no; `ExpertParallel`'s methods are.
 
@@ -57,6 +59,7 @@ def expert_parallel(
         inside = experts.dispatch(rows, routes)  # rows sorted by rank
         outside = experts.combine(expert(inside), routes)
     """
+    require("experts")
     if isinstance(max_tokens, bool) or not max_tokens >= 1 or int(max_tokens) != max_tokens:
         raise RunError(
             f"max_tokens is {max_tokens!r}",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from symmplan.testing.explorer.machine import Symbols, lockstep
 from symmplan.testing.explorer.program import (
@@ -25,6 +24,7 @@ from symmplan.testing.explorer.program import (
     explore,
     threads_of,
 )
+from symmplan.torch_private.ops import OpOverload, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
@@ -184,7 +184,7 @@ class _Reader(fx.Interpreter):
 
         Their cells are words of segments and storages.
         """
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from symmplan.torch_private.ops import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         inputs, own = [], []
@@ -214,7 +214,7 @@ class _Reader(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             return super().call_function(target, args, kwargs)
         name = target._schema.name
         given = dict(zip((a.name for a in target._schema.arguments), args, strict=False))

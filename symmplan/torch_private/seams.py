@@ -1,0 +1,185 @@
+"""What symmplan takes of torch's private names, what rests on it, and whether it is there.
+
+[Note: seams]
+    A seam is a place where symmplan leans on what torch does not promise to keep. Each is a row of
+    `symmplan.torch_private.table`, which says what rests on it. Whoever starts something (compiles
+    a graph, opens a session, applies FSDP2) first calls `require`, for the rows that carry
+    correctness: if a torch has lost one of them, that is an error and never a silence. What only
+    speed or reports rest on is asked for where it is used, and done without. Modules that take
+    names from torch when they are imported require their rows before that.
+
+    Torch's attributes are replaced by `Seam.replaced`, which puts them back; where that cannot be
+    (what is replaced stays for as long as a session or a handle), ``undone`` says when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+from symmplan.errors import MissingSeamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType
+
+__all__ = ["ALL", "GRAPHS", "RUNS", "Carries", "Seam", "Serves", "has", "names"]
+
+#: What rests on a seam: right numbers, speed or bytes, or what symmplan says about itself.
+Carries = Literal["correctness", "speed", "reporting"]
+
+#: What asks for seams when it starts.
+Serves = Literal[
+    "capture", "graphs", "inductor", "sessions", "fsdp", "experts", "segments", "simulate"
+]
+
+
+GRAPHS: tuple[Serves, ...] = ("graphs", "inductor")
+RUNS: tuple[Serves, ...] = (*GRAPHS, "sessions", "fsdp", "experts", "segments")
+ALL: tuple[Serves, ...] = ("capture", *RUNS, "simulate")
+
+
+def names(where: str, text: str) -> tuple[str, ...]:
+    """Targets of a `Seam`.
+
+    Args:
+        where: A module, or ``"module:attribute"``.
+        text: What is in it, divided by spaces; ``|`` stands between names of which a torch has one.
+
+    >>> names("torch._ops:OpOverload", "_handle _op|_call")
+    ('torch._ops:OpOverload._handle', 'torch._ops:OpOverload._op | torch._ops:OpOverload._call')
+    """
+    before = where + ("." if ":" in where else ":")
+    return tuple(" | ".join(before + n for n in one.split("|")) for one in text.split())
+
+
+@frozen
+class Seam:
+    """Private names of torch that one thing rests on.
+
+    Attributes:
+        name: What it is, in a few words.
+        carries: See `Carries`.
+        rests: What rests on it.
+        serves: Who needs it.
+        targets: The names, ``"module:attribute.attribute"``, the last also one that a class's
+            methods set; ``" | "`` stands between names of which a torch has one.
+        undone: Of what is replaced: when it is put back, or why not; empty if nothing is.
+        only_with: A name without which a torch needs none of this; empty if all do.
+    """
+
+    name: str
+    carries: Carries
+    rests: str
+    serves: tuple[Serves, ...]
+    targets: tuple[str, ...]
+    undone: str = ""
+    only_with: str = ""
+
+    def missing(self) -> tuple[str, ...]:
+        """The names that this torch has not."""
+        if self.only_with and not has(self.only_with):
+            return ()
+        return tuple(t for t in self.targets if not any(map(has, t.split(" | "))))
+
+    def require(self) -> None:
+        """Nothing, if it is there.
+
+        Raises:
+            MissingSeamError: It is not.
+        """
+        missing = self.missing()
+        if missing:
+            raise self.error(*missing)
+
+    def error(self, *missing: str) -> MissingSeamError:
+        """That these names are not there."""
+        import torch
+
+        names = ", ".join(missing).replace(":", ".")
+        return MissingSeamError(
+            f"torch {torch.__version__} has no {names} ({self.name}), on which rests {self.rests}",
+            expected="a torch from 2.11 to 2.15",
+            got=f"torch {torch.__version__}",
+            fix="install a torch that this version of symmplan knows, or a newer symmplan",
+            seam=self.name,
+            missing=missing,
+            torch=str(torch.__version__),
+        )
+
+    @contextlib.contextmanager
+    def replaced(self, **values: Any) -> Iterator[None]:
+        """Other attributes for a while.
+
+        Args:
+            values: The last parts of targets, and what is there while inside. Where correctness
+                does not rest on the seam, names that a torch has not are left out.
+
+        Raises:
+            MissingSeamError: One of them is not there, and correctness rests on it.
+        """
+        before = [
+            (owner, name, vars(owner)[name]) for name in values for owner in self._owners(name)
+        ]
+        try:
+            for owner, name, _ in before:
+                setattr(owner, name, values[name])
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+    def _owners(self, name: str) -> list[Any]:
+        """What has the attribute that targets end with."""
+        known = (one for target in self.targets for one in target.split(" | "))
+        targets = [t for t in known if t.replace(":", ".").endswith(f".{name}")]
+        there = [t for t in targets if has(t)]
+        if self.carries == "correctness" and len(there) < len(targets):
+            raise self.error(*(t for t in targets if t not in there))
+        return [_find(t.rpartition("." if "." in t.partition(":")[2] else ":")[0]) for t in there]
+
+
+def _find(path: str) -> Any:
+    """What is at ``"module"`` or ``"module:attribute.attribute"``."""
+    module, _, inside = path.partition(":")
+    names = inside.split(".") if inside else []
+    return functools.reduce(getattr, names, importlib.import_module(module))
+
+
+def has(target: str) -> bool:
+    """Whether this torch has a name, which is written as in `Seam.targets`."""
+    module, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ImportError:
+        return False
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return isinstance(owner, type) and _sets(owner, name) and path.endswith(f".{name}")
+        owner = getattr(owner, name)
+    return True
+
+
+def _sets(kind: type, name: str) -> bool:
+    """Whether objects of a class have an attribute: it is declared, or a method sets it."""
+    return any(
+        name in vars(base).get("__annotations__", {})
+        or any(name in _stored(code) for code in map(_code, vars(base).values()) if code)
+        for base in kind.__mro__
+    )
+
+
+def _code(method: Any) -> CodeType | None:
+    return getattr(getattr(method, "__wrapped__", method), "__code__", None)
+
+
+@functools.cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Names of the attributes that a function sets."""
+    steps = dis.get_instructions(code)
+    return frozenset(str(step.argval) for step in steps if step.opname == "STORE_ATTR")

@@ -1,0 +1,189 @@
+"""Dynamo, AOTAutograd and Inductor. See [Note: seams] in `symmplan.torch_private.seams`."""
+
+from __future__ import annotations
+
+from symmplan.torch_private.seams import GRAPHS, Seam, names
+
+TRACING = Seam(
+    "the context of a compilation",
+    "correctness",
+    "what is known of the graph that is being compiled",
+    GRAPHS,
+    names("torch._guards:TracingContext", "try_get fw_metadata")
+    + names("torch._guards", "tracing detect_fake_mode"),
+)
+
+PARTS = Seam(
+    "forward and backward of a graph",
+    "correctness",
+    "that both are planned in one set of segments before they run",
+    GRAPHS,
+    names("torch._dynamo.backends.common", "aot_autograd")
+    + names("torch._functorch.config", "force_non_lazy_backward_lowering")
+    + names("torch._functorch.partitioners", "min_cut_rematerialization_partition")
+    + names("torch._functorch._aot_autograd.utils", "make_boxed_func")
+    + names("torch._inductor.fx_passes.post_grad", "decompose_auto_functionalized")
+    + names("torch._inductor.virtualized", "V.set_fake_mode"),
+)
+
+DONATED = Seam(
+    "inputs that a backward may write",
+    "correctness",
+    "that compiled code writes no input which lies in a placement",
+    GRAPHS,
+    names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.bw_donated_idxs"),
+)
+
+AUTOGRAD_CACHE = Seam(
+    "AOTAutograd's cache",
+    "correctness",
+    "that no compiled code comes from a cache which knows no segments",
+    ("inductor",),
+    names("torch._functorch.config", "enable_autograd_cache")
+    + names(
+        "torch._functorch.aot_autograd",
+        "should_use_local_autograd_cache should_use_remote_autograd_cache",
+    ),
+    undone="when the graph is compiled",
+)
+
+STATIC_INPUTS = Seam(
+    "inputs that keep their address",
+    "speed",
+    "that bind=True keeps parameters in their placements",
+    GRAPHS,
+    names("torch._functorch._aot_autograd.schemas", "ViewAndMutationMeta.static_input_indices"),
+)
+
+SAVED_OUTPUTS = Seam(
+    "outputs of a forward for its backward alone",
+    "speed",
+    "that tensors cross from forward to backward in their placements",
+    GRAPHS,
+    names(
+        "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta",
+        "num_forward num_symints_saved_for_bw",
+    ),
+)
+
+FRAMES = Seam(
+    "numbers of compiled frames",
+    "speed",
+    "that the bound of a size is that of one frame",
+    GRAPHS,
+    names("torch._guards", "CompileContext.current_compile_id"),
+)
+
+OUTSIDE = Seam(
+    "functions outside of graphs",
+    "correctness",
+    "that compilers do not look into calls which plan",
+    ("experts",),
+    names("torch", "_disable_dynamo"),
+)
+
+SIZES = Seam(
+    "expressions of sizes",
+    "correctness",
+    "bounds of dynamic sizes",
+    ("capture", *GRAPHS),
+    names("torch.utils._sympy.functions", "FloorDiv"),
+)
+
+INDUCTOR_PASSES = Seam(
+    "Inductor's steps",
+    "correctness",
+    "that Inductor's passes run before a graph is planned and not after",
+    ("inductor",),
+    names(
+        "torch._inductor.compile_fx",
+        "compile_fx compile_fx_inner fake_tensor_prop view_to_reshape _recursive_post_grad_passes",
+    )
+    + names("torch._inductor", "list_mode_options"),
+    undone="when the graph is compiled",
+)
+
+PASSES_OFF = Seam(
+    "switches of Inductor's passes",
+    "correctness",
+    "that no pass changes a graph which follows a plan",
+    ("inductor",),
+    names(
+        "torch._inductor.config",
+        "pattern_matcher reorder_for_locality b2b_gemm_pass "
+        "_micro_pipeline_tp _fuse_ddp_communication post_grad_custom_pre_pass "
+        "post_grad_custom_post_pass bucket_all_gathers_fx "
+        "bucket_reduce_scatters_fx bucket_all_reduces_fx reorder_for_peak_memory "
+        "reorder_for_compute_comm_overlap "
+        "aten_distributed_optimizations.enable_overlap_scheduling",
+    ),
+    undone="when the graph is compiled",
+)
+
+TUNING_OFF = Seam(
+    "switches of Inductor's tuning",
+    "correctness",
+    "that no kernel is timed on a segment into which peers write",
+    ("inductor",),
+    names(
+        "torch._inductor.config",
+        "triton.autotune_pointwise max_autotune max_autotune_gemm "
+        "max_autotune_pointwise coordinate_descent_tuning",
+    ),
+    undone="when the graph is compiled",
+)
+
+WRAPPED = Seam(
+    "wrapped ops",
+    "correctness",
+    "that collectives which overlap scheduling wraps are planned",
+    ("inductor",),
+    names("torch._inductor.fx_passes.control_dependencies", "control_deps"),
+)
+
+READERS = Seam(
+    "readers of a collective's bytes",
+    "correctness",
+    "that no collective moves before the readers of the bytes that it writes",
+    ("inductor",),
+    names("torch._inductor.comms", "_is_fake_dep"),
+    undone="when the graph is compiled",
+)
+
+KERNEL_ORDER = Seam(
+    "order between kernels",
+    "correctness",
+    "that no kernel overwrites what another has not read yet",
+    ("inductor",),
+    names("torch._inductor.scheduler", "SchedulerNode.recompute_size_and_body")
+    + names("torch._inductor.dependencies", "StarDep WeakDep ReadWrites.with_read"),
+    undone="when the graph is compiled",
+)
+
+TYPES = Seam(
+    "lowerings of collectives",
+    "correctness",
+    "that collectives write their placements and no converted copies",
+    ("inductor",),
+    names("torch._inductor.lowering", "lowerings"),
+    undone="when the graph is compiled",
+)
+
+FENCES = Seam(
+    "fences in Inductor's code",
+    "correctness",
+    "that what is pending is read before its bytes change hands",
+    ("inductor",),
+    names("torch._inductor.lowering", "register_lowering")
+    + names("torch._inductor.ir:FallbackKernel", "create codegen")
+    + names("torch._inductor.graph", "GraphLowering.mark_buffer_mutated"),
+    undone="never: the op is symmplan's own",
+)
+
+CXX = Seam(
+    "the C++ compiler",
+    "reporting",
+    "what `symmplan doctor` says of it",
+    ("inductor",),
+    names("torch._inductor.cpp_builder", "get_cpp_compiler"),
+)

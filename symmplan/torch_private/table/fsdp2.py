@@ -1,0 +1,96 @@
+"""FSDP2. See [Note: seams] in `symmplan.torch_private.seams`."""
+
+from __future__ import annotations
+
+from symmplan.torch_private.seams import Seam, names
+
+_PACKAGE = "torch.distributed.fsdp._fully_shard"
+_MODULE = "torch.distributed.fsdp:FSDPModule"
+_STATE = f"{_PACKAGE}._fsdp_state:FSDPState"
+_GROUP = f"{_PACKAGE}._fsdp_param_group:FSDPParamGroup"
+_CONTEXT = f"{_PACKAGE}._fsdp_param_group:FSDPCommContext"
+_PARAMETER = f"{_PACKAGE}._fsdp_param:FSDPParam"
+_COLLECTIVES = f"{_PACKAGE}._fsdp_collectives"
+
+FSDP_GROUPS = Seam(
+    "FSDP2's parameter groups",
+    "correctness",
+    "which parameters a module gathers, and when it is in use",
+    ("fsdp",),
+    names(_MODULE, "_get_fsdp_state")
+    + names(_STATE, "_fsdp_param_groups|_fsdp_param_group")
+    + names(_GROUP, "_training_state comm_ctx fsdp_params mesh_info")
+    + names(_PARAMETER, "sharded_param"),
+)
+
+FSDP_COMMS = Seam(
+    "FSDP2's collectives",
+    "correctness",
+    "that its collectives are the planned ones, and its own again when they are removed",
+    ("fsdp",),
+    names(_GROUP, "_all_gather_comm _reduce_scatter_comm")
+    + names(_COLLECTIVES, "DefaultAllGather DefaultReduceScatter")
+    + names(_MODULE, "set_custom_all_gather set_custom_reduce_scatter"),
+    undone="by handle.remove()",
+)
+
+FSDP_BASES = Seam(
+    "FSDP2's interfaces of collectives",
+    "reporting",
+    "that planned collectives are instances of them",
+    ("fsdp",),
+    names(f"{_PACKAGE}._fsdp_api", "AllGather ReduceScatter"),
+)
+
+FSDP_IN_PLACE = Seam(
+    "FSDP2's unsharded parameters",
+    "speed",
+    "that parameters live in their placements, and gathers need no copies",
+    ("fsdp",),
+    names(
+        _GROUP,
+        "_all_gather_process_group _all_gather_result _to_sharded _to_unsharded"
+        " _use_post_forward_mesh device is_sharded is_unsharded unshard unshard_async_op"
+        " unshard_in_backward use_training_state wait_for_unshard",
+    )
+    + names(_CONTEXT, "get_all_gather_streams")
+    + names(
+        _PARAMETER,
+        "_contiguous_orig_stride _orig_size _sharded_local_tensor _sharded_param_data"
+        " _unsharded_param all_gather_outputs alloc_all_gather_outputs free_unsharded_param"
+        " fsdp_placement init_unsharded_param offload_to_cpu orig_dtype param_dtype",
+    ),
+    undone="by handle.remove()",
+)
+
+FSDP_RELEASE = Seam(
+    "FSDP2's gather of the module before",
+    "correctness",
+    "that bytes of a gather that is over are free for the next",
+    ("fsdp",),
+    names(_CONTEXT, "release_all_gather_state_for_comm_reuse|all_gather_state"),
+)
+
+FSDP_COPY_IN = Seam(
+    "FSDP2's copies of gradients",
+    "speed",
+    "that gradients are pushed to peers without a copy",
+    ("fsdp",),
+    names(_COLLECTIVES, "foreach_reduce_scatter_copy_in foreach_reduce"),
+    undone="never: it is torch's own function for whom nothing is planned",
+)
+
+FSDP_SUMS = Seam(
+    "FSDP2's reduced gradients",
+    "speed",
+    "that sums are written in their final type, and added where gradients lie",
+    ("fsdp",),
+    (
+        f"{_GROUP}._orig_dtype | {_PARAMETER}.sharded_grad_dtype",
+        *names(_GROUP, "_is_hsdp _all_reduce_hook force_sum_reduction_for_comms"),
+        *names(_PARAMETER, "_init_sharded_param contiguous_sharded_stride"),
+        *names(_PARAMETER, "padded_sharded_param_size sharded_size to_sharded_dtensor"),
+        *names("torch", "Tensor._post_accumulate_grad_hooks"),
+    ),
+    undone="when FSDP2 has taken the gradient",
+)

@@ -1,0 +1,98 @@
+"""Worlds that are not there. See [Note: seams] in `symmplan.torch_private.seams`."""
+
+from __future__ import annotations
+
+from symmplan.torch_private.seams import Seam, names
+
+_MESH = "torch.distributed.device_mesh:DeviceMesh"
+_FAKE = "torch._subclasses.fake_tensor"
+_ENDS = "when the simulation ends"
+_VOTE = "torch.distributed.pipelining:PipelineStage._warmup_backward_result"
+
+FAKE_WORLD = Seam(
+    "fake process groups",
+    "correctness",
+    "that a simulated program has ranks",
+    ("simulate",),
+    names("torch.testing._internal.distributed.fake_pg", "FakeStore")
+    + names("torch._C._distributed_c10d", "HashStore")
+    + names(_FAKE, "unset_fake_temporarily")
+    + names("torch.distributed", "init_process_group destroy_process_group")
+    + names("torch.distributed.distributed_c10d", "init_process_group destroy_process_group")
+    + names(_MESH, "__init__")
+    + names("torch.utils", "swap_tensors"),
+    undone=_ENDS,
+)
+
+FAKE_RESULTS = Seam(
+    "results of fake ops",
+    "correctness",
+    "sizes of the tensors of a simulated program",
+    ("simulate",),
+    names(
+        "torch._C",
+        "_TorchDispatchModeKey _get_dispatch_mode _DisableTorchDispatch"
+        " _set_throw_on_mutable_data_ptr _dispatch_keys",
+    )
+    + names("torch", "Tensor._make_subclass")
+    + names(f"{_FAKE}:FakeTensorMode", "cache_hits fake_tensor_converter")
+    + names(f"{_FAKE}:FakeTensor", "constant fake_device"),
+)
+
+FAKE_MESHES = Seam(
+    "meshes of a simulated program",
+    "reporting",
+    "programs that read ranks of their meshes",
+    ("simulate",),
+    names(
+        _MESH,
+        "__getitem__ __repr__ _compute_coordinate_on_dim _compute_coordinates_from_mesh"
+        " _concatenate _create_flatten_mesh _create_sub_mesh _create_unflatten_mesh _flatten"
+        " _get_all_submeshes _get_mesh_tensor_from_full_mesh _init_process_groups"
+        " _setup_world_group_and_device _unflatten get_all_groups",
+    ),
+    undone=_ENDS,
+)
+
+FAKE_CHUNKS = Seam(
+    "FSDP2's chunks of parameters",
+    "speed",
+    "seconds of a simulation of many ranks",
+    ("simulate",),
+    names("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"),
+    undone=_ENDS,
+)
+
+FAKE_PIPELINES = Seam(
+    "votes of pipeline stages",
+    "reporting",
+    "simulated pipelines of torches that vote",
+    ("simulate",),
+    (_VOTE,),
+    undone=_ENDS,
+    only_with=_VOTE,
+)
+
+FAKE_INDUCTOR = Seam(
+    "Inductor in a simulated program",
+    "reporting",
+    "simulated programs that call torch.compile",
+    ("simulate",),
+    names("torch", "_TorchCompileInductorWrapper.__call__")
+    + names("torch._inductor.compile_fx", "compile_fx"),
+    undone=_ENDS,
+)
+
+FAKE_SHARDING = Seam(
+    "what DTensor asks of whole tensors",
+    "reporting",
+    "that a simulation counts no bytes which nobody has",
+    ("simulate",),
+    names(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        "_propagate_tensor_meta_non_cached",
+    )
+    + names("torch.distributed.tensor.debug", "_clear_sharding_prop_cache")
+    + names("torch.distributed.tensor", "_redistribute"),
+    undone=_ENDS,
+)
