@@ -137,7 +137,8 @@ class _Draw(random.Random):
 
     def alone(self, ranks):
         """What one rank does while the others go on."""
-        act = self.choice([self.written(), ("litter", self.index()), ("collect",), ("nap", 5)])
+        others = [("litter", self.index()), ("collect",), ("nap", 5)]
+        act = self.choice([self.written(), self.written(), *others])
         return ("alone", self.randrange(ranks), act)
 
     def lists(self):
@@ -161,9 +162,12 @@ class _Draw(random.Random):
             [
                 self.alone(ranks),
                 self.alone(ranks),
+                self.alone(ranks),
+                self.written(),
                 self.written(),
                 ("write", self.index(), "whole", 0.5),
                 ("clamp", self.index(), self.choice(["data", "no_grad"])),
+                self.lists(),
                 self.lists(),
                 ("unshard", self.index(), self.flag()),
                 ("unshard_all", self.flag(), self.flag()),
@@ -216,8 +220,8 @@ class _Draw(random.Random):
                 ("reshard", self.index()),
                 ("reshard_all",),
                 ("load", self.flag()),
-                self.anywhere(ranks),
-                self.anywhere(ranks),
+                *(self.anywhere(ranks) for _ in range(5)),
+                *(self.lists() for _ in range(3)),
             ]
         )
 
@@ -240,12 +244,14 @@ def drawn(seed, ranks=None):
     # Pushes do not round summands of float16 to bfloat16 before they sum.
     other = () if param == "float16" else ("bfloat16",)
     usual = [("train",)] * draw.randint(1, 2)
+    if draw.flag(0.3):
+        usual = [("prefetch", draw.randint(0, 2), draw.randint(0, 2)), *usual]
     body = [draw.between(ranks) for _ in range(draw.randint(3, 10))]
     # What plain FSDP2 refuses, for all that follows.
     reentrant = ("recompute", True) in body or any(unit.recompute for unit in units)
     refused = ("autocast" if param else "", "input_gradient" if reentrant else "")
     body = [act for act in body if act[0] not in refused]
-    return Program(
+    program = Program(
         ranks=ranks,
         units=units,
         acts=(*usual, *body, ("train",), ("train",)),
@@ -265,6 +271,9 @@ def drawn(seed, ranks=None):
         hold=draw.often((0, 0), (0, 4), (1, 1), (1, 4), share=0.8),
         late=tuple((rank, draw.choice([1.0, 3.0])) for rank in range(ranks) if draw.flag(0.25)),
     )
+    if ranks == 4 and not program.hybrid and draw.flag(0.1):
+        return evolve(program, reshard=2)  # in groups of two
+    return program
 
 
 # Building.
