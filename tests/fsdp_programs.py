@@ -184,7 +184,18 @@ class _Draw(random.Random):
 
     def middle(self, ranks):
         """What may happen between a forward pass and its backward pass."""
-        return self.choice([self.anywhere(ranks), self.anywhere(ranks), self.evaluation()])
+        return self.choice(
+            [
+                self.alone(ranks),
+                self.alone(ranks),
+                self.written(),
+                self.lists(),
+                self.anywhere(ranks),
+                self.anywhere(ranks),
+                self.evaluation(),
+                self.evaluation(),
+            ]
+        )
 
     def evaluation(self):
         mode = self.choice(["no_grad", "no_grad", "inference"])
