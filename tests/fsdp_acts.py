@@ -1,6 +1,6 @@
 """What a user may do between and inside steps, in any order: acts, ``(name, *arguments)``.
 
-`test_fsdp_random.py` draws them and says what must come out.
+`fsdp_programs.py` draws them, and `fsdp_machine.py` says what must come out.
 """
 
 from __future__ import annotations
@@ -8,60 +8,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import time
 
 import torch
-from fsdp_models import DEVICE, Block, Net, Stop, Trace, batch, hooked, mesh, sgd, stop, update
+from fsdp_models import (
+    DEVICE,
+    Stop,
+    Trace,
+    batch,
+    hooked,
+    local,
+    stop,
+    update,
+)
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import symmplan
 from symmplan.errors import SymmplanError
-
-
-class Acted(Net):
-    """Blocks that may be recomputed, between an embedding and a norm."""
-
-    def __init__(self, hidden, tied):
-        super().__init__(blocks=0, tied=tied)
-        self.blocks = nn.ModuleList(Block(hidden=h) for h in hidden)
-        self.words = nn.Embedding(8, 16)
-        self.norm = nn.LayerNorm(16)
-        self.order = list(range(len(hidden)))
-        self.recompute = None
-
-    def forward(self, x):
-        x = self.inlet(x + self.words((x[:, 0] * 7).long().abs() % 8))
-        for i in self.order:
-            if self.recompute is None:
-                x = self.blocks[i](x)
-            else:
-                x = checkpoint(self.blocks[i], x, use_reentrant=self.recompute)
-        return self.outlet(self.norm(x))
-
-
-def wrapped(model, world, wraps, options):
-    """Shard a model.
-
-    Args:
-        wraps: How each block is wrapped: ``"whole"``, ``"parts"``, ``"both"`` or ``"none"``.
-        options: ``bf16``; the others are those of ``fully_shard``.
-    """
-    chosen = {**options, "mesh": mesh(world)}
-    if chosen.pop("bf16", False):
-        chosen["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block, how in zip(model.blocks, wraps, strict=True):
-        if how in ("parts", "both"):
-            fully_shard(block.up, **chosen)
-        if how in ("whole", "both"):
-            fully_shard(block, **chosen)
-    return fully_shard(model, **chosen)
-
-
-def built(world, hidden, wraps, options):
-    """An `Acted` model with blocks of these widths; ``tied`` beside the options of `wrapped`."""
-    others = {name: value for name, value in options.items() if name != "tied"}
-    return wrapped(Acted(hidden, options["tied"]), world, wraps, others)
 
 
 class Actor:
@@ -71,10 +34,11 @@ class Actor:
         model: Sharded.
         rank: This rank.
         planned: Whether with symmplan.
-        memory: Arguments of `symmplan.fsdp.apply`.
+        optimizer: Makes optimizers.
+        options: Arguments of `symmplan.fsdp.apply`.
     """
 
-    def __init__(self, model, rank, *, planned, **options):
+    def __init__(self, model, rank, *, planned, optimizer=torch.optim.SGD, **options):
         self.model = model
         self.sharded = [m for m in model.modules() if hasattr(m, "unshard")]
         self.rank = rank
@@ -82,7 +46,8 @@ class Actor:
         self.handle = None
         self.done = 0
         self._counts = collections.Counter()
-        self.optimizer = sgd(model)
+        self._optimizer = optimizer
+        self.optimizer = optimizer(model.parameters(), lr=1e-2)
         self._planned = planned
         self._options = options
         self._count = 0
@@ -92,9 +57,13 @@ class Actor:
         self.apply()
 
     def do(self, act):
+        self.do_inside(act)
+        self.done += 1
+
+    def do_inside(self, act):
+        """A part of an act."""
         name, *arguments = act
         getattr(self, name)(*arguments)
-        self.done += 1
 
     def end(self):
         """Let go of everything; how often what happened, over all handles."""
@@ -142,10 +111,30 @@ class Actor:
         sum(self._loss() for _ in range(forwards)).backward()
         self._step()
 
-    def evaluate(self, mode):
+    def evaluate(self, mode, times=1, training=True):
         context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+        self.model.train(training)
         with context():
-            self.trace.add("eval", self.model(self._batch()))
+            for _ in range(times):
+                self.trace.add("eval", self.model(self._batch()))
+        self.model.train()
+
+    def accumulate(self, micros, act):
+        """Gradients of several batches are summed, and something is done between them."""
+        for micro in range(micros):
+            self.model.set_requires_gradient_sync(micro == micros - 1)
+            self._loss().backward()
+            if micro < micros - 1:
+                self.do_inside(act)
+        self._step()
+
+    def around(self, acts):
+        """Acts between a forward pass and its backward pass."""
+        loss = self._loss()
+        for act in acts:
+            self.do_inside(act)
+        loss.backward()
+        self._step()
 
     def discard(self):
         self._loss()
@@ -155,10 +144,7 @@ class Actor:
         self._pending.append(self._loss())
 
     def catch_up(self):
-        # FSDP2's gathers wait for what was queued before the last forward pass: not for an
-        # optimizer that has run since then, whose parameters they would read at any moment.
-        if DEVICE[0] == "cuda":
-            torch.cuda.synchronize()
+        _synchronize()
         while self._pending:
             self._pending.pop().backward()
         self._step()
@@ -190,7 +176,7 @@ class Actor:
         def hook(*_):
             if not told:
                 told.append(None)
-                getattr(self, act[0])(*act[1:])
+                self.do_inside(act)
 
         with self._hooked(where, index, hook):
             self.train()
@@ -239,6 +225,12 @@ class Actor:
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + forward])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - backward) : i][::-1])
 
+    def lists(self, index, forward, backward):
+        """One module gets prefetch lists of its own, whatever is in them."""
+        module, count = self.sharded[index % len(self.sharded)], len(self.sharded)
+        module.set_modules_to_forward_prefetch([self.sharded[i % count] for i in forward])
+        module.set_modules_to_backward_prefetch([self.sharded[i % count] for i in backward])
+
     def in_backward(self, index, on):
         self.sharded[index % len(self.sharded)].set_unshard_in_backward(on)
 
@@ -281,7 +273,78 @@ class Actor:
             self.model.load_state_dict(
                 {k: v.clone() for k, v in self._saved.items()}, assign=assign
             )
-            self.optimizer = sgd(self.model)
+            self.optimizer = self._optimizer(self.model.parameters(), lr=1e-2)
+
+    # What ranks may do alone, and to shards.
+
+    def alone(self, rank, act):
+        if self.rank == rank:
+            self.do_inside(act)
+
+    def nap(self, milliseconds):
+        time.sleep(milliseconds / 1000)
+
+    def _shards(self, index):
+        """Those that the optimizer has of one module, or about as many."""
+        shards = self.optimizer.param_groups[0]["params"]
+        return [p for i, p in enumerate(shards) if i // 5 == index % -(-len(shards) // 5)]
+
+    def write(self, index, how, factor):
+        """Write to shards, or to the parameters of a block as they are now."""
+        _synchronize()
+        shards = self._shards(index)
+        if how == "whole":
+            shards = list(self.model.blocks[index % len(self.model.blocks)].parameters())
+        if how == "foreach":
+            with torch.no_grad():
+                torch._foreach_mul_(shards, factor)
+            shards = []
+        for shard in shards:
+            if how == "no_grad":
+                with torch.no_grad():
+                    shard.mul_(factor)
+            else:
+                (local(shard.detach()) if how == "local" else shard.data).mul_(factor)
+        _synchronize()
+
+    def clamp(self, index, how):
+        """A parameter of one element, of which one rank has a shard, is clamped."""
+        _synchronize()
+        for shard in self.optimizer.param_groups[0]["params"]:
+            if shard.numel() == 1:
+                most = 0.5 + index / 8
+                if how == "data":
+                    shard.data.clamp_(max=most)
+                else:
+                    with torch.no_grad():
+                        shard.clamp_(max=most)
+        _synchronize()
+
+    def extra_step(self, index):
+        """Another optimizer steps."""
+        _synchronize()
+        shards = self._shards(index)
+        before = [shard.grad for shard in shards]
+        for shard in shards:
+            shard.grad = shard.detach().clone()
+        torch.optim.SGD(shards, lr=0.25).step()
+        for shard, grad in zip(shards, before, strict=True):
+            shard.grad = grad
+        _synchronize()
+
+    def litter(self, index):
+        """What the next forward pass makes, and views of a parameter, wait for the collector."""
+        block = self.model.blocks[index % len(self.model.blocks)]
+
+        def hook(_, inputs, output):
+            handle.remove()
+            cycle = [output, inputs, block.down.weight.detach()]
+            cycle.append(cycle)
+
+        handle = block.down.register_forward_hook(hook)
+
+    def collect(self):
+        gc.collect()
 
     # The handle.
 
@@ -299,7 +362,21 @@ class Actor:
             self._note()
             self.handle = None
 
+    def anew(self):
+        """Undo what symmplan does, and ask for it again."""
+        self.remove()
+        self.apply()
+
     def freeze(self):
         if self.handle is not None:
             with contextlib.suppress(symmplan.errors.CaptureError):
                 self.handle.freeze()
+
+
+def _synchronize():
+    """FSDP2's gathers wait for what was queued before the last forward pass, and for nothing since.
+
+    They may read shards that are written after that at any moment.
+    """
+    if DEVICE[0] == "cuda":
+        torch.cuda.synchronize()

@@ -182,6 +182,7 @@ def _at_most(
     alive: list[int] = []
     late: list[int] = []
     waiting: list[int] = []
+    waited: set[int] = set()
 
     def begin(index: int, urgency: int) -> bool:
         site = recording.collectives[index].key.site
@@ -204,7 +205,7 @@ def _at_most(
             if (waiting and needed.get(index, 0) < 2) or not begin(index, 2):
                 waiting.append(index)
         elif what == "run":
-            if index not in waiting:
+            if index not in waiting and index not in waited:
                 events.append((what, index))
         elif what == "release":
             if index in waiting:
@@ -213,6 +214,7 @@ def _at_most(
             late.append(index)
             urgency = 1  # of the first; there is no hurry with more
             while waiting and begin(waiting[0], urgency):
+                waited.add(waiting[0])
                 events.append(("run", waiting.pop(0)))
                 urgency = 2
     if waiting:

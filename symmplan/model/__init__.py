@@ -34,12 +34,22 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
 from __future__ import annotations
 
 from symmplan.model.declared import DEFAULT_ALIGN, OpSpec, Requirement, WayName
-from symmplan.model.plan import Barrier, Bound, Budget, GaveWay, Placement, Plan, SegmentSpec
+from symmplan.model.plan import (
+    Alternative,
+    Barrier,
+    Bound,
+    Budget,
+    GaveWay,
+    Placement,
+    Plan,
+    SegmentSpec,
+)
 from symmplan.model.problem import Access, Buffer, Operation, Problem, Unplanned
 
 __all__ = [
     "DEFAULT_ALIGN",
     "Access",
+    "Alternative",
     "Barrier",
     "Bound",
     "Budget",

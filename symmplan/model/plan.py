@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
@@ -10,11 +10,20 @@ from symmplan.model.declared import WayName  # noqa: TC001 (hints are read where
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from symmplan.model.problem import Problem, Unplanned
 
-__all__ = ["Barrier", "Bound", "Budget", "GaveWay", "Placement", "Plan", "SegmentSpec"]
+__all__ = [
+    "Alternative",
+    "Barrier",
+    "Bound",
+    "Budget",
+    "GaveWay",
+    "Placement",
+    "Plan",
+    "SegmentSpec",
+]
 
 
 @frozen
@@ -129,6 +138,22 @@ class Budget:
     gave_way: tuple[GaveWay, ...] = ()
 
 
+@frozen
+class Alternative:
+    """The same program with another number of live gathers, for `Plan.advice` to try.
+
+    Attributes:
+        live_gathers: How many modules' unsharded parameters have bytes at once.
+        problem: What the program needs then.
+        homes: Names of the buffers that are the parameters themselves; see
+            `symmplan.planner.homes`.
+    """
+
+    live_gathers: int
+    problem: Problem
+    homes: frozenset[str]
+
+
 @frozen(repr=False)
 class Plan:
     """Where every declared tensor of a program lives.
@@ -148,20 +173,20 @@ class Plan:
         budget: What gave way to a budget; None if nothing had to. No part of the fingerprint.
         live_gathers: How many modules' unsharded parameters have bytes at once; None where there
             are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what follows.
-        advisor: Knows advice about the program that the problem does not show.
+        alternatives: The same program with fewer and with more live gathers, planned by `advice`.
     """
 
     problem: Problem
     segments: tuple[SegmentSpec, ...]
     placements: Mapping[str, Placement]
     barriers: tuple[Barrier, ...] = ()
-    effort: str = "fast"
+    effort: Literal["fast", "optimal"] = "fast"
     optimal: bool = False
     search: str = "complete"
     bounds: tuple[Bound, ...] = ()
     budget: Budget | None = field(default=None, eq=False)
     live_gathers: int | None = field(default=None, eq=False)
-    advisor: Callable[[], tuple[Any, ...]] | None = field(default=None, eq=False, repr=False)
+    alternatives: tuple[Alternative, ...] = field(default=(), eq=False)
 
     def __repr__(self) -> str:
         from symmplan.report.text import plan_line
@@ -281,4 +306,4 @@ class Plan:
         """
         from symmplan.planner.advice import advise
 
-        return (*advise(self), *(self.advisor() if self.advisor is not None else ()))
+        return advise(self)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from symmplan.errors import SymmplanError
+from symmplan.planner.homes import plan_with_homes
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         if saves > 0:
             found.append(evolve(idea, saves=saves))
     found.sort(key=lambda a: (-a.saves, a.kind, a.buffers, a.edges))
-    return (*found, *_known(plan))
+    return (*found, *_known(plan), *_live_gathers(plan))
 
 
 def _alignment(plan: Plan) -> Iterator[Advice]:
@@ -200,3 +201,20 @@ def _known(plan: Plan) -> Iterator[Advice]:
             "peers touch bytes that are reused there; an operation that handshakes would save it"
         )
         yield Advice("barrier", 0, text, barrier.buffers)
+
+
+def _live_gathers(plan: Plan) -> Iterator[Advice]:
+    """What fewer live gathers would save, and more would cost."""
+    alive, peak = plan.live_gathers or 0, plan.peak_bytes
+    for other in plan.alternatives:
+        needs = plan_with_homes(other.problem, other.homes, plan.effort).peak_bytes
+        asked = f"live_gathers={other.live_gathers} needs {abs(needs - peak):,} bytes"
+        if other.live_gathers < alive and needs < peak:
+            text = f"{asked} less; a gather may then have to wait for the module before it"
+            yield Advice("live_gathers", peak - needs, text)
+        if other.live_gathers > alive and needs >= peak:
+            text = (
+                f"{asked} more; the last modules of forward that then fit stay unsharded, and "
+                "backward gathers them no more"
+            )
+            yield Advice("live_gathers", 0, text)

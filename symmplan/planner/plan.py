@@ -245,7 +245,9 @@ def _check_pins(items: Items, task: Task) -> None:
         )
 
 
-def _assemble(problem: Problem, items: Items, families: list[_Family], effort: str) -> Plan:
+def _assemble(
+    problem: Problem, items: Items, families: list[_Family], effort: Literal["fast", "optimal"]
+) -> Plan:
     segments: list[SegmentSpec] = []
     bounds: list[Bound] = []
     where: dict[str, Placement] = {}

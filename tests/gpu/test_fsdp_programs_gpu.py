@@ -12,14 +12,16 @@ import importlib
 import pytest
 import test_fsdp_departures as departures
 import test_fsdp_handle as handles
-import test_fsdp_random as randoms
+import test_fsdp_machine as machine
 import test_fsdp_setters as setters
 import test_fsdp_user as users
 import test_fsdp_ways as ways
+from attrs import evolve
 from devices import needs_devices, pool_on
 from fsdp_conditions import forced, in_flat_buffers
+from fsdp_machine import compared, verdict
 from fsdp_models import needs
-from hypothesis import given, settings
+from fsdp_programs import Program, Unit, drawn
 from ranks import RankPool
 from torch.distributed.fsdp import FSDPModule
 
@@ -140,22 +142,17 @@ def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
 @pytest.mark.parametrize("way", ["placed", "copy engine"])
 def test_parameters_are_gathered_between_steps(two, way, flat):
     """There the default stream is the current one."""
-    acts = ["train", ("look", 0, 0), ("look", 1, 2), ("unshard_all", False, True), "train"]
-    arguments = {
-        "model": ([16, 17], ["whole", "none"], {"bf16": False, "tied": False}),
-        "acts": [(act,) if isinstance(act, str) else act for act in acts],
-        "choose": way,
-        "flat": flat,
-        "hold": (0, 0),
-    }
-    for result in randoms.check_acted(two, arguments):
-        assert result["refused"] is result["unsupported"] is None
+    acts = (("train",), ("look", 0, 0), ("look", 1, 2), ("unshard_all", False, True), ("train",))
+    units = (Unit(), Unit(hidden=17, wrap="none"))
+    program = Program(ranks=2, units=units, acts=acts, choose=way, flat=flat)
+    for result in machine.check(two, program):
+        assert result["refused"] is None
 
 
-@settings(max_examples=20, derandomize=True)
-@given(arguments=randoms.random_acts())
-def test_whatever_is_done_between_steps_has_the_same_bits_or_is_refused(two, arguments):
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_have_the_same_bits(two, seed):
+    program = drawn(seed, ranks=2)
     if not hasattr(FSDPModule, "reset_iter_state"):
         # After a backward pass that raised, FSDP2's later ones do not wait for their reductions.
-        arguments = {**arguments, "acts": [a for a in arguments["acts"] if a[0] != "fail"]}
-    randoms.check_acted(two, arguments)
+        program = evolve(program, acts=tuple(a for a in program.acts if a[0] != "fail"))
+    assert not verdict(two.run(compared, program))

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.errors import RunError
 from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.memory.tell import everywhere
@@ -75,6 +74,8 @@ class Direct:
         self._put_off = False
         # When it was put off: which collective, and on which streams it is to run.
         self._wanted: tuple[Key, tuple[Any, Any]] | None = None
+        # The shards as they were then, and what has happened when they are copied.
+        self._asked: tuple[list[torch.Tensor], Any] | None = None
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
@@ -147,6 +148,7 @@ class Direct:
         else:
             self._put_off = True
             self._wanted = key, streams
+            self._asked = self._copied_shards(streams[0])
             self._runtime.put_off(key, self)
 
     def start_early(self) -> bool:
@@ -223,8 +225,13 @@ class Direct:
         return self._home is not None and self._home.viewed and fsdp2.in_step(self._group)
 
     def can_leave(self) -> bool:
-        """Whether the parameters can move to memory of their own: no graph has views of them."""
-        return self._home is None or not self._home.viewed
+        """Whether the parameters can move to memory of their own: no graph has views of them.
+
+        And whether no gather is under way, which another one could not stand for: it would read
+        shards as they are by then.
+        """
+        begun = isinstance(self._group._all_gather_result, Gathered) or self._put_off
+        return self._home is None or not (self._home.viewed or begun)
 
     def step_aside(self) -> bool:
         """Let somebody else have the bytes, on this rank alone; whether that can be.
@@ -257,11 +264,7 @@ class Direct:
         self._runtime.left(self.site, OTHERS)
 
     def vacate(self) -> None:
-        """The parameters have memory of their own until the next plan.
-
-        What was gathered and not yet waited for is gathered again when it is needed.
-        """
-        self._put_off = self._forget() or self._put_off
+        """The parameters have memory of their own until the next plan."""
         self._move_out()
         self._let_go()
 
@@ -271,7 +274,8 @@ class Direct:
         Collective: no.
         """
         group = self._group
-        self._forget()
+        if isinstance(group._all_gather_result, Gathered):
+            group._all_gather_result = None
         self._move_out()
         if self._kept is not None:
             self._kept()
@@ -325,14 +329,6 @@ class Direct:
             self._home.move_out(self._group.fsdp_params, filled=filled, for_good=True)
         self._home = None
 
-    def _forget(self) -> bool:
-        """Forget a gather that nobody waited for. Whether there was one."""
-        result = self._group._all_gather_result
-        if not isinstance(result, Gathered):
-            return False
-        self._group._all_gather_result = None
-        return True
-
     def _let_go(self, *, after_forward: bool = False) -> None:
         """The module does not use its bytes any more."""
         self._saved = None
@@ -357,6 +353,17 @@ class Direct:
         )
         return streams
 
+    def _shards(self) -> list[torch.Tensor]:
+        return [p._sharded_param_data for p in self._group.fsdp_params]
+
+    def _copied_shards(self, stream: Any) -> tuple[list[torch.Tensor], Any]:
+        """Copies of the shards as FSDP2 would gather them now, and an event behind that."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if stream is None:
+                return [shard.clone() for shard in self._shards()], None
+            with on_stream(stream):
+                return [shard.clone() for shard in self._shards()], stream.record_event()
+
     def _start(self, key: Key, home: Home, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
         runtime, group = self._runtime, self._group
@@ -367,7 +374,7 @@ class Direct:
             group._all_gather_result = Gathered(self._fill(key, home, streams, self._loan))
             return
         if home.viewed:
-            raise self._crowd(home)
+            raise home.no_room()
         with runtime.memory.saved(home.bytes):
             self._fill(key, home, streams, None)
             synchronize(group.device)
@@ -385,21 +392,9 @@ class Direct:
             home.bytes.copy_(saved)
             home.move_in(group.fsdp_params)
         elif home.viewed:
-            raise self._crowd(home)
+            raise home.no_room()
         else:
             home.put_elsewhere(group.fsdp_params, saved)
-
-    def _crowd(self, home: Home) -> RunError:
-        return RunError(
-            f"FSDP module {self.site!r} needs its parameters while others are in their bytes "
-            f"[{home.begin}, {home.end}), and graphs still refer to both",
-            expected="modules that were unsharded one after the other when the first step was "
-            "recorded to be so until their backward passes are done",
-            got=f"bytes in use in {'backward' if autograd.in_backward() else 'forward'}",
-            fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
-            "changes",
-            module=self.site,
-        )
 
     def _new_loan(self, home: Home) -> Loan:
         return Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
@@ -418,7 +413,10 @@ class Direct:
             if loan is not None:
                 home.users.take(home.begin, home.end, loan)
 
-        shards = [p._sharded_param_data for p in self._group.fsdp_params]
+        shards, copied = self._shards(), None
+        if self._asked is not None:
+            shards, copied = self._asked
+            self._asked = None
         with torch.no_grad(), autograd.shown(self._shown):
             if not home.is_cuda:
                 take()
@@ -428,6 +426,10 @@ class Direct:
                 return None
             # The loan is dropped when the module is done, which its own kernels are on its stream.
             copies, gathers = streams
+            if copied is not None:
+                copies.wait_event(copied)
+                for shard in shards:
+                    shard.record_stream(copies)
             with on_stream(copies):
                 take()
                 home.fill(shards)

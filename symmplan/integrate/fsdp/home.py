@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
@@ -175,6 +176,19 @@ class Home:
                     parameter.free_unsharded_param()
         self.bound = False
         self._alone = self._in_use() - views
+
+    def no_room(self) -> RunError:
+        """What to raise where somebody is in the bytes, and graphs have views of both."""
+        return RunError(
+            f"FSDP module {self._site!r} needs its parameters while others are in their bytes "
+            f"[{self.begin}, {self.end}), and graphs still refer to both",
+            expected="modules that were unsharded one after the other when the first step was "
+            "recorded to be so until their backward passes are done",
+            got=f"bytes in use in {'backward' if autograd.in_backward() else 'forward'}",
+            fix="call handle.remove() and symmplan.fsdp.apply(model) again before the program "
+            "changes",
+            module=self._site,
+        )
 
     def put_elsewhere(self, parameters: Sequence[Any], saved: torch.Tensor) -> None:
         """Let the parameters have storages of their own until they are released.

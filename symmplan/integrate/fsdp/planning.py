@@ -16,17 +16,17 @@ from symmplan.capture.fsdp_recording import Recording
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import Home
-from symmplan.integrate.fsdp.offsets import plan_with_homes
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
+from symmplan.model import Alternative
 from symmplan.place.attempt import attempt, warn
 from symmplan.place.company import company_heard
 from symmplan.place.table import agree_on
-from symmplan.planner.advice import Advice
 from symmplan.planner.budget import within
+from symmplan.planner.homes import plan_with_homes
 from symmplan.report.log import log_plan
 from symmplan.torch_private import c10d, nccl
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.direct import Direct
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
-    from symmplan.model import Plan, WayName
+    from symmplan.model import Plan, Problem, WayName
     from symmplan.place.cases import Case
     from symmplan.place.choice import Choice
     from symmplan.place.guests import Guest
@@ -180,12 +180,15 @@ class Planning:
             if not alive:
                 return plan
 
-            def other(live: int) -> tuple[int, int]:
-                nbytes = planned(guests, gave, live)[0].peak_bytes
-                return _alive(recordings, direct, live), nbytes
+            others = {_alive(recordings, direct, n): n for n in (alive - 1, alive + 1) if n}
+            way, ranks = functools.partial(choices.way, gave=gave), self._ranks()
 
-            advisor = functools.partial(_advice, alive, plan.peak_bytes, other)
-            return evolve(plan, live_gathers=alive, advisor=advisor)
+            def problem(live: int) -> tuple[Problem, frozenset[str]]:
+                as_kept = _as_kept(recordings, direct, live)
+                return _problem(as_kept, ranks, way, direct, guests, live)[:2]
+
+            alternatives = [Alternative(n, *problem(x)) for n, x in others.items() if n != alive]
+            return evolve(plan, live_gathers=alive, alternatives=tuple(alternatives))
 
         room = None
         if choices.refused is None:
@@ -321,11 +324,24 @@ def _planned(
     live: int | None,
 ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
     """The plan of what was recorded, verified, and the collectives of each recording."""
-    problem, stretches = problem_of(recordings, ranks, way_of, direct, guests, live)
-    homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+    problem, homes, stretches = _problem(recordings, ranks, way_of, direct, guests, live)
     plan = plan_with_homes(problem, homes, effort)
     plan.verify()
     return plan, stretches
+
+
+def _problem(
+    recordings: Sequence[Recording],
+    ranks: Mapping[str, tuple[int, ...]],
+    way_of: Callable[[Call], Way],
+    direct: Mapping[str, int],
+    guests: Mapping[int, Sequence[GuestBytes]],
+    live: int | None,
+) -> tuple[Problem, frozenset[str], tuple[tuple[Planned, ...], ...]]:
+    """What was recorded needs, which buffers are parameters themselves, and the collectives."""
+    problem, stretches = problem_of(recordings, ranks, way_of, direct, guests, live)
+    homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+    return problem, homes, stretches
 
 
 def _company(recording: Recording, choices: Choices) -> dict[Any, tuple[Case, float]]:
@@ -336,32 +352,6 @@ def _company(recording: Recording, choices: Choices) -> dict[Any, tuple[Case, fl
     others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in choices.beside]
     found: Any = company_heard(calls, others)
     return dict(found)
-
-
-def _advice(alive: int, peak: int, other: Callable[[int], tuple[int, int]]) -> tuple[Advice, ...]:
-    """What fewer live gathers would save, and more would cost.
-
-    Args:
-        alive: How many there are.
-        peak: Bytes of the plan.
-        other: How many there would be if so many were asked for, and the bytes of that plan.
-    """
-    found = []
-    fewer, less = other(alive - 1) if alive > 1 else (alive, peak)
-    if fewer < alive and less < peak:
-        text = (
-            f"live_gathers={fewer} needs {peak - less:,} bytes less; a gather may then have to "
-            "wait for the module before it"
-        )
-        found.append(Advice("live_gathers", peak - less, text))
-    more, needs = other(alive + 1)
-    if more > alive and needs >= peak:
-        text = (
-            f"live_gathers={more} needs {needs - peak:,} bytes more; one more module then stays "
-            "unsharded after forward, and backward gathers one less"
-        )
-        found.append(Advice("live_gathers", 0, text))
-    return tuple(found)
 
 
 def _needs(number: int, guest: Guest) -> tuple[GuestBytes, ...]:

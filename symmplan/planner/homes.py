@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from attrs import evolve
 
 from symmplan.errors import PlanningError
-from symmplan.planner import plan as plan_problem
+from symmplan.planner.plan import plan as plan_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,122 @@
+"""Random programs under FSDP2, planned and not: the same bits; and programs that were found so.
+
+`python tests/fsdp_machine.py SEED` repeats one of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fsdp_machine import Judge, compared, verdict
+from fsdp_programs import Program, Unit, drawn
+from ranks import pool_of
+
+pytestmark = pytest.mark.ranks
+
+two = pool_of(2)
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge() as ranks:
+        yield ranks
+
+
+def check_seeds(judge, seeds, ranks):
+    """Those of ``seeds`` that are programs of so many ranks."""
+    wrong = {}
+    for seed in seeds:
+        program = drawn(seed)
+        if program.ranks == ranks:
+            said, _ = judge(program)
+            if said:
+                wrong[seed] = said
+    told = [f"python tests/fsdp_machine.py {seed}: {said[-2000:]}" for seed, said in wrong.items()]
+    assert not wrong, "\n".join([f"wrong: {[*wrong]}", *told])
+
+
+def test_some_random_programs_have_the_same_bits(judge):
+    check_seeds(judge, range(12), 2)
+
+
+@pytest.mark.further
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_hundred_random_programs_have_the_same_bits(judge, ranks):
+    check_seeds(judge, range(100), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_thousand_random_programs_have_the_same_bits(judge, ranks):
+    check_seeds(judge, range(1000), ranks)
+
+
+def check(ranks, program):
+    """A program by hand, whatever symmplan refuses of it: that on all ranks alike."""
+    results = ranks.run(compared, program)
+    for result in results:
+        assert result["unsupported"] is None
+        assert result["refused"] == results[0]["refused"]
+    assert not verdict([{**result, "refused": None} for result in results])
+    return results
+
+
+def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
+    """What is kept from then on must not belong to that mode."""
+    check(
+        two,
+        Program(
+            ranks=2,
+            units=(Unit(), Unit(hidden=8)),
+            acts=(("train",), ("evaluate", "inference"), *[("train",)] * 3),
+            flat=True,
+            hold=(0, 4),
+        ),
+    )
+
+
+FOUR = {"ranks": 2, "units": (Unit(),) * 4}
+USUAL = (("train",), ("train",))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        (("after_forward", False, True), ("train",)),
+        (("after_forward", False, True), ("postpone",)),
+        (("unshard_all", False, True), ("postpone",)),
+        (("unshard_all", True, True), ("postpone",)),
+        (("train", 2, True, False), ("train", 2, True, False)),
+    ],
+)
+def test_modules_make_room_while_graphs_have_views_of_their_parameters(two, then):
+    """They are resharded until their backward passes, and leave when these are done."""
+    acts = (*USUAL, ("postpone",), *then, ("catch_up",), *USUAL)
+    for result in check(two, Program(**FOUR, acts=acts)):
+        assert result["refused"] is None
+        assert result["counts"]["other modules' parameters were needed at the same time"] > 0
+        # One for that, and one for gathers that came late in each of the acts before.
+        assert 1 <= result["counts"]["replans"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("others", "postponed", "refused"),
+    [
+        ((0, 2), False, False),  # block 2 has no graph yet, and leaves
+        ((0, 2), True, True),
+        ((2, 0), False, True),
+        ((0, 3), True, False),  # their bytes are apart
+    ],
+)
+def test_two_modules_with_graphs_in_use_at_once_are_refused_by_all_ranks(
+    two, others, postponed, refused
+):
+    between = (("cross", *others),)
+    if postponed:
+        between = (("postpone",), *between, ("catch_up",))
+    for result in check(two, Program(**FOUR, acts=(*USUAL, *between, *USUAL))):
+        assert (result["refused"] is not None) == refused
+        if refused:
+            assert f"'parts.{others[1]}' needs its parameters while" in result["refused"]
+            assert "fix: call handle.remove()" in result["refused"]
