@@ -66,8 +66,8 @@ AGREED = {
         scatters served shape target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Gathered fsdp_params _sharded_param_data _all_gather_process_group _all_gather_result _group is_sharded is_unsharded
-        only_backward_needs unshard_in_backward
+        Gathered fsdp_params _sharded_param_data _all_gather_process_group _all_gather_result
+        _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
     "where the program runs": "_device _stream",
     "methods that the program gave FSDP2's class": "_of_class _replaced",
