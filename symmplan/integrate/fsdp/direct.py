@@ -42,6 +42,7 @@ from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
 from symmplan.place.observe import launching
 from symmplan.torch_private import autograd, c10d, fsdp2
+from symmplan.torch_private import fsdp2_in_place as in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,11 +78,8 @@ class Direct:
         self._wanted: tuple[Key, tuple[Any, Any]] | None = None
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
-        self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
-        self._of_class = [getattr(type(group), name) for name in fsdp2.REPLACED]
-        group.unshard = self.unshard
-        group.wait_for_unshard = self.wait_for_unshard
-        group._to_sharded = self.to_sharded
+        ours = (self.unshard, self.wait_for_unshard, self.to_sharded)
+        self._methods = in_place.Methods(group, ours)
 
     @property
     def parameters(self) -> list[Any]:
@@ -125,12 +123,12 @@ class Direct:
         if not self._looked:
             self._look()
         there = self._is_there()
-        if self._home is not None and not there and not self._is_torchs():
+        if self._home is not None and not there and not self._methods.unchanged():
             free = not autograd.in_backward()
             if free and self._everywhere(self.can_leave):
                 self.leave()
         if self._layout is None:
-            self._own("unshard", async_op)
+            self._methods.own("unshard", async_op)
             return
         if there or (self._put_off and not self.start_early()):
             return
@@ -139,7 +137,7 @@ class Direct:
         key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
         if self._home is None:
-            self._own("unshard", async_op)
+            self._methods.own("unshard", async_op)
             return
         streams = self._streams(async_op=async_op)
         if not self._runtime.occupancy.crowded(self):
@@ -168,41 +166,41 @@ class Direct:
         Collective: where the gather was put off.
         """
         group, home = self._group, self._home
-        if home is not None and group._all_gather_result is None and self._put_off:
+        if home is not None and in_place.result_of(group) is None and self._put_off:
             self._put_off = False
             key = self.key(backward=autograd.in_backward())
             self._start(key, home, self._streams(async_op=False))
-        result = group._all_gather_result
+        result = in_place.result_of(group)
         if home is None or not (result is None or isinstance(result, Gathered)):
             if self._put_off and result is None:
-                self._own("unshard", False)
+                self._methods.own("unshard", False)
             self._put_off = False
-            self._own("wait_for_unshard")
+            self._methods.own("wait_for_unshard")
             return
-        in_backward = group._training_state.name == "PRE_BACKWARD"
+        in_backward = in_place.state_name(group) == "PRE_BACKWARD"
         if result is None:
             if in_backward and group.is_unsharded:
                 self._runtime.counts.reused += self._kept is not None
                 if self._saved is not None:  # its graph reads where it has views
                     self._put_back(home)
             return
-        fsdp2.release_gather(group)
+        in_place.release_gather(group)
         if result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
         if self._saved is None:
             home.move_in(group.fsdp_params)
         else:
             self._put_back(home)
-        group._to_unsharded()
-        group._all_gather_result = None
+        in_place.has_unsharded(group)
+        in_place.set_result(group, None)
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
         group = self._group
         was = group.is_sharded
-        self._own("_to_sharded")
+        self._methods.own("_to_sharded")
         if not was:
-            self._let_go(after_forward=group._training_state.name == "FORWARD")
+            self._let_go(after_forward=in_place.state_name(group) == "FORWARD")
 
     # What the runtime and other modules ask.
 
@@ -238,7 +236,7 @@ class Direct:
         if group.is_unsharded and home.viewed and not fsdp2.only_backward_needs(group):
             return False
         self._runtime.memory.displaced += 1
-        result = group._all_gather_result
+        result = in_place.result_of(group)
         if result is not None and result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
         synchronize(group.device)
@@ -270,41 +268,24 @@ class Direct:
 
         Collective: no.
         """
-        group = self._group
         self._forget()
         self._move_out()
         if self._kept is not None:
             self._kept()
             self._kept = None
-        for name, before in self._replaced.items():
-            group.__dict__.pop(name, None)
-            if before is not None:
-                setattr(group, name, before)
+        self._methods.put_back()
 
     def _is_there(self) -> bool:
         """Whether FSDP2 need not gather."""
         group = self._group
         return self.has_bytes or (
-            not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
+            not group.unshard_in_backward and in_place.state_name(group) == "PRE_BACKWARD"
         )
-
-    def _own(self, name: str, *args: Any) -> None:
-        """What the group would do without us; also what somebody gave its class meanwhile."""
-        before = self._replaced[name]
-        if before is None:
-            getattr(type(self._group), name)(self._group, *args)
-        else:
-            before(*args)
-
-    def _is_torchs(self) -> bool:
-        """Whether the class's methods are those of the beginning."""
-        kind = type(self._group)
-        return [getattr(kind, name) for name in fsdp2.REPLACED] == self._of_class
 
     def _look(self) -> None:
         self._looked = True
         found: Layout | str = OTHERS
-        if self._is_torchs() and fsdp2.has_torchs_methods(self._group):
+        if self._methods.unchanged() and in_place.has_torchs_methods(self._group):
             found = layout_of(self._group)
         if isinstance(found, Layout):
             self._layout = found
@@ -327,10 +308,9 @@ class Direct:
 
     def _forget(self) -> bool:
         """Forget a gather that nobody waited for. Whether there was one."""
-        result = self._group._all_gather_result
-        if not isinstance(result, Gathered):
+        if not isinstance(in_place.result_of(self._group), Gathered):
             return False
-        self._group._all_gather_result = None
+        in_place.set_result(self._group, None)
         return True
 
     def _let_go(self, *, after_forward: bool = False) -> None:
@@ -352,10 +332,7 @@ class Direct:
         group = self._group
         if group.device.type != "cuda":
             return None, None
-        streams: tuple[Any, Any] = group.comm_ctx.get_all_gather_streams(
-            async_op, group._training_state
-        )
-        return streams
+        return in_place.gather_streams(group, async_op=async_op)
 
     def _start(self, key: Key, home: Home, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
@@ -364,7 +341,7 @@ class Direct:
         runtime.gathering(self, key)
         if free:
             self._loan = self._new_loan(home)
-            group._all_gather_result = Gathered(self._fill(key, home, streams, self._loan))
+            in_place.set_result(group, Gathered(self._fill(key, home, streams, self._loan)))
             return
         if home.viewed:
             raise self._crowd(home)
@@ -372,7 +349,7 @@ class Direct:
             self._fill(key, home, streams, None)
             synchronize(group.device)
             self._saved = home.copied()
-        group._all_gather_result = Gathered()
+        in_place.set_result(group, Gathered())
 
     def _put_back(self, home: Home) -> None:
         """What was gathered, into the placement; or elsewhere if somebody is there."""
@@ -418,7 +395,7 @@ class Direct:
             if loan is not None:
                 home.users.take(home.begin, home.end, loan)
 
-        shards = [p._sharded_param_data for p in self._group.fsdp_params]
+        shards = [in_place.shard_of(p) for p in self._group.fsdp_params]
         with torch.no_grad(), autograd.shown(self._shown):
             if not home.is_cuda:
                 take()
