@@ -12,14 +12,14 @@ import torch.distributed as dist
 @contextlib.contextmanager
 def flat():
     """FSDP2 as a torch has it in which parameter groups have other methods."""
-    from symmplan.torch_private import fsdp2
+    from symmplan.torch_private import fsdp2_in_place
 
-    known = fsdp2.can_be_replaced
-    fsdp2.can_be_replaced = lambda _: False
+    known = fsdp2_in_place.can_be_replaced
+    fsdp2_in_place.can_be_replaced = lambda _: False
     try:
         yield
     finally:
-        fsdp2.can_be_replaced = known
+        fsdp2_in_place.can_be_replaced = known
 
 
 def in_flat_buffers(rank, world, program, *args):

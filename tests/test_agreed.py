@@ -39,7 +39,7 @@ LAUNCHES = {
     "in_place",
     "plain",
     "meet",
-    "_own",  # FSDP2's own method
+    "call_own",  # FSDP2's own method
     "scatters",
 }
 #: What decides besides, and asks the ranks itself.
@@ -66,11 +66,11 @@ AGREED = {
         scatters served shape target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Gathered fsdp_params _sharded_param_data _all_gather_process_group _all_gather_result
+        Gathered fsdp_params shard_of result_of state_name _all_gather_process_group
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
     "where the program runs": "_device _stream",
-    "methods that the program gave FSDP2's class": "_of_class _replaced",
+    "methods that the program gave FSDP2's class": "unchanged",
 }
 #: What a rank sees by itself: in which functions, and what these do besides launching.
 LOCAL = {

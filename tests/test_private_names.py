@@ -11,14 +11,9 @@ import pytest
 from test_package import _imports as imports
 from test_package import _sources as sources
 
+from symmplan.torch_private.table import SEAMS
+
 TESTS = pathlib.Path(__file__).parent
-#: Documented, though their names do not look it.
-DOCUMENTED = ("_ops.", "_subclasses.", "_foreach_", "utils._pytree.", "utils._python_dispatch.")
-#: Who stands on what has no public names: torch's registry, and the compilers.
-STANDS_ON = {
-    "integrate/compile/backend.py": ("_dynamo.", "_functorch.", "_inductor."),
-    "integrate/compile/inductor.py": ("_functorch.", "_inductor."),
-}
 
 
 def private_names(files: dict[str, str]) -> list[str]:
@@ -27,27 +22,124 @@ def private_names(files: dict[str, str]) -> list[str]:
     for path, source in sorted(files.items()):
         if path.startswith("torch_private/"):
             continue
-        tree, alias = ast.walk(ast.parse(source)), {}
+        alias = aliases(source)
         names = [name for name, _, _ in imports(source, "symmplan")]
-        for node in tree:
-            if isinstance(node, ast.Import):
-                alias.update((n.asname or n.name, n.name) for n in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                alias.update((n.asname or n.name, f"{node.module}.{n.name}") for n in node.names)
-            elif isinstance(node, ast.Attribute):
-                first, _, rest = ast.unparse(node).partition(".")
-                names.append(f"{alias.get(first, first)}.{rest}")
-        known = tuple(f"torch.{n}" for n in (*DOCUMENTED, *STANDS_ON.get(path, ())))
+        tree = ast.walk(ast.parse(source))
+        names += [named(node, alias) for node in tree if isinstance(node, ast.Attribute)]
         for name in dict.fromkeys(names):
             private = re.fullmatch(r"torch(\.\w+)*?\._[A-Za-z]\w*(\.\w+)*", name)
-            parts = f"{name}."
-            if private and not name.startswith("torch.ops.") and not parts.startswith(known):
+            if private and not name.startswith("torch.ops."):
                 found.append(f"{path}: {name}")
     return found
 
 
+def aliases(source: str) -> dict[str, str]:
+    """``{name in a file: what was imported}``."""
+    alias = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            alias.update((n.asname or n.name, n.name) for n in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            alias.update((n.asname or n.name, f"{node.module}.{n.name}") for n in node.names)
+    return alias
+
+
+def named(node: ast.expr, alias: dict[str, str]) -> str:
+    """What a name or an attribute is, with the names of imports in place of the file's own."""
+    first, dot, rest = ast.unparse(node).partition(".")
+    return f"{alias.get(first, first)}{dot}{rest}"
+
+
+def patches(files: dict[str, str]) -> list[str]:
+    """Attributes of torch that are replaced outside of ``torch_private``."""
+    found = []
+    for path, source in sorted(files.items()):
+        if path.startswith("torch_private/"):
+            continue
+        alias = aliases(source)
+        for node in ast.walk(ast.parse(source)):
+            name = ""
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                name = named(node, alias)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+                name = named(node.args[0], alias)
+            if name.startswith("torch."):
+                found.append(f"{path}:{node.lineno}: {name}")
+    return found
+
+
+def unlisted(files: dict[str, str]) -> list[str]:
+    """Private names that ``torch_private`` uses, of which no row of its table tells."""
+    told = {part for seam in SEAMS for name in seam.targets for part in re.findall(r"\w+", name)}
+    for path, source in files.items():
+        if path.startswith("torch_private/"):
+            told |= own_names(source)
+    found = []
+    for path, source in sorted(files.items()):
+        if not path.startswith("torch_private/") or "/table/" in path:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            names = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*(node.module or "").split("."), *(name.name for name in node.names)]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                names = [n.value for n in node.args[1:2] if isinstance(n, ast.Constant)]
+            private = (n for n in names if re.fullmatch(r"_[a-zA-Z]\w*", str(n)))
+            found += [f"{path}:{node.lineno}: {name}" for name in private if name not in told]
+    return found
+
+
+def own_names(source: str) -> set[str]:
+    """Private names that a file gives to its own functions, classes and attributes."""
+    own = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+    return own
+
+
 def test_private_names_of_torch_are_in_one_place():
     assert private_names(sources()) == []
+
+
+def test_patches_of_torch_are_in_one_place():
+    assert patches(sources()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.cuda.synchronize = len",
+        "import torch\nfrom torch import nn\nnn.Module.__init__ = len",
+        "import torch\nsetattr(torch.cuda.Event, 'record', len)",
+        "import torch\ndel torch.nn.Module.forward",
+    ],
+)
+def test_the_check_of_patches_can_fail(source):
+    assert patches({"place/x.py": source})
+    assert not patches({"torch_private/x.py": source})
+
+
+def test_every_private_name_has_a_row_that_says_what_rests_on_it():
+    assert unlisted(sources()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._no_such_name()",
+        "from torch._C import _no_such_name",
+        "def f(group):\n    return group._no_such_name",
+        "def f(group):\n    return getattr(group, '_no_such_name', None)",
+    ],
+)
+def test_the_check_of_rows_can_fail(source):
+    (found,) = unlisted({"torch_private/x.py": source})
+    assert found.endswith("_no_such_name")
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class CudaWatch:
     @contextlib.contextmanager
     def watching(self, timeline: Timeline) -> Iterator[None]:
         """Look at `torch.cuda`'s events and streams while inside."""
-        import torch
+        from symmplan.torch_private import devices
 
         def number(stream: Any) -> int | None:
             return self.current() if stream is None else getattr(stream, "cuda_stream", None)
@@ -163,30 +163,16 @@ class CudaWatch:
         def finished(stream: Any) -> None:
             timeline.host_waits(timeline.record(stream.cuda_stream))
 
-        with (
-            _followed(torch.cuda.Event, "record", recorded),
-            _followed(torch.cuda.Event, "wait", waited),
-            _followed(torch.cuda.Event, "synchronize", synchronized),
-            _followed(torch.cuda.Stream, "synchronize", finished),
-            _followed(torch.cuda, "synchronize", lambda *_, **__: timeline.device_waits()),
+        with devices.followed(
+            {
+                "Event.record": recorded,
+                "Event.wait": waited,
+                "Event.synchronize": synchronized,
+                "Stream.synchronize": finished,
+                "cuda.synchronize": lambda *_, **__: timeline.device_waits(),
+            }
         ):
             yield
-
-
-@contextlib.contextmanager
-def _followed(owner: Any, name: str, after: Callable[..., None]) -> Iterator[None]:
-    """Call ``after`` behind each call of a function of ``owner``, with its arguments."""
-    function = getattr(owner, name)
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-        after(*args, **kwargs)
-
-    setattr(owner, name, run)
-    try:
-        yield
-    finally:
-        setattr(owner, name, function)
 
 
 def with_streams(

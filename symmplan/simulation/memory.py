@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from symmplan.torch_private.autograd import local_part
+from symmplan.torch_private.fake_world import followed_memory
 from symmplan.torch_private.ops import tree_leaves
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Storages:
 
     def seen(self, tensor: torch.Tensor) -> _Storage:
         """The storage of a tensor; of a DTensor, of its part."""
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         key = storage._cdata
         found = self._live.get(key)
         if found is not None:
@@ -87,45 +88,22 @@ class Storages:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While inside, storages are sorted, and those that are resized noticed."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            found = self._live.get(storage._cdata)
-            if found is not None:
-                self._resize(found[0], size)
-            return result
-
-        init = torch.nn.Module.__init__
-
-        @functools.wraps(init)
-        def init_(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._modules.add(module)
-            init(module, *args, **kwargs)
-
         hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._before(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._after(optimizer)),
         ]
-        backward = torch.autograd.backward
-
-        @functools.wraps(backward)
-        def backward_(*args: Any, **kwargs: Any) -> None:
-            backward(*args, **kwargs)
-            self._sort_modules()
-
-        storages: Any = torch.UntypedStorage
-        modules: Any = torch.nn.Module
-        storages.resize_, modules.__init__ = resize_, init_
-        torch.autograd.backward = backward_
         try:
-            yield
-            self._sort_modules()
+            with followed_memory(self._resized, self._modules.add, self._sort_modules):
+                yield
+                self._sort_modules()
         finally:
-            storages.resize_, modules.__init__ = resize, init
-            torch.autograd.backward = backward
             for hook in hooks:
                 hook.remove()
+
+    def _resized(self, storage: Any, size: int) -> None:
+        found = self._live.get(storage._cdata)
+        if found is not None:
+            self._resize(found[0], size)
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         self._sort(p for group in optimizer.param_groups for p in group["params"])

@@ -28,6 +28,11 @@ def has_saved_tensor_hooks() -> bool:
     return top(True) is not None
 
 
+def local_part(tensor: Any) -> Any:
+    """A DTensor's part on this rank; others are their own."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Writes to ``tensor`` inside do not count as changes for autograd."""
     from torch.autograd import grad_mode

@@ -92,7 +92,8 @@ def boxed(run: Callable[..., Any]) -> Any:
 
 def takes_a_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """``run``, which takes its arguments in one list, known for that by AOTAutograd."""
-    run._boxed_call = True  # type: ignore[attr-defined]
+    marks = vars(boxed(run)).items()  # how torch marks such a function
+    vars(run).update((name, value) for name, value in marks if not name.startswith("__"))
     return run
 
 

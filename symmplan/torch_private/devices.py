@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.torch_private.table.ops import STREAMS
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
 #: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED.
 _MULTICAST = 132
@@ -57,6 +60,26 @@ def current_stream_of(device: torch.device) -> Callable[[], int]:
     if get is None:
         return lambda: int(torch.cuda.current_stream(index).cuda_stream)
     return functools.partial(get, index)
+
+
+def followed(after: Mapping[str, Callable[..., None]]) -> AbstractContextManager[None]:
+    """While inside, functions of `torch.cuda` and its classes are followed by others.
+
+    Args:
+        after: ``{"Event.record": called behind each call, with its arguments}``.
+    """
+
+    def behind(name: str, then: Callable[..., None]) -> Callable[..., None]:
+        owner, _, method = name.rpartition(".")
+        function = getattr(torch.cuda if owner == "cuda" else getattr(torch.cuda, owner), method)
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            function(*args, **kwargs)
+            then(*args, **kwargs)
+
+        return run
+
+    return STREAMS.replaced(**{name: behind(name, then) for name, then in after.items()})
 
 
 def _index(device: torch.device) -> int:

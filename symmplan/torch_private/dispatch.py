@@ -61,6 +61,11 @@ def keyset_below_modes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return keys
 
 
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into others, and cast them; in one kernel where torch has it."""
+    torch._foreach_copy_(targets, sources)
+
+
 def nobody_looks() -> Callable[[torch.Tensor], bool]:
     """Tells of a tensor whether an op on it may go past the dispatcher.
 

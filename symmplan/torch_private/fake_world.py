@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["Watch", "fake_world", "in_pipeline", "needs_bytes", "reads_values"]
+__all__ = [
+    "Watch",
+    "fake_world",
+    "followed_memory",
+    "in_pipeline",
+    "needs_bytes",
+    "reads_values",
+]
 
 #: What is raised where a program asks for the value of a fake tensor.
 _READS = tuple(
@@ -160,6 +167,39 @@ def fake_world(
                 os.environ[name] = value
         dist.destroy_process_group()
         _forget()
+
+
+def followed_memory(
+    resized: Callable[[Any, int], None],
+    built: Callable[[torch.nn.Module], None],
+    backward_done: Callable[[], None],
+) -> AbstractContextManager[None]:
+    """While inside, storages that change their size, new modules and backward passes are told.
+
+    Args:
+        resized: Called with a storage and its new size in bytes.
+        built: Called with a module before it has anything.
+        backward_done: Called behind each backward pass.
+    """
+    resize: Any = torch.UntypedStorage.resize_
+    init, backward = torch.nn.Module.__init__, torch.autograd.backward
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        resized(storage, size)
+        return result
+
+    @functools.wraps(init)
+    def init_(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        built(module)
+        init(module, *args, **kwargs)
+
+    @functools.wraps(backward)
+    def backward_(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        backward_done()
+
+    return rows.FAKE_MEMORY.replaced(resize_=resize_, __init__=init_, backward=backward_)
 
 
 def _patches(

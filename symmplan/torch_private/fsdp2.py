@@ -54,69 +54,6 @@ def comm_bases() -> tuple[type, type]:
     return AllGather, ReduceScatter
 
 
-#: What `symmplan.integrate.fsdp.direct` uses of a parameter group and of its parameters.
-_SEAM_OF_GROUP = (
-    "_all_gather_process_group",
-    "_all_gather_result",
-    "_to_sharded",
-    "_to_unsharded",
-    "_training_state",
-    "_use_post_forward_mesh",
-    "comm_ctx",
-    "device",
-    "fsdp_params",
-    "is_sharded",
-    "is_unsharded",
-    "mesh_info",
-    "post_forward_mesh_info",
-    "unshard",
-    "unshard_in_backward",
-    "wait_for_unshard",
-)
-_SEAM_OF_PARAMETER = (
-    "_contiguous_orig_stride",
-    "_orig_size",
-    "_sharded_local_tensor",
-    "_sharded_param_data",
-    "all_gather_outputs",
-    "alloc_all_gather_outputs",
-    "free_unsharded_param",
-    "fsdp_placement",
-    "init_unsharded_param",
-    "offload_to_cpu",
-    "orig_dtype",
-    "param_dtype",
-)
-
-
-def has_direct_seam(group: Any) -> bool:
-    """Whether an FSDP2 parameter group has what its direct form replaces and uses.
-
-    After its lazy initialization; before, only what it replaces can be seen.
-    """
-    return (
-        all(hasattr(group, name) for name in _SEAM_OF_GROUP)
-        and all(hasattr(p, name) for p in group.fsdp_params for name in _SEAM_OF_PARAMETER)
-        and hasattr(group.comm_ctx, "get_all_gather_streams")
-    )
-
-
-#: The methods that the direct form of a parameter group replaces.
-REPLACED = ("unshard", "wait_for_unshard", "_to_sharded")
-
-
-def can_be_replaced(group: Any) -> bool:
-    """Whether an FSDP2 parameter group has the methods that its direct form replaces."""
-    return all(hasattr(group, name) for name in REPLACED)
-
-
-def has_torchs_methods(group: Any) -> bool:
-    """Whether the class of a parameter group has them from torch, not from somebody else."""
-    methods = [getattr(type(group), name) for name in REPLACED]
-    names = [getattr(method, "__globals__", {}).get("__name__", "") for method in methods]
-    return all(name.startswith("torch.distributed.fsdp.") for name in names)
-
-
 def group_methods(group: Any) -> list[str]:
     """The methods of a parameter group in which its collectives are issued and awaited."""
     names = ("unshard", "wait_for_unshard", "post_backward")
@@ -126,11 +63,6 @@ def group_methods(group: Any) -> list[str]:
 def shards(group: Any) -> bool:
     """Whether a parameter group is sharded, not only replicated."""
     return getattr(getattr(group, "mesh_info", None), "shard_mesh_dim", None) is not None
-
-
-def one_mesh(group: Any) -> bool:
-    """Whether every parameter of a group is resharded to the mesh it is sharded on."""
-    return getattr(group, "post_forward_mesh_info", None) in (None, group.mesh_info)
 
 
 def in_step(group: Any) -> bool:
@@ -182,7 +114,7 @@ def dtype_of_gradients(group: Any) -> Any:
     more = (
         getattr(group, "_is_hsdp", True),
         getattr(group, "_all_reduce_hook", True),
-        getattr(group, "force_sum_reduction_for_comms", False),
+        getattr(group, "force_sum_reduction_for_comms", True),
         any(
             p.sharded_param.requires_grad and getattr(p.sharded_param, "grad_dtype", dtype) != dtype
             for p in group.fsdp_params
@@ -259,21 +191,6 @@ def _adds_gradients() -> bool:
         "sharded_size",
         "contiguous_sharded_stride",
     } <= sizes
-
-
-def release_gather(group: Any) -> None:
-    """Let go of the flat all-gather that FSDP2 keeps until the next one has been waited for."""
-    context = group.comm_ctx
-    if group._training_state.name != "FORWARD":
-        return
-    release = getattr(context, "release_all_gather_state_for_comm_reuse", None)
-    if release is not None:
-        release()
-        return
-    state = context.all_gather_state
-    if state is not None:
-        group._wait_all_gather_streams_on_event(state.event)
-        context.all_gather_state = None
 
 
 #: ``{address of a reduce-scatter's input: (it, what takes the gradients instead)}``, until they are

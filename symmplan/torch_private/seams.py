@@ -58,6 +58,10 @@ def names(where: str, text: str) -> tuple[str, ...]:
     return tuple(" | ".join(before + n for n in one.split("|")) for one in text.split())
 
 
+#: What a class had in the place of an attribute that is not its own.
+_INHERITED = object()
+
+
 @frozen
 class Seam:
     """Private names of torch that one thing rests on.
@@ -124,15 +128,15 @@ class Seam:
             MissingSeamError: One of them is not there, and correctness rests on it.
         """
         before = [
-            (owner, name, vars(owner)[name]) for name in values for owner in self._owners(name)
+            (owner, name.rpartition(".")[2], value)
+            for name, value in values.items()
+            for owner in self._owners(name)
         ]
-        try:
-            for owner, name, _ in before:
-                setattr(owner, name, values[name])
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
             for owner, name, value in before:
+                stack.callback(_put_back, owner, name, vars(owner).get(name, _INHERITED))
                 setattr(owner, name, value)
+            yield
 
     def _owners(self, name: str) -> list[Any]:
         """What has the attribute that targets end with."""
@@ -142,6 +146,13 @@ class Seam:
         if self.carries == "correctness" and len(there) < len(targets):
             raise self.error(*(t for t in targets if t not in there))
         return [_find(t.rpartition("." if "." in t.partition(":")[2] else ":")[0]) for t in there]
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    if value is _INHERITED:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def _find(path: str) -> Any:

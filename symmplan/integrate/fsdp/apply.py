@@ -16,7 +16,7 @@ from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options
 from symmplan.place.stats import Stats
-from symmplan.torch_private import fsdp2
+from symmplan.torch_private import fsdp2, fsdp2_in_place
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def apply(
     else:
         runtime = SimulatedRuntime(options, len(found), live_gathers, world)
     for site, module, group, gather, scatter in found:
-        if fsdp2.can_be_replaced(group):
+        if fsdp2_in_place.can_be_replaced(group):
             runtime.planning.directs.append(Direct(runtime, site, group))
         else:
             runtime.planning.flat[site] = NO_SEAM

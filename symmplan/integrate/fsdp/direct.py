@@ -40,7 +40,7 @@ from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
 from symmplan.place.observe import launching
-from symmplan.torch_private import autograd, c10d, fsdp2
+from symmplan.torch_private import autograd, c10d, fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,11 +78,8 @@ class Direct:
         self._asked: tuple[list[torch.Tensor], Any] | None = None
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
-        self._replaced = {name: group.__dict__.get(name) for name in fsdp2.REPLACED}
-        self._of_class = [getattr(type(group), name) for name in fsdp2.REPLACED]
-        group.unshard = self.unshard
-        group.wait_for_unshard = self.wait_for_unshard
-        group._to_sharded = self.to_sharded
+        ours = (self.unshard, self.wait_for_unshard, self.to_sharded)
+        self._methods = fsdp2_in_place.Methods(group, ours)
 
     @property
     def parameters(self) -> list[Any]:
@@ -126,12 +123,12 @@ class Direct:
         if not self._looked:
             self._look()
         there = self._is_there()
-        if self._home is not None and not there and not self._is_torchs():
+        if self._home is not None and not there and not self._methods.unchanged():
             free = not autograd.in_backward()
             if free and self._everywhere(self.can_leave):
                 self.leave()
         if self._layout is None:
-            self._own("unshard", async_op)
+            self._methods.call_own("unshard", async_op)
             return
         if there or (self._put_off and not self.start_early()):
             return
@@ -140,7 +137,7 @@ class Direct:
         key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
         if self._home is None:
-            self._own("unshard", async_op)
+            self._methods.call_own("unshard", async_op)
             return
         streams = self._streams(async_op=async_op)
         if not self._runtime.occupancy.crowded(self):
@@ -170,41 +167,41 @@ class Direct:
         Collective: where the gather was put off.
         """
         group, home = self._group, self._home
-        if home is not None and group._all_gather_result is None and self._put_off:
+        if home is not None and fsdp2_in_place.result_of(group) is None and self._put_off:
             self._put_off = False
             key = self.key(backward=autograd.in_backward())
             self._start(key, home, self._streams(async_op=False))
-        result = group._all_gather_result
+        result = fsdp2_in_place.result_of(group)
         if home is None or not (result is None or isinstance(result, Gathered)):
             if self._put_off and result is None:
-                self._own("unshard", False)
+                self._methods.call_own("unshard", False)
             self._put_off = False
-            self._own("wait_for_unshard")
+            self._methods.call_own("wait_for_unshard")
             return
-        in_backward = group._training_state.name == "PRE_BACKWARD"
+        in_backward = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
         if result is None:
             if in_backward and group.is_unsharded:
                 self._runtime.counts.reused += self._kept is not None
                 if self._saved is not None:  # its graph reads where it has views
                     self._put_back(home)
             return
-        fsdp2.release_gather(group)
+        fsdp2_in_place.release_gather(group)
         if result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
         if self._saved is None:
             home.move_in(group.fsdp_params)
         else:
             self._put_back(home)
-        group._to_unsharded()
-        group._all_gather_result = None
+        fsdp2_in_place.has_unsharded(group)
+        fsdp2_in_place.set_result(group, None)
 
     def to_sharded(self) -> None:
         """The module is done with the parameters."""
         group = self._group
         was = group.is_sharded
-        self._own("_to_sharded")
+        self._methods.call_own("_to_sharded")
         if not was:
-            self._let_go(after_forward=group._training_state.name == "FORWARD")
+            self._let_go(after_forward=fsdp2_in_place.state_name(group) == "FORWARD")
 
     # What the runtime and other modules ask.
 
@@ -217,7 +214,7 @@ class Direct:
     def has_bytes(self) -> bool:
         """Whether FSDP2 has gathered the parameters, or begun to, and has not released them."""
         # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
-        return self._group.is_unsharded or self._group._all_gather_result is not None
+        return self._group.is_unsharded or fsdp2_in_place.result_of(self._group) is not None
 
     @property
     def awaits_backward(self) -> bool:
@@ -230,7 +227,7 @@ class Direct:
         And whether no gather is under way, which another one could not stand for: it would read
         shards as they are by then.
         """
-        begun = isinstance(self._group._all_gather_result, Gathered) or self._put_off
+        begun = isinstance(fsdp2_in_place.result_of(self._group), Gathered) or self._put_off
         return self._home is None or not (self._home.viewed or begun)
 
     def step_aside(self) -> bool:
@@ -245,7 +242,7 @@ class Direct:
         if group.is_unsharded and home.viewed and not fsdp2.only_backward_needs(group):
             return False
         self._runtime.memory.displaced += 1
-        result = group._all_gather_result
+        result = fsdp2_in_place.result_of(group)
         if result is not None and result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
         synchronize(group.device)
@@ -273,42 +270,25 @@ class Direct:
 
         Collective: no.
         """
-        group = self._group
-        if isinstance(group._all_gather_result, Gathered):
-            group._all_gather_result = None
+        if isinstance(fsdp2_in_place.result_of(self._group), Gathered):
+            fsdp2_in_place.set_result(self._group, None)
         self._move_out()
         if self._kept is not None:
             self._kept()
             self._kept = None
-        for name, before in self._replaced.items():
-            group.__dict__.pop(name, None)
-            if before is not None:
-                setattr(group, name, before)
+        self._methods.put_back()
 
     def _is_there(self) -> bool:
         """Whether FSDP2 need not gather."""
         group = self._group
         return self.has_bytes or (
-            not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
+            not group.unshard_in_backward and fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
         )
-
-    def _own(self, name: str, *args: Any) -> None:
-        """What the group would do without us; also what somebody gave its class meanwhile."""
-        before = self._replaced[name]
-        if before is None:
-            getattr(type(self._group), name)(self._group, *args)
-        else:
-            before(*args)
-
-    def _is_torchs(self) -> bool:
-        """Whether the class's methods are those of the beginning."""
-        kind = type(self._group)
-        return [getattr(kind, name) for name in fsdp2.REPLACED] == self._of_class
 
     def _look(self) -> None:
         self._looked = True
         found: Layout | str = OTHERS
-        if self._is_torchs() and fsdp2.has_torchs_methods(self._group):
+        if self._methods.unchanged() and fsdp2_in_place.has_torchs_methods(self._group):
             found = layout_of(self._group)
         if isinstance(found, Layout):
             self._layout = found
@@ -348,13 +328,10 @@ class Direct:
         group = self._group
         if group.device.type != "cuda":
             return None, None
-        streams: tuple[Any, Any] = group.comm_ctx.get_all_gather_streams(
-            async_op, group._training_state
-        )
-        return streams
+        return fsdp2_in_place.gather_streams(group, async_op=async_op)
 
     def _shards(self) -> list[torch.Tensor]:
-        return [p._sharded_param_data for p in self._group.fsdp_params]
+        return [fsdp2_in_place.shard_of(p) for p in self._group.fsdp_params]
 
     def _copied_shards(self, stream: Any) -> tuple[list[torch.Tensor], Any]:
         """Copies of the shards as FSDP2 would gather them now, and an event behind that."""
@@ -371,7 +348,7 @@ class Direct:
         runtime.gathering(self, key)
         if free:
             self._loan = self._new_loan(home)
-            group._all_gather_result = Gathered(self._fill(key, home, streams, self._loan))
+            fsdp2_in_place.set_result(group, Gathered(self._fill(key, home, streams, self._loan)))
             return
         if home.viewed:
             raise home.no_room()
@@ -379,7 +356,7 @@ class Direct:
             self._fill(key, home, streams, None)
             synchronize(group.device)
             self._saved = home.copied()
-        group._all_gather_result = Gathered()
+        fsdp2_in_place.set_result(group, Gathered())
 
     def _put_back(self, home: Home) -> None:
         """What was gathered, into the placement; or elsewhere if somebody is there."""

@@ -19,7 +19,7 @@ from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream, synchronize
 from symmplan.place.loans import lend
-from symmplan.torch_private import autograd, c10d, dispatch
+from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +103,7 @@ class Home:
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
         """Cast shards into this rank's parts, in one kernel where torch has it."""
-        torch._foreach_copy_(self._parts, list(shards))
+        dispatch.copy_each(self._parts, list(shards))
 
     @own_work
     def gather(self) -> None:
@@ -135,15 +135,7 @@ class Home:
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, storage in zip(parameters, self._storages, strict=True):
-                parameter.all_gather_outputs = [storage]
-                parameter.free_unsharded_param = _nothing
-                old = _local(parameter)
-                if old is None or old.is_inference():
-                    parameter.__dict__.pop("_unsharded_param", None)
-                    parameter.init_unsharded_param()
-                else:
-                    size, stride = parameter._orig_size, parameter._contiguous_orig_stride
-                    old.data = torch.as_strided(storage, size, stride)
+                fsdp2_in_place.lend(parameter, storage)
         self.bound = True
         self._alone = self._in_use() - views
 
@@ -162,14 +154,10 @@ class Home:
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, storage in zip(parameters, self._storages, strict=True):
-                parameter.__dict__.pop("free_unsharded_param", None)
                 own = torch.empty_like(storage)
-                parameter.all_gather_outputs = [own]
-                old = _local(parameter)
-                size, stride = parameter._orig_size, parameter._contiguous_orig_stride
-                old.data = torch.as_strided(own, size, stride)
+                fsdp2_in_place.take_back(parameter, own)
                 if for_good and views:
-                    torch.autograd.graph.increment_version(old)
+                    torch.autograd.graph.increment_version(fsdp2_in_place.unsharded(parameter))
                 if filled:
                     own.copy_(storage)
                 else:
@@ -234,18 +222,8 @@ class Home:
 def _held(parameters: Sequence[Any]) -> bool:
     """Whether anybody else refers to the storages that FSDP2 made, as a graph does."""
     return any(
-        hasattr(p, "_unsharded_param")
+        fsdp2_in_place.unsharded(p) is not None
         and dispatch.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
         for p in parameters
         for output in p.all_gather_outputs
     )
-
-
-def _local(parameter: Any) -> Any:
-    """The unsharded parameter's own tensor; None before the first gather."""
-    old = getattr(parameter, "_unsharded_param", None)
-    return getattr(old, "_local_tensor", old)  # of a DTensor
-
-
-def _nothing() -> None:
-    """The bytes belong to the plan."""

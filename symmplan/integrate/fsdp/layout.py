@@ -10,7 +10,7 @@ from attrs import frozen
 from symmplan.capture.fsdp_recording import Key
 from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.torch_private import fsdp2
+from symmplan.torch_private import fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:
     import torch
@@ -74,11 +74,11 @@ def layout_of(group: Any) -> Layout | str:
     parameters = list(group.fsdp_params)
     if not fsdp2.shards(group):  # others have no gathers, and raise if asked for a group
         return "its parameters are not sharded"
-    if not parameters or not fsdp2.has_direct_seam(group):
+    if not parameters or not fsdp2_in_place.has_seam():
         return NO_SEAM
-    if group._use_post_forward_mesh or not fsdp2.one_mesh(group):
+    if fsdp2_in_place.reshards_elsewhere(group):
         return "it reshards to another mesh after forward"
-    ranks = group._all_gather_process_group.size()
+    ranks = fsdp2_in_place.group_of(group).size()
     if ranks < 2:
         return "its group has one rank"
     dtypes = {p.param_dtype or p.orig_dtype for p in parameters}
@@ -88,7 +88,7 @@ def layout_of(group: Any) -> Layout | str:
         reason = _reason(p, ranks)
         if reason:
             return reason
-    counts = tuple(p._sharded_param_data.numel() for p in parameters)
+    counts = tuple(fsdp2_in_place.shard_of(p).numel() for p in parameters)
     dtype = dtypes.pop()
     if on_device(group.device) and not all(is_whole_words(n * dtype.itemsize) for n in counts):
         return SPLIT_WORDS
@@ -101,7 +101,7 @@ def layout_of(group: Any) -> Layout | str:
 
 
 def _reason(parameter: Any, ranks: int) -> str:
-    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+    if fsdp2_in_place.has_own_gather(parameter):
         return "a parameter has its own way to be gathered"
     if parameter.offload_to_cpu:
         return "its shards lie on the CPU"
@@ -111,6 +111,7 @@ def _reason(parameter: Any, ranks: int) -> str:
         return "a parameter has types of its own"
     if getattr(parameter, "keep_unsharded_storage", False):
         return "it keeps its unsharded storage"
-    if parameter._sharded_param_data.numel() * ranks < max(1, math.prod(parameter._orig_size)):
+    elements = fsdp2_in_place.shard_of(parameter).numel() * ranks
+    if elements < max(1, math.prod(fsdp2_in_place.size_of(parameter))):
         return "a parameter has no elements"
     return ""

@@ -50,8 +50,8 @@ FSDP_IN_PLACE = Seam(
     names(
         _GROUP,
         "_all_gather_process_group _all_gather_result _to_sharded _to_unsharded"
-        " _use_post_forward_mesh device is_sharded is_unsharded unshard unshard_async_op"
-        " unshard_in_backward use_training_state wait_for_unshard",
+        " _post_forward_indices _use_post_forward_mesh device is_sharded is_unsharded unshard"
+        " post_forward_mesh_info unshard_in_backward wait_for_unshard",
     )
     + names(_CONTEXT, "get_all_gather_streams")
     + names(
@@ -68,7 +68,15 @@ FSDP_RELEASE = Seam(
     "correctness",
     "that bytes of a gather that is over are free for the next",
     ("fsdp",),
-    names(_CONTEXT, "release_all_gather_state_for_comm_reuse|all_gather_state"),
+    (
+        *names(_CONTEXT, "release_all_gather_state_for_comm_reuse|all_gather_state"),
+        " | ".join(
+            (
+                f"{_CONTEXT}.release_all_gather_state_for_comm_reuse",
+                f"{_GROUP}._wait_all_gather_streams_on_event",
+            )
+        ),
+    ),
 )
 
 FSDP_COPY_IN = Seam(

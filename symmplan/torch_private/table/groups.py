@@ -124,7 +124,7 @@ COPY_ENGINES = Seam(
     "speed",
     'choose="copy engine"',
     RUNS,
-    names(_C10D, "ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO"),
+    names(f"{_C10D}:ProcessGroupNCCL", "NCCL_CTA_POLICY_ZERO Options._timeout"),
     undone="the default group's device is bound again when the new group is there",
     only_with=f"{_C10D}:ProcessGroupNCCL",
 )

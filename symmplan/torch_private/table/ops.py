@@ -53,6 +53,18 @@ STORAGES = Seam(
     names("torch._C", "_storage_Use_Count") + names("torch", "UntypedStorage._cdata"),
 )
 
+STREAMS = Seam(
+    "events and streams of devices",
+    "correctness",
+    "in which order a session's calls run on a device",
+    ("sessions",),
+    names(
+        "torch.cuda",
+        "Event.record Event.wait Event.synchronize Stream.synchronize synchronize",
+    ),
+    undone="when the recording ends",
+)
+
 COPY_EACH = Seam(
     "copies of many tensors",
     "correctness",
@@ -117,12 +129,11 @@ SAVED_HOOKS = Seam(
 )
 
 VERSIONS = Seam(
-    "versions of tensors",
+    "versions and parts of tensors",
     "correctness",
-    "whether shards changed since they were gathered",
+    "that a gather is no change of a parameter, and gradients are those of this rank",
     ("fsdp", "simulate"),
-    names("torch", "Tensor._version")
-    + names("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
+    names("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
     + names("torch.distributed.tensor", "DTensor._local_tensor"),
 )
 

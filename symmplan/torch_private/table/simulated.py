@@ -39,6 +39,17 @@ FAKE_RESULTS = Seam(
     + names(f"{_FAKE}:FakeTensor", "constant fake_device"),
 )
 
+FAKE_MEMORY = Seam(
+    "storages and modules of a simulated program",
+    "correctness",
+    "what a simulation says of ordinary memory",
+    ("simulate",),
+    names("torch", "UntypedStorage.resize_ UntypedStorage._cdata")
+    + names("torch.nn", "Module.__init__")
+    + names("torch.autograd", "backward"),
+    undone=_ENDS,
+)
+
 FAKE_MESHES = Seam(
     "meshes of a simulated program",
     "reporting",
