@@ -199,6 +199,7 @@ class Unit:
             lookup=lowerings.lookup,
             skip=lowerings.skip,
             producer=producer,
+            device=self.device,
             keep=self.residents.candidates(module, name) if self.settings.bind else frozenset(),
             saved=saved,
             given=given,
