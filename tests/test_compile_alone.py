@@ -236,6 +236,87 @@ def test_who_plans_sees_who_waits_elsewhere(pair):
         assert what == "rank 1 is planning a new graph, rank 0 is running an old one"
 
 
+def _in_ordinary_memory(rank, size, first):
+    """Rank 1 plans alone where all was measured to be faster in ordinary memory."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.place import trials
+
+    torch._dynamo.reset()
+    trials.forget()
+    fastest, trials.fastest = trials.fastest, lambda *_, **__: "ordinary"
+    backend = symmplan.backend(inner="eager", timeout=300.0, choose="measure")
+    group = dist.group.WORLD.group_name
+    compiled = torch.compile(_gather, backend=backend, dynamic=False)
+    x, w = torch.randn(4, 8), torch.eye(8)
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x, w, group, size), _gather(x, w, group, size))
+        assert backend.stats.placed == 0
+        (counts,) = backend._pool.progress._counts.values()
+        if rank == 0:
+            if first == "runs":  # and waits where nothing of symmplan's can look around
+                compiled(x, w, group, size)
+                return None
+            while counts.boards[0].most_told(1) == counts.plannings:
+                pass
+        elif first == "runs":
+            while counts.boards[0].told()[0][-1] == counts.runs:
+                pass
+        with pytest.raises(Exception, match="is planning a new graph") as caught:
+            compiled(torch.cat([x, x]) if rank else x, w, group, size)
+        if first == "runs":
+            _gather(x, w, group, size)  # what rank 0 waits for
+        error = getattr(caught.value, "inner_exception", caught.value)
+        assert isinstance(error, symmplan.errors.AgreementError)
+        return error.what
+    finally:
+        trials.fastest = fastest
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("first", ["plans", "runs"])
+def test_who_plans_is_seen_where_nothing_is_placed(pair, first):
+    runner, planner = pair.run(_in_ordinary_memory, first)
+    assert planner == "rank 1 is planning a new graph, rank 0 is running an old one"
+    assert runner == (planner if first == "plans" else None)
+
+
+def _goes_on(rank, size, late):
+    """The error is caught, and the backend is used again, by one rank long before the others."""
+    import time
+
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch._dynamo.reset()
+    group = dist.group.WORLD.group_name
+    backend = symmplan.backend(inner="eager", timeout=300.0)
+    compiled = torch.compile(_gather, backend=backend, dynamic=False)
+    w = torch.eye(8)
+    try:
+        compiled(torch.randn(4, 8), w, group, size)
+        with pytest.raises(symmplan.errors.AgreementError, match="is planning a new graph"):
+            compiled(torch.randn(8 if rank == 1 else 4, 8), w, group, size)
+        time.sleep(1.0 if rank in late else 0.0)
+        for rows in (64, 64, 32):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(compiled(x, w, group, size), _gather(x, w, group, size))
+        with pytest.raises(symmplan.errors.AgreementError, match="is planning a new graph"):
+            compiled(torch.randn(128 if rank == 2 else 64, 8), w, group, size)
+    finally:
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("late", [(1,), (0, 2)])
+def test_ranks_that_go_on_after_the_error_count_alike(three, late):
+    three.run(_goes_on, late)
+
+
 def _again(ranks, rank, name):
     """Other ranks make up the default process group, which has the same name."""
     import torch.distributed as dist

@@ -60,6 +60,36 @@ def _waited_outside(x, group, size):
     return F.all_gather_into_tensor(x.relu(), size, group), x + 1
 
 
+def _sized_by_meta(x, group, size):
+    """A size comes from a tensor on the meta device, as from a model that was not loaded."""
+    like = torch.empty_like(x, device="meta")
+    gathered = F.wait_tensor(F.all_gather_into_tensor(x.sin(), size, group))
+    return gathered.view(-1, *like.shape).cos()
+
+
+def _sized_otherwise(x, group, size):
+    gathered = F.wait_tensor(F.all_gather_into_tensor(x.sin(), size, group))
+    return gathered.view(-1, *x.shape).cos()
+
+
+def _constants_and_meta(_x, group, size):
+    like = torch.empty(size, 3, 2, device="meta")
+    whole = F.wait_tensor(F.all_gather_into_tensor(torch.arange(6.0), size, group))
+    return whole.view(like.shape) * 2
+
+
+def _constants(_x, group, size):
+    whole = F.wait_tensor(F.all_gather_into_tensor(torch.arange(6.0), size, group))
+    return whole.view(size, 3, 2) * 2
+
+
+def _gathered_on_meta(x, group, size):
+    """A collective of sizes beside one of numbers."""
+    like = torch.empty_like(x, device="meta")
+    sizes = F.wait_tensor(F.all_gather_into_tensor(like * 2, size, group))
+    return F.wait_tensor(F.all_gather_into_tensor(x.sin(), size, group)).view(sizes.shape) + 1
+
+
 def _bool(x, group, size):
     return F.wait_tensor(F.all_gather_into_tensor(x > 0, size, group)).clone()
 
@@ -133,6 +163,37 @@ def test_asynchronous_results_leave_no_placement_behind(single, program):
     ((stats, reasons),) = single.run(_compare, program, "eager")
     assert stats.unplanned >= 1
     assert any("wait" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_graph_of_constants_has_no_other_inputs_than_segments(pair, inner):
+    for stats, _ in pair.run(_compare, _constants, inner):
+        assert stats.placed == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "without", "inner"),
+    [
+        (_sized_by_meta, _sized_otherwise, "eager"),
+        (_constants_and_meta, _constants, "eager"),
+        pytest.param(_sized_by_meta, _sized_otherwise, "inductor", marks=pytest.mark.further),
+        pytest.param(_constants_and_meta, _constants, "inductor", marks=pytest.mark.further),
+    ],
+)
+def test_a_meta_tensor_inside_changes_nothing(pair, program, without, inner):
+    for (found, reasons), (wanted, others) in zip(
+        *(pair.run(_compare, p, inner) for p in (program, without)), strict=True
+    ):
+        assert found.placed == wanted.placed == 1
+        assert found.served == wanted.served
+        assert reasons == others
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_collective_of_meta_tensors_is_left_out_and_explained(pair, inner):
+    for stats, reasons in pair.run(_compare, _gathered_on_meta, inner):
+        assert stats.placed == 1
+        assert "it is on device meta, and symmetric memory is on cpu" in reasons
 
 
 @pytest.mark.further

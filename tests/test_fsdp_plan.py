@@ -158,13 +158,34 @@ def test_groups_inside_another_share_its_segment_and_others_do_not():
 def test_drops_survive_being_told_to_others():
     recording = record("+a", "a", "+b", "-a", "b", "+c", "c", "-c", "-b")
     drops = recording.drops()
-    assert drops == [3, 6, 6]
+    assert drops == [(3, 0), (6, 0), (6, 0)]
     again = recording.with_drops(drops)
     assert again.drops() == drops
     assert [e for e in again.events if e[0] != "drop"] == [
         e for e in recording.events if e[0] != "drop"
     ]
-    assert recording.with_drops([None, 4, 99]).drops() == [None, 4, None]
+    cut = recording.with_drops([None, (4, 0), (99, 0)])
+    assert cut.drops() == [None, (4, 0), None]
+
+
+def test_drops_are_told_by_what_all_ranks_see():
+    """Guests run here and there only; what is without them is the same for all."""
+    texts = ("+a", "a", "+b", "-a", "b", "-b")
+    plain, hosting = record(*texts), Recording()
+    for number, (what, index) in enumerate(plain.events):
+        if what == "begin":
+            hosting.begin(plain.collectives[index].key, plain.collectives[index].nbytes)
+        else:
+            hosting.events.append((what, index))
+        hosting.guest(number % 2)
+    hosting.collectives[:] = plain.collectives
+    drops = hosting.drops()
+    assert [before for before, _ in drops] == [before for before, _ in plain.drops()]
+    assert hosting.with_drops(drops).events == hosting.events
+    latest = [max(a, b) for a, b in zip(drops, plain.drops(), strict=True)]
+    there, here = (r.with_drops(latest) for r in (plain, hosting))
+    assert there.events == [e for e in here.events if e[0] != "guest"]
+    assert solve(there)[0].fingerprint == solve(here)[0].fingerprint
 
 
 def schedule(*stretches):

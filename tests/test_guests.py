@@ -116,8 +116,11 @@ def _step(model, optimizer, turn, rank, *, late=False):
     return loss.detach()
 
 
-def _trained(rank, size, dp, tp, acts, gathers=False):
-    """Losses with and without symmplan, and what the process holds."""
+def _trained(rank, size, dp, tp, acts, gathers=False, ways=("placed", "placed")):
+    """Losses with and without symmplan, and what the process holds.
+
+    ``ways`` are those of the graphs' collectives in each tensor-parallel group.
+    """
     import torch.distributed as dist
 
     import symmplan
@@ -127,7 +130,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False):
     mesh, group = whole["dp"], whole["tp"].get_group()
     wanted, _ = made(mesh, group, "aot_eager", planned=False, gathers=gathers)
     optimizer = torch.optim.SGD(wanted.parameters(), lr=0.01)
-    backend = symmplan.backend(inner="eager", timeout=60.0, choose="placed")
+    backend = symmplan.backend(inner="eager", timeout=60.0, choose=ways[rank // tp])
     model, handle = made(mesh, group, backend, planned=True, gathers=gathers)
     mine = torch.optim.SGD(model.parameters(), lr=0.01)
     differences, alone = [], 0
@@ -247,3 +250,14 @@ def test_what_is_saved_for_a_backward_stays_apart(four):
     for found in four.run(_trained, 2, 2, ["step"] * 4, True):
         assert found["differences"] == []
         assert sorted(users for *_, users in found["held"]) == [("FSDP2",), ("compiled graphs",)]
+
+
+def test_graphs_that_run_otherwise_on_other_ranks_change_no_plan(four):
+    """As where each tensor-parallel group has measured what is fastest for it."""
+    results = four.run(_trained, 2, 2, ["step"] * 3, False, ("placed", "ordinary"))
+    for rank, found in enumerate(results):
+        assert found["differences"] == []
+        assert found["served"][1] > 0
+        users = [("FSDP2",), ("compiled graphs",)] if rank < 2 else [("FSDP2",)]
+        assert sorted(users for *_, users in found["held"]) == users
+        assert found["left"] == 0

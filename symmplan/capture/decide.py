@@ -109,6 +109,7 @@ class Decider:
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
     refused: Mapping[fx.Node, str]
+    device: torch.device | None
     keep: frozenset[fx.Node]
     #: Representatives of storages that stay in ordinary memory. See [Note: left out].
     shunned: frozenset[Value]
@@ -181,6 +182,8 @@ class Decider:
         fake = self.values.tensors[request.value]
         if type(fake).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
             return f"is a {type(fake).__name__}, not a plain tensor"
+        if self.device is not None and fake.device != self.device:
+            return f"it is on device {fake.device}, and symmetric memory is on {self.device}"
         if fake.layout is not torch.strided:
             return f"has layout {fake.layout}"
         if not bounded(fake, self._symbols):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
@@ -11,9 +13,12 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Call", "Key", "Kind", "Recording"]
+__all__ = ["Call", "Key", "Kind", "Moment", "Recording"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
+#: How many events came before, those of guests not counted, and how many runs of guests since then.
+#: Guests run on the ranks that compiled them: what is without guests is the same on all ranks.
+Moment: TypeAlias = tuple[int, int]
 
 
 @frozen(cache_hash=True)
@@ -125,26 +130,33 @@ class Recording:
         """The indices of the collectives that ran."""
         return tuple(i for i, c in enumerate(self.collectives) if c.group)
 
-    def drops(self) -> list[int | None]:
-        """For each buffer, how many of the other events came before its drop; None if it lives."""
-        result: list[int | None] = [None] * len(self.collectives)
-        before = 0
+    def drops(self) -> list[Moment | None]:
+        """When each buffer was dropped; None if it lives."""
+        result: list[Moment | None] = [None] * len(self.collectives)
+        before = guests = 0
         for what, index in tuple(self.events):  # other threads may append
             if what == "drop":
-                result[index] = before
+                result[index] = before, guests
+            elif what == "guest":
+                guests += 1
             else:
-                before += 1
+                before, guests = before + 1, 0
         return result
 
-    def with_drops(self, drops: Sequence[int | None]) -> Recording:
-        """The same with other drops, those of one moment in the order of their buffers."""
-        due: dict[int, list[int]] = {}
-        for index, before in enumerate(drops):
-            if before is not None:
-                due.setdefault(before, []).append(index)
-        events: list[tuple[str, int]] = []
+    def with_drops(self, drops: Sequence[Moment | None]) -> Recording:
+        """The same with other drops, those of one moment in the order of their buffers.
+
+        One behind more guests than there are comes behind the last.
+        """
+        due = deque(sorted((moment, i) for i, moment in enumerate(drops) if moment is not None))
         others = [event for event in tuple(self.events) if event[0] != "drop"]
-        for before, event in enumerate([*others, None]):
-            events += [("drop", index) for index in due.get(before, ())]
+        events: list[tuple[str, int]] = []
+        before = guests = 0
+        for event in [*others, None]:
+            guest = event is not None and event[0] == "guest"
+            now = (before, guests if guest else math.inf)
+            while due and due[0][0] <= now:
+                events.append(("drop", due.popleft()[1]))
             events += [] if event is None else [event]
+            before, guests = (before, guests + 1) if guest else (before + 1, 0)
         return evolve(self, events=events)

@@ -61,6 +61,7 @@ def capture_fx(
     producer: Callable[[fx.Node], Write | None] = writes_inductor,
     skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
     refused: Mapping[fx.Node, str] | None = None,
+    device: torch.device | None = None,
     keep: frozenset[fx.Node] = frozenset(),
     saved: Collection[int] = (),
     given: Mapping[str, Buffer] | None = None,
@@ -76,6 +77,7 @@ def capture_fx(
         producer: Says how a node can write into memory it is given, or None.
         skip: Gives the reason why a requirement is not to be met, or None to meet it.
         refused: ``{node: why its tensors are to be left out}``.
+        device: Where symmetric memory is: tensors elsewhere are left out. None if all lie there.
         keep: The inputs that may lie in symmetric memory from run to run.
         saved: Positions of the graph's outputs that only its backward gets. See [Note: crossing].
         given: ``{input: the buffer it lies in}``, of what the forward saved in placements.
@@ -110,6 +112,7 @@ def capture_fx(
             producer=producer,
             skip=skip,
             refused={**nowhere, **(refused or {})},
+            device=device,
             keep=keep,
             shunned=shunned,
         )

@@ -231,6 +231,10 @@ class Meeting(Rendezvous):
             found.append(tuple(reversed(last)))
         return found
 
+    def most_told(self, which: int) -> int:
+        """See `Rendezvous.most_told`."""
+        return max((int(words[which]) for words in self._progress), default=0)
+
     def free_words(self) -> list[list[int]]:
         """See `Rendezvous.free_words`."""
         return [words.tolist() for words in self._free[self._count & 1]]

@@ -118,6 +118,10 @@ class Rendezvous:
         """
         return []
 
+    def most_told(self, which: int) -> int:  # noqa: ARG002 (there are none)
+        """The largest that any rank said last of one of the numbers; 0 where `told` is empty."""
+        return 0
+
     def watch(self, look: Callable[[], None] | None) -> None:
         """Call ``look`` now and then while a barrier waits; what it raises ends the wait."""
 

@@ -411,7 +411,7 @@ def _refuse_mode(mode: str | None, known: tuple[str, ...]) -> None:
 
 
 def _device_of(module: fx.GraphModule) -> torch.device:
-    """The device of the graph's tensors: the first that is not the CPU, else the CPU."""
+    """Where the graph computes: the first device that is not the CPU; meta tensors are sizes."""
     import torch
 
     from symmplan.capture.graphs import tensor_leaves
@@ -419,7 +419,7 @@ def _device_of(module: fx.GraphModule) -> torch.device:
     for node in module.graph.nodes:
         value = node.meta.get("val", node.meta.get("example_value"))
         for _, fake in tensor_leaves(value):
-            if fake.device.type != "cpu":
+            if fake.device.type not in ("cpu", "meta"):
                 return fake.device  # type: ignore[no-any-return]
     return torch.device("cpu")
 

@@ -184,8 +184,8 @@ class Emitter:
         """The input for a key, added when it is first asked for."""
         node = self.inputs.get(key)
         if node is None:
-            last = self.graph.find_nodes(op="placeholder")[-1]
-            with self.graph.inserting_after(last):
+            behind = next(n for n in self.graph.nodes if n.op != "placeholder")
+            with self.graph.inserting_before(behind):  # a graph of constants has no other inputs
                 words = (key.segment, str(key.dtype).removeprefix("torch."), key.begin)
                 name = "_".join(str(w) for w in words if w is not None)
                 node = self.graph.placeholder(f"{_SEGMENT}_{name}")

@@ -301,7 +301,8 @@ class Pool:
         like = (shown.fingerprint, names)
         if shared is not None and like in shared.agreed:
             return shared, shared.agreed[like]
-        agree(shown, timeout=self.timeout, watch=self.progress.plan(named))
+        with self.progress.planning(named) as watch:
+            agree(shown, timeout=self.timeout, watch=watch)
         found, refusal = attempt(
             functools.partial(self._room_for, shared, shown, memory, device, named, alone=crosses),
             named,

@@ -23,12 +23,17 @@
     host. Ranks look there when a run begins, before anything is launched, and while they wait for
     an agreement. Groups of several hosts have no board: to look at their store in each run would
     cost them a round trip.
+
+    Where all collectives of a group were measured to be faster in ordinary memory there are no
+    segments either, and who runs such a graph waits in the process group, if at all. So that who
+    plans alone meanwhile hears of it before its patience is over, they get a board as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -37,13 +42,14 @@ from attrs import define, field
 from symmplan.errors import AgreementError, SymmplanError
 from symmplan.memory import realize
 from symmplan.memory.exchange import Exchange, processes_of
+from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from symmplan.memory.arena import Arena
     from symmplan.memory.groups import Group
@@ -52,6 +58,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
+#: Which of the words says how often a rank began to plan.
+_PLANNINGS = 1
 #: More plannings than this are not caught up with: what a peer says is bounded.
 _MOST_MISSED = 8
 
@@ -105,11 +113,14 @@ class Progress:
         """
         self._add(arena)
         for group in {r.group.torch_name: r.group for r in _met(arena)}.values():
-            counts = self._of(group.process_group)
-            if not counts.boards:
-                counts.made = _make(group, self.timeout)
-                if counts.made is not None:
-                    self._add(counts.made)
+            self._need_board(group)
+
+    def _need_board(self, group: Group) -> None:
+        counts = self._of(group.process_group)
+        if not counts.boards:
+            counts.made = _make(group, self.timeout)
+            if counts.made is not None:
+                self._add(counts.made)
 
     def _add(self, arena: Arena | CarveOut) -> None:
         for board in _met(arena):
@@ -148,22 +159,52 @@ class Progress:
             if counts.made is not None:
                 self._look(counts)
 
+    def seen(
+        self, compiled: Callable[[list[Any]], Any], names: Collection[str], asked: Collection[str]
+    ) -> Callable[[list[Any]], Any]:
+        """Compiled code whose runs peers see, also in groups where it has nothing in segments.
+
+        Args:
+            compiled: The code.
+            names: Those groups.
+            asked: Those of which all ranks have just waited for each other.
+
+        Collective: when it first runs, over the groups of ``asked``.
+        """
+        if not names:
+            return compiled
+        groups = resolve_groups(names)
+        members = [group for name, group in groups.items() if name in asked]
+        running = [weakref.ref(group.process_group) for group in groups.values()]
+
+        def run(args: list[Any]) -> Any:
+            while members:
+                self._need_board(members.pop())
+            self.run(group for ref in running if (group := ref()) is not None)
+            return compiled(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
     def look(self) -> None:
         """Raise an `AgreementError` if a peer plans a new graph while this rank runs an old one."""
         for counts in list(self._counts.values()):
             self._look(counts)
 
     def _look(self, counts: _Counts) -> None:
+        if all(board.most_told(_PLANNINGS) <= counts.plannings for board in counts.boards):
+            return
         for group, rank, (planned_for, plannings, _) in counts.said():
             if plannings > counts.plannings and counts.runs >= planned_for > 0:
                 error = _differ(group, planning=rank, running=group.rank)
                 self._join_all(error)
                 raise error
 
-    def plan(self, groups: Mapping[str, Any]) -> Callable[[], None]:
+    @contextlib.contextmanager
+    def planning(self, groups: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
         """This rank begins to plan for its next run, and will wait for all ranks of the groups.
 
-        Returns:
+        Yields:
             What raises an `AgreementError` if a peer runs an old graph instead.
         """
         mine = [self._of(group) for group in groups.values() if group is not None]
@@ -171,10 +212,18 @@ class Progress:
             counts.planned_for = counts.runs + 1
             counts.plannings += 1
             counts.say(counts.boards)
-        return functools.partial(_look_for_runners, mine)
+        try:
+            yield functools.partial(_look_for_runners, mine)
+        except BaseException:
+            for counts in mine:
+                counts.runs = counts.planned_for
+                counts.say(counts.boards)
+            raise
 
-    def gather(self, groups: Mapping[str, Any]) -> None:
+    def gather(self, groups: Mapping[str, Any], asked: list[str] | None = None) -> None:
         """Wait until all ranks of the groups, ``{name: process group}``, have come to plan.
+
+        Their names are added to ``asked``.
 
         Raises:
             AgreementError: A peer runs an old graph instead.
@@ -182,8 +231,10 @@ class Progress:
 
         Collective: yes, over those groups.
         """
-        watch = self.plan(groups)
-        tell("planning", dict.fromkeys(groups), groups, self.timeout, watch)
+        with self.planning(groups) as watch:
+            tell("planning", dict.fromkeys(groups), groups, self.timeout, watch)
+        if asked is not None:
+            asked += groups
 
     def _of(self, group: Any) -> _Counts:
         counts: _Counts = self._counts.setdefault(group, _Counts())
@@ -192,7 +243,10 @@ class Progress:
     def _join_all(self, error: BaseException) -> None:
         """Take part in the exchanges in which peers wait for this rank, by failing them."""
         for counts in self._counts.values():
-            theirs = max((plannings for *_, (_, plannings, _) in counts.said()), default=0)
+            theirs, planned_for = max(
+                ((plannings, planned_for) for *_, (planned_for, plannings, _) in counts.said()),
+                default=(0, 0),
+            )
             missed = theirs - counts.plannings
             for _ in range(min(missed, _MOST_MISSED)):
                 group = counts.boards[0].group
@@ -200,6 +254,7 @@ class Progress:
                     Exchange({group.name: group}, self.timeout).fail(error)
             if missed > 0:
                 counts.plannings += missed
+                counts.runs = max(counts.runs, planned_for)
                 counts.planned_for = 0  # for none: it only caught up
                 counts.say(counts.boards)
 

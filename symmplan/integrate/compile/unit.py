@@ -95,6 +95,8 @@ class Unit:
     residents: Residents = field(init=False)
     #: ``{part: calls}`` of those that never had a plan as memory could not be had.
     refused: dict[str, int] = field(init=False, factory=dict)
+    #: ``{part: groups of what was measured and left in ordinary memory, those just measured}``.
+    ordinary: dict[str, tuple[list[str], list[str]]] = field(init=False, factory=dict)
     #: ``{part: groups that agreed on what its plan may take}``.
     agreed: dict[str, tuple[str, ...]] = field(init=False, factory=dict)
 
@@ -200,6 +202,7 @@ class Unit:
             lookup=lowerings.lookup,
             skip=lowerings.skip,
             producer=producer,
+            device=self.device,
             keep=self.residents.candidates(module, name) if self.settings.bind else frozenset(),
             saved=saved,
             given=given,
@@ -211,8 +214,9 @@ class Unit:
             reasons = {**reasons, **partly}
             captured = capture(refused=reasons)
         pool, chosen, room = self.pool, Chosen(), None
+        asked: list[str] = []
         if pool.refusal is None:
-            gather = pool.progress.gather
+            gather = functools.partial(pool.progress.gather, asked=asked)
             chosen = choose_ways(captured, lowerings, self.device, self.settings, gather)
             if chosen.refusal is not None:
                 pool.refuse(chosen.refusal)
@@ -220,6 +224,8 @@ class Unit:
         if pool.refusal is None and placed:
             self.agreed[name] = tuple(dict.fromkeys(captured.groups[node] for node in placed))
             room = self._room(name, lowerings)
+        left = [c.group for c in chosen.of.values() if c.group not in self.agreed.get(name, ())]
+        self.ordinary[name] = left, asked
         if pool.refusal is not None:
             self.record.refused = pool.refusal.reason
             self.refused[name] = len({s.node for s in captured.sites if s.buffer})
@@ -310,11 +316,7 @@ class Unit:
         self.record.crossing_bytes += sum(buffers[n].nbytes for n in names)
 
     def _plan(self, captured: Captured) -> tuple[Plan, bool]:
-        """Plan one part, together with the parts before it if they have not run yet.
-
-        Returns:
-            The plan, and whether it is that of these parts, too.
-        """
+        """Plan one part, and whether with the parts before it, which have not run yet then."""
         effort, plans = self.settings.effort, self.record.plans
         before = next(iter(plans.values()), None)
         if before is not None and all(p.shared is None for p in self.parts.values()):
@@ -341,6 +343,7 @@ class Unit:
         ``plain`` compiles it without a plan. Also one that follows no plan may be the backward of a
         part that does.
         """
+        compiled = self.pool.progress.seen(compiled, *self.ordinary.get(name, ([], [])))
         if part is not None:
             part.plain = plain
         if part is None and (name != "backward" or self.reservation is None):

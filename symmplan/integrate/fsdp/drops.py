@@ -15,7 +15,7 @@ from symmplan.memory.tell import leaders, tell
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from symmplan.capture.fsdp_recording import Recording
+    from symmplan.capture.fsdp_recording import Moment, Recording
 
 __all__ = ["merged"]
 
@@ -38,15 +38,19 @@ def merged(
         if not _alike(said, mine):
             continue
         result = [
-            [None if a is None or b is None else max(a, b) for a, b in zip(x, y, strict=True)]
+            [None if a is None or b is None else max(a, (*b,)) for a, b in zip(x, y, strict=True)]
             for x, y in zip(result, said, strict=True)
         ]
     return [r.with_drops(drops) for r, drops in zip(recordings, result, strict=True)]
 
 
-def _alike(said: Any, mine: list[list[int | None]]) -> bool:
+def _alike(said: Any, mine: list[list[Moment | None]]) -> bool:
     return (
         isinstance(said, list)
         and [len(x) if isinstance(x, list) else -1 for x in said] == [len(x) for x in mine]
-        and all(d is None or type(d) is int for x in said for d in x)
+        and all(d is None or _is_moment(d) for x in said for d in x)
     )
+
+
+def _is_moment(said: Any) -> bool:
+    return isinstance(said, list) and len(said) == 2 and all(type(n) is int for n in said)
