@@ -6,11 +6,12 @@ import os
 import re
 
 import pytest
+from attrs import evolve
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from strategies import interval_problems, problems
 
-from symmplan.errors import PlanningError
+from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, heaviest_set, lowest_peak, unsynchronised
@@ -49,6 +50,30 @@ UNDER_WAY = Problem(
         Access("read", "x", remote=True),
     ),
 )
+#: A wait orders what precedes the peers' start, and nothing that lies between start and wait.
+READ_UNDER_WAY = Problem(
+    buffers=(Buffer("x", 1, "g", align=1),),
+    operations=(
+        Operation("start", group="g", meets=True),
+        Operation("read"),
+        Operation("wait", ends=("start",)),
+        Operation("write"),
+    ),
+    accesses=(Access("read", "x", remote=True), Access("write", "x", write=True)),
+)
+#: Nor does a wait pass on what another group's meeting between start and wait has told this rank.
+MET_UNDER_WAY = Problem(
+    buffers=(Buffer("x", 1, "g", align=1), Buffer("y", 1, "h", align=1)),
+    operations=(
+        Operation("read"),
+        Operation("start", group="h", meets=True),
+        Operation("meet", group="g", meets=True),
+        Operation("wait", ends=("start",)),
+        Operation("push"),
+    ),
+    accesses=(Access("read", "x", remote=True), Access("push", "y", write=True, remote=True)),
+    shared_groups=(("g", "h"),),
+)
 #: A release says nothing of bytes of another group, which the op touches, too.
 ELSEWHERE = Problem(
     buffers=(Buffer("x", 1, "h", align=1), Buffer("y", 1, "g", align=1)),
@@ -60,6 +85,8 @@ ELSEWHERE = Problem(
 
 @MANY
 @example(UNDER_WAY)
+@example(READ_UNDER_WAY)
+@example(MET_UNDER_WAY)
 @example(ELSEWHERE)
 @given(problems(pins=False))
 def test_peers_are_synchronised_wherever_bytes_are_reused(problem):
@@ -70,6 +97,23 @@ def test_peers_are_synchronised_wherever_bytes_are_reused(problem):
         return
     made.verify()
     assert not unsynchronised(made)
+
+
+@pytest.mark.parametrize(
+    ("problem", "needed"),
+    [
+        (READ_UNDER_WAY, [("read", "g"), ("write", "g")]),
+        (MET_UNDER_WAY, [("read", "h"), ("read", "g"), ("push", "h")]),
+    ],
+)
+def test_a_wait_vouches_for_nothing_behind_its_start(problem, needed):
+    """Nor does `verify` or the oracle let it."""
+    made = plan(problem)
+    assert [(b.before, b.group) for b in made.barriers] == needed
+    fewer = evolve(made, barriers=made.barriers[:-1])  # not that behind the wait
+    assert unsynchronised(fewer)
+    with pytest.raises(VerificationError, match="pass from buffer 'x'"):
+        fewer.verify()
 
 
 @MANY
