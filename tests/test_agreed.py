@@ -60,7 +60,7 @@ AGREED = {
     """,
     "the program's calls, and what was counted of them": """
         Key _arrived _asked _log _modules _next _put_off _reduced _seen
-        _site _slot _strange _waiting _wanted _was_backward base buffer
+        _site _slot _strange _tries _waiting _wanted _was_backward base buffer
         current dtype element_size exchanges factor_of gathers group_name in_backward
         kind log numel of_backward pop prod ran replans
         scatters served shape target

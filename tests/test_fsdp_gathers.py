@@ -334,7 +334,10 @@ def later(rank, world, lists):
     return {**result, "seen": seen}
 
 
-@pytest.mark.parametrize("lists", [("forward",), ("backward",), ("forward", "backward")])
+LISTS = [("forward",), ("backward",), ("forward", "backward")]
+
+
+@pytest.mark.parametrize("lists", LISTS)
 def test_longer_prefetch_lists_are_settled_at_once(two, lists):
     for result in two.run(later, lists):
         assert result["differences"] == []

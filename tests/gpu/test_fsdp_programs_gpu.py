@@ -11,6 +11,7 @@ import importlib
 
 import pytest
 import test_fsdp_departures as departures
+import test_fsdp_gathers as all_gathers
 import test_fsdp_handle as handles
 import test_fsdp_machine as machine
 import test_fsdp_setters as setters
@@ -66,6 +67,26 @@ def test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(two, dtyp
     ways.test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(
         two, dtypes, touched, count
     )
+
+
+def test_what_forward_writes_past_all_counters_is_gone_in_backward(two):
+    all_gathers.test_what_forward_writes_past_all_counters_is_gone_in_backward(two)
+
+
+@pytest.mark.parametrize("where", ["between", "forward"])
+@pytest.mark.parametrize("change", all_gathers.CHANGES)
+def test_shards_that_change_on_some_ranks_are_gathered_as_they_are(two, change, where):
+    all_gathers.test_shards_that_change_on_some_ranks_are_gathered_as_they_are(two, change, where)
+
+
+@pytest.mark.parametrize("what", all_gathers.EVALUATIONS)
+def test_evaluation_costs_no_placement(two, what):
+    all_gathers.test_evaluation_costs_no_placement(two, what, None)
+
+
+@pytest.mark.parametrize("lists", all_gathers.LISTS)
+def test_longer_prefetch_lists_are_settled_at_once(two, lists):
+    all_gathers.test_longer_prefetch_lists_are_settled_at_once(two, lists)
 
 
 @needs("reset_iter_state")

@@ -98,6 +98,7 @@ class Runtime:
         self._reduced = False
         self._was_backward = False
         self._strange = False
+        self._tries = 0
         WATCHERS.add(self)
         fsdp2.watch_copy_in()
 
@@ -365,8 +366,8 @@ class Runtime:
             if (self._reduced and self._was_backward) or ran >= PATIENCE * self._modules:
                 self.freeze()
         elif self._strange and self.counts.replans < REPLANS and self._log is not None:
-            log = self._log
-            if self.planning.loosen():
+            log, self._tries = self._log, self._tries + 1  # asking costs time, too
+            if self._tries <= 8 * REPLANS and self.planning.loosen():
                 self.counts.replans += 1
                 self._plan(log)
         if self.schedule is not None:
