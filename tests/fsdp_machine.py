@@ -38,7 +38,7 @@ from fsdp_programs import Program, Unit, built, drawn
 from ranks import RankPool, RanksFailed
 
 from symmplan.errors import SymmplanError
-from symmplan.place.table import Row, Table
+from symmplan.place.table import Table, TuningRow
 
 
 class _Sleeps:
@@ -60,7 +60,7 @@ def _table(ranks):
     """A file that says how collectives of some sizes run."""
     ways = (("all_gather", "ordinary", "symmetric"), ("reduce_scatter", "push", "ordinary"))
     rows = [
-        Row(op, ranks, nbytes, way)
+        TuningRow(op, ranks, nbytes, way)
         for op, *found in ways
         for nbytes, way in zip((1024, 8192), found, strict=True)
     ]

@@ -15,7 +15,7 @@ from symmplan.cli import main
 from symmplan.cli import ops as command
 from symmplan.errors import DeclarationError
 from symmplan.registry import catalogue, inventory
-from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
+from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, CatalogueRow
 from symmplan.registry.schema import is_defined, resolve, schema_of
 from symmplan.torch_private import torch_registry
 
@@ -130,7 +130,7 @@ def test_what_orders_ranks(op):
 
 
 def test_ops_that_this_torch_lacks_are_passed_over(monkeypatch):
-    future = Row("symm_mem::symmtest_of_the_future", "all-reduce", "input")
+    future = CatalogueRow("symm_mem::symmtest_of_the_future", "all-reduce", "input")
     monkeypatch.setattr(catalogue, "_rows", lambda: {**ROWS, future.op: future})
     lacking = [op for op in (*ROWS, future.op) if not is_defined(op)]
     assert future.op in lacking

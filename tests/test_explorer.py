@@ -16,7 +16,7 @@ import symmplan
 from symmplan.testing import TinyBuffer, TinyCall, TinyPlan, TinyProgram, explore
 from symmplan.testing.explorer.behaviours import BEHAVIOURS
 from symmplan.testing.explorer.machine import (
-    Machine,
+    Interleaver,
     Post,
     Read,
     Symbols,
@@ -56,7 +56,7 @@ def by_trying_all(threads, expected, symbols) -> str:
     while todo:
         assume(len(seen) < 1500)
         order = todo.pop()
-        machine = Machine(threads, symbols)
+        machine = Interleaver(threads, symbols)
         for thread in order:
             event = machine.step(thread)
         if order and not event.write and event.value != expected[event.thread, event.at]:
@@ -99,7 +99,7 @@ def by_definition(threads, expected, symbols) -> str:
 
     for thread, at, _ in sites:  # in small bites: recursion is as deep as threads wait
         before(thread, at)
-    machine = Machine(threads, symbols)
+    machine = Interleaver(threads, symbols)
     written: dict = {}  # cell -> {site: value}
     while machine.ready:
         event = machine.step(min(machine.ready))
@@ -389,6 +389,7 @@ def test_shares_nothing_with_what_it_checks():
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module)
-    ours = {name for name in found if name.startswith("symmplan")}
+    # Classes of torch's, under the one name that they have here.
+    ours = {n for n in found if n.startswith("symmplan")} - {"symmplan.torch_private.ops"}
     assert ours
     assert all(name.startswith("symmplan.testing.explorer") for name in ours), ours

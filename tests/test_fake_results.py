@@ -8,7 +8,7 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from symmplan.torch_private.fake_world import Watch
+from symmplan.torch_private.fake_world import WatchMode
 
 OPS = {
     "add": lambda x: x + 1,
@@ -63,7 +63,9 @@ def run(names):
 
 PLAIN, REMEMBERED = FakeTensorMode(), FakeTensorMode()
 PLAIN.cache_enabled = False
-WATCH = Watch(lambda *_: None, REMEMBERED)  # one for all programs: none may get another's results
+WATCH = WatchMode(
+    lambda *_: None, REMEMBERED
+)  # one for all programs: none may get another's results
 
 
 @settings(max_examples=30)
@@ -87,7 +89,7 @@ def test_a_remembered_result_is_torchs(names):
 
 @pytest.fixture
 def watched():
-    with FakeTensorMode() as mode, Watch(lambda *_: None, mode) as watch:
+    with FakeTensorMode() as mode, WatchMode(lambda *_: None, mode) as watch:
         yield watch._results
 
 

@@ -12,7 +12,7 @@ import torch
 
 from symmplan.cli import shell
 from symmplan.errors import CommandError
-from symmplan.place.observe import Event, kind_of
+from symmplan.place.observe import DeviceEvent, kind_of
 from symmplan_bench import bench_fsdp
 from symmplan_bench.fsdp_mixin import PooledAllGather, install
 from symmplan_bench.fsdp_models import Llama, parts
@@ -28,7 +28,7 @@ def options(*words):
 
 
 def event(name, begin, end, launched=None):
-    return Event(name, begin, end, launched)
+    return DeviceEvent(name, begin, end, launched)
 
 
 # Whole runs.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import symmplan
-from symmplan.integrate.fsdp.home import Home
+from symmplan.integrate.fsdp.home import ParameterStorage
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +27,7 @@ def noted(log):
     """``log`` gets the number of bytes of each all-gather, flat or where parameters live."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
 
-    gather, flat = Home.gather, own.DefaultAllGather.__call__
+    gather, flat = ParameterStorage.gather, own.DefaultAllGather.__call__
 
     def gathering(home):
         log.append(sum(output.nbytes for output in home._outputs))
@@ -38,7 +38,7 @@ def noted(log):
         return flat(self, output_tensor=output_tensor, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Home, "gather", gathering)
+        patch.setattr(ParameterStorage, "gather", gathering)
         patch.setattr(own.DefaultAllGather, "__call__", flatly)
         yield
 

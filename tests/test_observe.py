@@ -11,7 +11,7 @@ from symmplan.errors import RunError
 from symmplan.memory.topology import Topology
 from symmplan.place import observe
 from symmplan.place.collectives import NCCL, verdicts
-from symmplan.place.observe import Checked, Event, Expected, Profile, Seen, kind_of
+from symmplan.place.observe import Checked, DeviceEvent, Expected, Profile, Seen, kind_of
 
 F = torch.ops._c10d_functional
 
@@ -37,8 +37,8 @@ _ENGINE = "Memcpy PtoP (Device -> Device)"
 
 def _seen(expected, *kernels, topology=_GROUP):
     """What is said of a collective that launched these kernels, between others."""
-    events = [Event(name, 0, 1, launched=15) for name in kernels]
-    events += [Event(_RING, 0, 1, launched=at) for at in (9, 21, None)]
+    events = [DeviceEvent(name, 0, 1, launched=15) for name in kernels]
+    events += [DeviceEvent(_RING, 0, 1, launched=at) for at in (9, 21, None)]
     profile = Profile(tuple(events), (("aten::copy_", 15, 16),))
     return observe._seen(expected, profile, [(10, 20)], topology, None)
 
@@ -223,8 +223,7 @@ def test_what_was_planned_ran(pool):
         for (integration, choose), (calls, ok, disengaged, text) in zip(_CASES, found, strict=True):
             assert ok, text
             assert disengaged == ()
-            # FSDP2's forward leaves in placements what its backward would gather again.
-            count = 2 if integration != "fsdp" else 6 if choose == "ordinary" else 4
+            count = 6 if integration == "fsdp" else 2
             assert len(calls) == count, text
             if choose == "auto":
                 assert {ran for *_, ran, _ in calls} == {"symmetric"}

@@ -33,7 +33,7 @@ from symmplan.cli import main
 from symmplan.cli.simulate import _program as program_of
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
-from symmplan.place.table import Row, Table
+from symmplan.place.table import Table, TuningRow
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
@@ -216,7 +216,10 @@ def test_experts_without_values_get_the_worst_case():
 
 def test_a_table_says_how_collectives_run(tmp_path):
     path = tmp_path / "choices.json"
-    rows = (Row("all_gather", 8, 4 << 20, "symmetric"), Row("reduce_scatter", 8, 4 << 20, "push"))
+    rows = (
+        TuningRow("all_gather", 8, 4 << 20, "symmetric"),
+        TuningRow("reduce_scatter", 8, 4 << 20, "push"),
+    )
     path.write_text(Table("nccl", rows).to_json())
     report = symmplan.simulate(wide, ranks=16, choices=path)
     assert {(c.op, c.way) for c in report.collectives} == {
@@ -230,7 +233,7 @@ def test_a_table_says_how_collectives_run(tmp_path):
 
 def test_a_table_serves_real_options(tmp_path):
     path = tmp_path / "choices.json"
-    path.write_text(Table("shm", (Row("all_gather", 2, 64, "ordinary"),)).to_json())
+    path.write_text(Table("shm", (TuningRow("all_gather", 2, 64, "ordinary"),)).to_json())
     assert symmplan.backend(choose=str(path)).settings.table.rows
     with pytest.raises(BackendError, match="no table of choices"):
         symmplan.backend(choose=str(tmp_path / "missing.json"))
@@ -241,7 +244,7 @@ def test_a_table_serves_real_options(tmp_path):
 def test_ranks_that_read_different_tables_say_which(kind, tmp_path):
     files = [str(tmp_path / f"{rank}.json") for rank in range(2)]
     for rank, way in enumerate(("ordinary", "symmetric")):
-        Path(files[rank]).write_text(Table("shm", (Row("all_gather", 2, 64, way),)).to_json())
+        Path(files[rank]).write_text(Table("shm", (TuningRow("all_gather", 2, 64, way),)).to_json())
     says = ("AgreementError", "ranks 0 and 1 read different tables of choices", (0, 1))
     with RankPool(2) as fresh:
         for given in (files, [files[0], "placed"], ["measure", files[1]]):

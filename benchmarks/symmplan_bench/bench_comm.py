@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import CommandError
-from symmplan.place.table import Row, Table
+from symmplan.place.table import Table, TuningRow
 from symmplan.report.format import count
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import check_peers, run_ranks
@@ -117,7 +117,7 @@ def _write_choices(args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.ranks
     measured = run_ranks(_choices, options, ranks=ranks, device=args.device, timeout=args.timeout)
     memory, rows = measured[0]
-    table = Table(memory, tuple(Row(**row) for row in rows))
+    table = Table(memory, tuple(TuningRow(**row) for row in rows))
     args.output.write_text(table.to_json(), encoding="utf-8")
     return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
 

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from symmplan.place.observe import Event, kind_of, profiled
+from symmplan.place.observe import DeviceEvent, kind_of, profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ _GAP = 20_000
 _GATHER = re.compile(r"FSDP::all_gather( \(|$)")
 
 
-def summed(events: Iterable[Event]) -> dict[str, Any]:
+def summed(events: Iterable[DeviceEvent]) -> dict[str, Any]:
     """Milliseconds and numbers of each kind, and the span.
 
     Args:
@@ -49,7 +49,7 @@ def summed(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def gathers_of(
-    events: Iterable[Event], calls: Sequence[tuple[int, int]] = ()
+    events: Iterable[DeviceEvent], calls: Sequence[tuple[int, int]] = ()
 ) -> list[tuple[int, int]]:
     """When gathers ran on the device, ``(begin, end)`` each, in the order of their begins.
 
@@ -77,7 +77,7 @@ def gathers_of(
     return sorted([*of_call.values(), *others])
 
 
-def beside(events: Iterable[Event], gathers: Iterable[tuple[int, int]]) -> int:
+def beside(events: Iterable[DeviceEvent], gathers: Iterable[tuple[int, int]]) -> int:
     """How many of ``gathers`` ran while something was computed."""
     busy = [(e.begin, e.end) for e in events if kind_of(e.name) in _COMPUTATION]
     return sum(any(a < end and begin < b for a, b in busy) for begin, end in gathers)

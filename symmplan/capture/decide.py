@@ -33,7 +33,7 @@ from symmplan.capture.graphs import (
     tensor_leaves,
     written_arguments,
 )
-from symmplan.capture.sites import Home, How, Kept, Site
+from symmplan.capture.sites import How, Kept, PlacedStorage, Site
 from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments
 
@@ -114,7 +114,7 @@ class Decider:
     #: Representatives of storages that stay in ordinary memory. See [Note: left out].
     shunned: frozenset[Value]
 
-    homes: dict[Value, Home] = field(init=False, factory=dict)
+    homes: dict[Value, PlacedStorage] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
     sites: list[Site] = field(init=False, factory=list)
     unplanned: list[Unplanned] = field(init=False, factory=list)
@@ -135,7 +135,7 @@ class Decider:
         """All results before all arguments, in graph order; ``given`` lies there already."""
         for node, buffer in given.items():
             root = self.values.find((node, ()))
-            self.homes.setdefault(root, Home(buffer.name, node, (), "given"))
+            self.homes.setdefault(root, PlacedStorage(buffer.name, node, (), "given"))
             self.buffers[buffer.name] = buffer
         for kind, decide in (("result", self._result), ("argument", self._argument)):
             for request in requests:
@@ -242,7 +242,7 @@ class Decider:
             self._place(request, "stage", buffer.name, reason)
             return
         buffer = self._buffer(request, name, value, whole=True)
-        self.homes[root] = Home(buffer.name, value[0], value[1], "declared")
+        self.homes[root] = PlacedStorage(buffer.name, value[0], value[1], "declared")
         how: How = "bind" if copied is None else "stage"
         site = evolve(request.site, how=how, buffer=buffer.name, reason=copied or "", stays=True)
         self.sites.append(site)
@@ -296,7 +296,7 @@ class Decider:
         else:
             write = self.producer(node)
             assert write is not None
-            self.homes[root] = Home(buffer.name, node, path, write)
+            self.homes[root] = PlacedStorage(buffer.name, node, path, write)
         return buffer.name
 
     def buffer_of(self, root: Value) -> str | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from symmplan.capture.producers import Write
     from symmplan.model import OpSpec, Problem
 
-__all__ = ["Captured", "CopyKind", "Home", "How", "Kept", "Site", "Step"]
+__all__ = ["Captured", "CopyKind", "How", "Kept", "PlacedStorage", "Site", "Step"]
 
 #: ``"bind"``: no copy. ``"stage"``: copied.
 How: TypeAlias = Literal["bind", "stage"]
@@ -75,7 +75,7 @@ class Site:
 
 
 @frozen(eq=False)
-class Home:
+class PlacedStorage:
     """A storage made in the graph that lives in a placement from its first byte."""
 
     buffer: str  # name of its buffer
@@ -142,7 +142,7 @@ class Captured:
     problem: Problem
     sites: tuple[Site, ...]
     steps: Mapping[str, Step]
-    homes: tuple[Home, ...]
+    homes: tuple[PlacedStorage, ...]
     specs: dict[fx.Node, OpSpec]
     groups: Mapping[fx.Node, str]
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]

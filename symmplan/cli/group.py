@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.place.collectives import Verdict
+    from symmplan.place.collectives import Support
 
 __all__ = ["examine", "render"]
 
@@ -91,7 +91,7 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     }
 
 
-def _row(verdict: Verdict, said: Iterable[Mapping[str, list[str]]]) -> dict[str, Any]:
+def _row(verdict: Support, said: Iterable[Mapping[str, list[str]]]) -> dict[str, Any]:
     """A verdict, and what was tried of it: where one rank saw something else, that."""
     tried: dict[str, str] = {}
     failed = []
@@ -104,7 +104,7 @@ def _row(verdict: Verdict, said: Iterable[Mapping[str, list[str]]]) -> dict[str,
     return {**asdict(verdict), "tried": tried, "failed": failed}
 
 
-def _tried(found: Iterable[Verdict], device: torch.device) -> dict[str, dict[str, list[str]]]:
+def _tried(found: Iterable[Support], device: torch.device) -> dict[str, dict[str, list[str]]]:
     """``{collective: {way: (how it ran, why not so)}}``, by a profiled step for each way."""
     import symmplan
     from symmplan.registry.catalogue import collective_of

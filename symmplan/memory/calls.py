@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.segment import Segment
 
-__all__ = ["OPS", "REFUSED", "Call", "describe", "note", "parts_of"]
+__all__ = ["OPS", "REFUSED", "OpCall", "describe", "note", "parts_of"]
 
 #: The ops, in an order that never changes.
 OPS = (
@@ -75,7 +75,7 @@ def describe(text: bytes) -> str:
     return f"symmplan::{OPS[code]}({', '.join(parts)})"
 
 
-class Call:
+class OpCall:
     """One call of an op: which rendezvous it runs on, and how it fails.
 
     Ranks meet on the segment of ``tensor``, which is the argument ``where``.
@@ -229,9 +229,9 @@ def parts_of(
 
 
 class _Running:
-    """What `Call.running` gives; a class because a generator would cost more than a barrier."""
+    """What `OpCall.running` gives; a class because a generator would cost more than a barrier."""
 
-    def __init__(self, call: Call, text: bytes, free: Sequence[int]) -> None:
+    def __init__(self, call: OpCall, text: bytes, free: Sequence[int]) -> None:
         self._call = call
         self._text = text
         self._free = free

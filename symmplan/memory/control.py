@@ -61,7 +61,7 @@ _LIVENESS_PERIOD = 0.05
 _STRONG_ORDER = platform.machine() in {"x86_64", "AMD64"}
 
 
-class _Fence:
+class _MemoryBarrier:
     """A full memory barrier. See [Note: memory order]."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Meeting(Rendezvous):
         self._notes = [[memoryview(p[: _NOTE // 8].data).cast("B") for p in slot] for slot in slots]
         self._free = [[p[_NOTE // 8 : _NOTE // 8 + 2 * group.size] for p in slot] for slot in slots]
         self._count = int(self._mine[0])
-        self._fence = _Fence()
+        self._fence = _MemoryBarrier()
 
     def barrier(self, timeout: float | None = None) -> None:
         """See `Rendezvous.barrier`: wait until every rank arrived as often as this one."""

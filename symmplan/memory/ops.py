@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.errors import RunError
-from symmplan.memory.calls import Call, parts_of
+from symmplan.memory.calls import OpCall, parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
 from symmplan.memory.segment import locate
 from symmplan.torch_private import c10d, works
@@ -64,7 +64,7 @@ def all_gather_out(
 
     ``input`` may be any tensor; if it is the right part of ``out`` itself, a copy is saved.
     """
-    call = Call("all_gather_out", out, "out", group_name)
+    call = OpCall("all_gather_out", out, "out", group_name)
     call.check_group_size(group_size)
     call.check_types(input, out)
     call.check_numel(out, input.numel() * call.size, f"{call.size} ranks x {input.numel()}")
@@ -96,7 +96,7 @@ def all_gather_parts_(
         group_name: Name of the group.
         what: Anything else that must be equal on all ranks.
     """
-    call = Call("all_gather_parts_", whole, "whole", group_name)
+    call = OpCall("all_gather_parts_", whole, "whole", group_name)
     call.check_group_size(group_size)
     pieces = list(zip(offsets, nbytes, strict=True))
     end = max((o + n * call.size for o, n in pieces), default=0)
@@ -127,7 +127,7 @@ def reduce_scatter_out(
 
     ``out`` may be any tensor of the right size, also this rank's part of ``input``.
     """
-    call = Call("reduce_scatter_out", input, "input", group_name)
+    call = OpCall("reduce_scatter_out", input, "input", group_name)
     call.check_group_size(group_size)
     call.check_types(input, out)
     if input.numel() % call.size:
@@ -161,7 +161,7 @@ def all_reduce_out(
     ``out`` may lie in another segment of the group; it may be ``input`` itself, and must not
     overlap it otherwise.
     """
-    call = Call("all_reduce_out", input, "input", group_name)
+    call = OpCall("all_reduce_out", input, "input", group_name)
     call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     reduction = call.check_reduction(reduce_op, input.dtype)
@@ -216,7 +216,7 @@ def all_to_all_single_out(
         group_name: Name of the group.
         out: Symmetric; sizes may differ from rank to rank.
     """
-    call = Call("all_to_all_single_out", out, "out", group_name)
+    call = OpCall("all_to_all_single_out", out, "out", group_name)
     call.check_types(input, out)
     sends = _splits(call, input, input_split_sizes, "input")
     receives = _splits(call, out, output_split_sizes, "out")
@@ -264,7 +264,7 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
 
     ``input`` is only read on the source, where it may be ``out`` itself.
     """
-    call = Call("broadcast_out", out, "out", group_name)
+    call = OpCall("broadcast_out", out, "out", group_name)
     call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     if not 0 <= src < call.size:
@@ -289,7 +289,7 @@ def barrier_(segment: torch.Tensor, group_name: str) -> None:
     """Wait for every rank of the group; ``segment`` is any tensor in the segment to meet on."""
     found = locate(segment)
     if found is None:
-        Call("barrier_", segment, "segment", group_name)
+        OpCall("barrier_", segment, "segment", group_name)
         return
     found[0].barrier(group_name)
 
@@ -338,7 +338,7 @@ def _row_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() // rows * tensor.element_size() if rows else 0
 
 
-def _splits(call: Call, tensor: torch.Tensor, sizes: Sequence[int], where: str) -> list[int]:
+def _splits(call: OpCall, tensor: torch.Tensor, sizes: Sequence[int], where: str) -> list[int]:
     rows = _rows(tensor)
     if not sizes:
         if rows % call.size:

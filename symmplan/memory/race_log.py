@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.int64]
 
-__all__ = ["OPEN", "Extent", "RaceLog", "Record", "log_nbytes"]
+__all__ = ["OPEN", "AccessRecord", "Extent", "RaceLog", "log_nbytes"]
 
 #: The end of an access that is not over.
 OPEN = np.iinfo(np.int64).max
@@ -123,7 +123,7 @@ class Extent:
 
 
 @frozen
-class Record:
+class AccessRecord:
     """An access, as its rank wrote it down."""
 
     number: int  # how many records its rank made before
@@ -230,7 +230,7 @@ class RaceLog:
 
     def conflicts(
         self, first: int, until: int, owner: int, extent: Extent, *, write: bool
-    ) -> list[Record]:
+    ) -> list[AccessRecord]:
         """Accesses, from number ``first`` on, of the same bytes that are not over by ``until``."""
         numbers, rows = self._rows(first)
         found = (rows["number"] == numbers) & (rows["end"] > until) & (rows["owner"] == owner)
@@ -251,10 +251,12 @@ class RaceLog:
         numbers = np.arange(max(first, count - _RING), count, dtype=np.int64)
         return numbers, self._records[numbers % _RING]
 
-    def _record(self, row: np.void) -> Record:
+    def _record(self, row: np.void) -> AccessRecord:
         number, owner, low, high, write, _, text, item, dimensions, shape = row.tolist()
         pairs = tuple(map(tuple, np.asarray(shape)[:dimensions].tolist()))
-        return Record(number, owner, Extent(low, high, item, pairs), bool(write), self._text(text))
+        return AccessRecord(
+            number, owner, Extent(low, high, item, pairs), bool(write), self._text(text)
+        )
 
     def _text(self, number: int) -> tuple[str, str, str]:
         data = self._texts[number].tobytes().rstrip(b"\0") + b"\0\0"

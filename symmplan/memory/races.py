@@ -42,7 +42,7 @@ import numpy as np
 from attrs import define, field
 
 from symmplan.errors import RaceAccess, RaceError
-from symmplan.memory.race_log import OPEN, Extent, RaceLog, Record
+from symmplan.memory.race_log import OPEN, AccessRecord, Extent, RaceLog
 
 if TYPE_CHECKING:
     import mmap
@@ -100,7 +100,7 @@ class Touch:
     """An access that lasts: that of an asynchronous collective, until its wait."""
 
     segment: WatchedSegment
-    record: Record
+    record: AccessRecord
 
     def begin(self) -> None:
         """What this rank does by itself may race with it, too, from now on."""
@@ -123,7 +123,7 @@ class WatchedSegment:
     #: ``(first byte, end, buffer)`` of what the plan puts there.
     placements: Sequence[tuple[int, int, str]] = ()
     peers: dict[int, RaceLog] = field(factory=dict)  # the logs of the others, by rank
-    open: dict[int, Record] = field(factory=dict)  # this rank's accesses that last, by number
+    open: dict[int, AccessRecord] = field(factory=dict)  # this rank's accesses that last, by number
     _settled: dict[int, int] = field(factory=dict)
     _seen: set[Any] = field(factory=set)  # what was noted already, ...
     _seen_at: int = 0  # ... to end at this component
@@ -156,7 +156,7 @@ class WatchedSegment:
         text = (op, source_line(), self._buffers(extent))
         end = OPEN if lasting else detector.now
         number = self.log.append(owner, extent, end, text, write=write)
-        mine = Record(number, owner, extent, write, text)
+        mine = AccessRecord(number, owner, extent, write, text)
         detector.fence()
         for rank, log in self.peers.items():
             until = detector.knows(rank)
@@ -294,7 +294,9 @@ class RaceDetector:
         if self._error is not None:
             raise _again(self._error)
 
-    def fail(self, segment: WatchedSegment, mine: Record, rank: int, theirs: Record) -> NoReturn:
+    def fail(
+        self, segment: WatchedSegment, mine: AccessRecord, rank: int, theirs: AccessRecord
+    ) -> NoReturn:
         """Raise, here and on the others: a race of this rank with ``rank``, maybe with itself.
 
         See [Note: who hears of a race].
@@ -329,7 +331,7 @@ class RaceDetector:
         raise _again(error)
 
 
-def _access(segment: WatchedSegment, rank: int, record: Record) -> RaceAccess:
+def _access(segment: WatchedSegment, rank: int, record: AccessRecord) -> RaceAccess:
     (op, line, buffer), extent = record.text, record.extent
     where = (segment.name, record.owner, extent.low, extent.high, buffer)
     return RaceAccess(rank, op, line, *where, record.write)

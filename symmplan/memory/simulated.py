@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.memory.segment import Segment
     from symmplan.model import Plan, WayName
 
-__all__ = ["Call", "Planner", "World", "current"]
+__all__ = ["Planner", "SimulatedCall", "World", "current"]
 
 
 @define(frozen=True)
-class Call:
+class SimulatedCall:
     """A collective that the program made, and whose plan decides how it runs."""
 
     op: str  # its name
@@ -64,7 +63,7 @@ class World:
         buffers: ``(who plans it, what that knows it by, what `seen` gave)`` of what lies in a
             placement if the plan says so.
         quiet: Whether what runs now is in `calls`.
-        segments: All that were made.
+        segments: All `symmplan.memory.segment.Segment` that were made.
         seen: What is known of the storage of a tensor.
         on_join: Called when somebody plans who did not before.
         reads_values: Whether an error says that a tensor has no value.
@@ -76,10 +75,10 @@ class World:
     devices: bool
     choices: str | None = None
     planners: list[Planner] = field(factory=list)
-    calls: list[tuple[Planner, Any, Call]] = field(factory=list)
+    calls: list[tuple[Planner, Any, SimulatedCall]] = field(factory=list)
     quiet: bool = False
     buffers: list[tuple[Planner | None, Any, Any]] = field(factory=list)
-    segments: list[Segment] = field(factory=list)
+    segments: list[Any] = field(factory=list)
     seen: Callable[[torch.Tensor], Any] = id
     on_join: Callable[[], Any] = int
     reads_values: Callable[[BaseException], bool] = bool

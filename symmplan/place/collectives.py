@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from symmplan.memory.topology import Topology
     from symmplan.model import WayName
-    from symmplan.registry.rows import Row
+    from symmplan.registry.rows import CatalogueRow
 
-__all__ = ["NCCL", "Abilities", "Verdict", "by_collective", "dotted", "verdicts", "ways_of"]
+__all__ = ["NCCL", "Abilities", "Support", "by_collective", "dotted", "verdicts", "ways_of"]
 
 
 @frozen(kw_only=True)
@@ -116,7 +116,7 @@ def ways_of(collective: str, memory: str) -> tuple[WayName, ...]:
 
 
 @frozen
-class Verdict:
+class Support:
     """How a collective runs on a group.
 
     Attributes:
@@ -131,7 +131,7 @@ class Verdict:
     why: str
 
 
-def verdicts(topology: Topology, memory: str) -> list[Verdict]:
+def verdicts(topology: Topology, memory: str) -> list[Support]:
     """How each collective runs on a group.
 
     Args:
@@ -142,7 +142,7 @@ def verdicts(topology: Topology, memory: str) -> list[Verdict]:
     apart = topology.why_not(memory)
     for collective, abilities in NCCL.items():
         if apart or topology.ranks == 1:
-            found.append(Verdict(collective, ("ordinary",), apart or "there is one rank"))
+            found.append(Support(collective, ("ordinary",), apart or "there is one rank"))
             continue
         ways, why = list(ways_of(collective, memory)), []
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):
@@ -155,7 +155,7 @@ def verdicts(topology: Topology, memory: str) -> list[Verdict]:
             why.append("NCCL cannot be asked for copy engines")
         if "push" in ways:
             why.append("pushes are FSDP2's")
-        found.append(Verdict(collective, tuple(ways), "; ".join(why)))
+        found.append(Support(collective, tuple(ways), "; ".join(why)))
     return found
 
 
@@ -176,7 +176,7 @@ def by_collective() -> list[dict[str, Any]]:
     ]
 
 
-def _served(row: Row) -> dict[str, Any]:
+def _served(row: CatalogueRow) -> dict[str, Any]:
     return {
         "op": row.op,
         "symmetric": list(row.where),
@@ -186,7 +186,7 @@ def _served(row: Row) -> dict[str, Any]:
     }
 
 
-def _run_as(row: Row, memory: str) -> str:
+def _run_as(row: CatalogueRow, memory: str) -> str:
     """What runs instead of an op on a memory backend, for people."""
     namespace, _, name = row.op.partition("::")
     if row.op in FUNCTIONAL:

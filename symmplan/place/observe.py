@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checked",
-    "Event",
+    "DeviceEvent",
     "Expected",
     "Profile",
     "Seen",
@@ -71,7 +71,7 @@ _OWN = "symmplan::"
 
 
 @frozen
-class Event:
+class DeviceEvent:
     """A kernel or copy on a device.
 
     Attributes:
@@ -96,7 +96,7 @@ class Profile:
         host: ``(name, begin, end)`` of what the host did, in nanoseconds.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[DeviceEvent, ...]
     host: tuple[tuple[str, int, int], ...]
 
 
@@ -143,7 +143,7 @@ def profiled(act: Callable[[], Any], *, cuda: bool, host: bool = True) -> Profil
     events = []
     for name, begin, end, number in on_device:
         at = bisect_right(numbers, number)
-        events.append(Event(name, begin, end, launches[numbers[at - 1]] if at else None))
+        events.append(DeviceEvent(name, begin, end, launches[numbers[at - 1]] if at else None))
     return Profile(tuple(events), tuple(done))
 
 

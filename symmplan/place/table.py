@@ -32,7 +32,7 @@ from symmplan.model import WayName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Row", "Table", "agree_on", "is_table", "read_table", "ruled"]
+__all__ = ["Table", "TuningRow", "agree_on", "is_table", "read_table", "ruled"]
 
 _FORMAT = "symmplan-choices"
 _VERSION = 1
@@ -45,7 +45,7 @@ _FAR = 4
 
 
 @frozen
-class Row:
+class TuningRow:
     """How one kind and size of collective is to run.
 
     Attributes:
@@ -73,12 +73,12 @@ class Table:
     """
 
     memory: str
-    rows: tuple[Row, ...]
+    rows: tuple[TuningRow, ...]
 
     def way(self, op: str, ranks: int, nbytes: int) -> WayName | None:
         """The way of the row that is nearest, first in ranks, then in bytes; None if none is near.
 
-        >>> table = Table("nccl", (Row("all_gather", 8, 1 << 24, "copy engine"),))
+        >>> table = Table("nccl", (TuningRow("all_gather", 8, 1 << 24, "copy engine"),))
         >>> table.way("all_gather", 512, 1 << 25), table.way("all_gather", 512, 1 << 12)
         ('copy engine', None)
         """
@@ -167,8 +167,8 @@ def _table(data: Any) -> Table:
     return Table(str(data["memory"]), tuple(map(_row, data["rows"])))
 
 
-def _row(data: Any) -> Row:
-    row = Row(
+def _row(data: Any) -> TuningRow:
+    row = TuningRow(
         str(data["op"]), int(data["ranks"]), int(data["nbytes"]), data["way"], data["seconds"]
     )
     if row.way not in get_args(WayName) or row.ranks < 1 or row.nbytes < 1:
@@ -183,9 +183,9 @@ def ruled(
 
     Args:
         table: What was measured elsewhere, None for nothing.
-        op: As in `Row`.
-        ranks: As in `Row`.
-        nbytes: As in `Row`.
+        op: As in `TuningRow`.
+        ranks: As in `TuningRow`.
+        nbytes: As in `TuningRow`.
         memory: Name of the memory backend.
         pushes: Whether it can be made of pushes.
     """

@@ -8,7 +8,6 @@ Importing this package does not import torch; the first look-up does.
 from __future__ import annotations
 
 from symmplan.registry.declare import (
-    all_specs,
     isolated,
     register_symm_mem_args,
     requirements,
@@ -16,6 +15,7 @@ from symmplan.registry.declare import (
     symm_args,
     unregister,
 )
+from symmplan.registry.inventory import all_specs
 from symmplan.registry.schema import bind_arguments, resolve_group_name
 
 __all__ = [

@@ -10,7 +10,7 @@ from attrs import frozen
 from symmplan.errors import DeclarationError
 from symmplan.model import Requirement
 from symmplan.registry.check import make_spec
-from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, Row
+from symmplan.registry.rows import COLLECTIVES, NAMESPACES, NOT_SYMMETRIC, SYMM_MEM, CatalogueRow
 from symmplan.registry.schema import is_defined
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Entry:
 
 
 @functools.cache
-def _rows() -> dict[str, Row]:
+def _rows() -> dict[str, CatalogueRow]:
     return {row.op: row for row in (*COLLECTIVES, *SYMM_MEM)}
 
 
@@ -81,7 +81,7 @@ def entry_of(schema: Schema) -> Entry | None:
     return None
 
 
-def _spec(row: Row, schema: Schema) -> OpSpec:
+def _spec(row: CatalogueRow, schema: Schema) -> OpSpec:
     out = row.out_name
     facts = {"enters": row.enters, "releases": row.releases}
     return make_spec(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from symmplan.torch_private.ops import OpOverload
 
 __all__ = [
-    "all_specs",
     "isolated",
     "register_symm_mem_args",
     "requirements",
@@ -225,21 +224,8 @@ def unregister(op: OpRef) -> bool:
     return store.remove([qualified_name(overload) for overload in resolve(op)])
 
 
-def all_specs() -> Iterator[OpSpec]:
-    """Every op that this process can plan for, sorted by qualified name.
-
-    Ops that are in the catalogue but not in this torch are left out, and so are declarations in
-    torch's registry that do not fit their op (`symmplan.requirements` of such an op raises).
-
-    Collective: no.
-    """
-    from symmplan.registry.inventory import inventory
-
-    return iter(entry.spec for entry in inventory() if entry.spec is not None)
-
-
 @frozen
-class _Declared:
+class _UserDeclaration:
     """A user's declaration, void once the op is defined anew with another schema."""
 
     spec: OpSpec
@@ -251,7 +237,7 @@ class _Store:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._user: dict[str, _Declared] = {}
+        self._user: dict[str, _UserDeclaration] = {}
         self._originals: dict[OpOverload, OpOverload] = {}
         # op -> (what upstream said then, the answer); dropped whenever a declaration changes
         self._cache: dict[OpOverload, tuple[tuple[str, ...], OpSpec | None]] = {}
@@ -277,7 +263,7 @@ class _Store:
                     earlier=earlier.spec,
                     later=spec,
                 )
-            new = {spec.op: _Declared(spec, schema.text) for spec, schema in specs}
+            new = {spec.op: _UserDeclaration(spec, schema.text) for spec, schema in specs}
             self._replace({**self._user, **new})
 
     def remove(self, names: Sequence[str]) -> bool:
@@ -307,7 +293,7 @@ class _Store:
             with self._lock:
                 self._replace(before)
 
-    def _replace(self, user: dict[str, _Declared]) -> None:
+    def _replace(self, user: dict[str, _UserDeclaration]) -> None:
         # Readers take no lock. One that still holds the old cache may fill it from the old or the
         # new declarations; nobody reads that cache again.
         self._user = user

@@ -13,9 +13,12 @@ from symmplan.registry.schema import is_defined, resolve, schema_of
 from symmplan.torch_private import torch_registry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from symmplan.model import OpSpec
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["Entry", "describe_op", "inventory"]
+__all__ = ["Entry", "all_specs", "describe_op", "inventory"]
 
 
 def inventory() -> list[Entry]:
@@ -59,3 +62,14 @@ def describe_op(op: OpOverload) -> Entry:
         added = overruled(listed.spec, upstream)
         notes += [f"torch's registry adds {', '.join(added)}"] if added else []
     return Entry(schema.op, spec, "; ".join(n for n in notes if n))
+
+
+def all_specs() -> Iterator[OpSpec]:
+    """Every op that this process can plan for, sorted by qualified name.
+
+    Ops that are in the catalogue but not in this torch are left out, and so are declarations in
+    torch's registry that do not fit their op (`symmplan.requirements` of such an op raises).
+
+    Collective: no.
+    """
+    return iter(entry.spec for entry in inventory() if entry.spec is not None)

@@ -54,7 +54,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-__all__ = ["COLLECTIVES", "NAMESPACES", "NOT_SYMMETRIC", "SYMM_MEM", "Row"]
+__all__ = ["COLLECTIVES", "NAMESPACES", "NOT_SYMMETRIC", "SYMM_MEM", "CatalogueRow"]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 @frozen
-class Row:
+class CatalogueRow:
     """One op of the catalogue. See `symmplan.model.OpSpec` for the meaning of the facts.
 
     Attributes:
@@ -96,32 +96,36 @@ class Row:
         return None if self.out is None else f"{self.op.partition('::')[0]}::{self.out}"
 
 
-def _collective(op: str, kind: str, where: str, *, meets: bool = True, **more: Any) -> Row:
+def _collective(op: str, kind: str, where: str, *, meets: bool = True, **more: Any) -> CatalogueRow:
     """One of the process group's collectives. See [Note: facts of collectives]."""
-    return Row(op, kind, where, meets=meets, enters=True, releases=True, asynchronous=True, **more)
+    return CatalogueRow(
+        op, kind, where, meets=meets, enters=True, releases=True, asynchronous=True, **more
+    )
 
 
-def _functional(name: str, kind: str, where: str, **more: Any) -> Row:
+def _functional(name: str, kind: str, where: str, **more: Any) -> CatalogueRow:
     return _collective(f"_c10d_functional::{name}", kind, where, **more)
 
 
-def _autograd(name: str, kind: str, **more: Any) -> Row:
+def _autograd(name: str, kind: str, **more: Any) -> CatalogueRow:
     note = "differentiable front of the op of that name in _c10d_functional"
     op = f"_c10d_functional_autograd::{name}"
     return _collective(op, kind, "input return", note=note, **more)
 
 
-def _c10d(name: str, kind: str, where: str, *, note: str = "", **more: Any) -> Row:
+def _c10d(name: str, kind: str, where: str, *, note: str = "", **more: Any) -> CatalogueRow:
     note = note or "returns a Work; the wait for that ends it"
     return _collective(f"c10d::{name}", kind, where, group="process_group", note=note, **more)
 
 
-def _kernel(name: str, kind: str, where: str, *, handshake: bool = True, **more: Any) -> Row:
+def _kernel(
+    name: str, kind: str, where: str, *, handshake: bool = True, **more: Any
+) -> CatalogueRow:
     """An op that synchronizes through the signal pad of all it declares.
 
     Without ``handshake`` it touches its own bytes before.
     """
-    return Row(
+    return CatalogueRow(
         f"symm_mem::{name}",
         kind,
         where,
@@ -135,19 +139,21 @@ def _kernel(name: str, kind: str, where: str, *, handshake: bool = True, **more:
     )
 
 
-def _one_sided(name: str, kind: str, where: str, **more: Any) -> Row:
-    return Row(f"symm_mem::{name}", kind, where, **more)
+def _one_sided(name: str, kind: str, where: str, **more: Any) -> CatalogueRow:
+    return CatalogueRow(f"symm_mem::{name}", kind, where, **more)
 
 
-def _nccl(name: str, kind: str) -> Row:
+def _nccl(name: str, kind: str) -> CatalogueRow:
     note = "NCCL memory; synchronizes without the signal pad; out may be ordinary memory"
-    return Row(
+    return CatalogueRow(
         f"symm_mem::{name}", kind, "input", handshake=True, release=True, meets=True, note=note
     )
 
 
-def _fused(name: str, kind: str, note: str) -> Row:
-    return Row(f"symm_mem::{name}", kind, "", note=f"rendezvouses a workspace of its own; {note}")
+def _fused(name: str, kind: str, note: str) -> CatalogueRow:
+    return CatalogueRow(
+        f"symm_mem::{name}", kind, "", note=f"rendezvouses a workspace of its own; {note}"
+    )
 
 
 _CLONES = "torch clones the input and works in place on the clone"
@@ -160,7 +166,7 @@ _AG, _RS, _AR = "all-gather", "reduce-scatter", "all-reduce"
 _A2A, _BC, _R = "all-to-all", "broadcast", "reduce"
 
 #: Torch's own collectives.
-COLLECTIVES: tuple[Row, ...] = (
+COLLECTIVES: tuple[CatalogueRow, ...] = (
     _functional("all_gather_into_tensor", _AG, "input return", out="all_gather_into_tensor_out"),
     _functional("all_gather_into_tensor_out", _AG, "input out"),
     _functional("all_gather_into_tensor_coalesced", _AG, "inputs return", note=_NO_OUT),
@@ -179,7 +185,7 @@ COLLECTIVES: tuple[Row, ...] = (
     _autograd("all_gather_into_tensor", _AG),
     _autograd("reduce_scatter_tensor", _RS),
     _autograd("all_to_all_single", _A2A, meets=False),
-    Row(
+    CatalogueRow(
         "_dtensor::shard_dim_alltoall",
         _A2A,
         "",
@@ -201,7 +207,7 @@ _SPLITS = "writes peers' splits before its first barrier"
 _FALLBACK = "an ordinary input goes through a workspace of its own; the result is ordinary memory"
 
 #: Ops of ``torch.ops.symm_mem``.
-SYMM_MEM: tuple[Row, ...] = (
+SYMM_MEM: tuple[CatalogueRow, ...] = (
     _kernel("one_shot_all_reduce", _AR, "input", out="one_shot_all_reduce_out"),
     _kernel("one_shot_all_reduce_out", _AR, "input", note="out may be ordinary memory"),
     _kernel(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from symmplan.simulation.report import Advice as Advice
+from symmplan.simulation.report import Answer as Answer
 from symmplan.simulation.report import Collective as Collective
 from symmplan.simulation.report import Ordinary as Ordinary
 from symmplan.simulation.report import SimulationReport as SimulationReport
 from symmplan.simulation.run import simulate as simulate
 
-__all__ = ["Advice", "Collective", "Ordinary", "SimulationReport", "simulate"]
+__all__ = ["Answer", "Collective", "Ordinary", "SimulationReport", "simulate"]

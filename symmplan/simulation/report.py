@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan, WayName
 
-__all__ = ["Advice", "Collective", "Ordinary", "SimulationReport"]
+__all__ = ["Answer", "Collective", "Ordinary", "SimulationReport"]
 
 
 @frozen
@@ -66,7 +66,7 @@ class Ordinary:
 
 
 @frozen
-class Advice:
+class Answer:
     """One answer about a simulated program.
 
     Attributes:
@@ -80,7 +80,7 @@ class Advice:
     nbytes: int
 
 
-def _costs(plan: Plan) -> list[Advice]:
+def _costs(plan: Plan) -> list[Answer]:
     """What a plan gave up for its budget."""
     budget = plan.budget
     if budget is None:
@@ -92,7 +92,7 @@ def _costs(plan: Plan) -> list[Advice]:
         text = (
             f"{head}: {g.calls:,} x {visible(g.what)} as {g.after} instead of {g.before}{seconds}"
         )
-        found.append(Advice("cost", text, budget.wanted_bytes - plan.peak_bytes))
+        found.append(Answer("cost", text, budget.wanted_bytes - plan.peak_bytes))
     return found
 
 
@@ -138,7 +138,7 @@ class SimulationReport:
             "plans": [plan_facts(plan) for plan in self.plans],
         }
 
-    def advice(self, capacity: int | None = None) -> tuple[Advice, ...]:
+    def advice(self, capacity: int | None = None) -> tuple[Answer, ...]:
         """What fits, what sets the peak, what a budget costs, and what would save bytes.
 
         Args:
@@ -152,7 +152,7 @@ class SimulationReport:
             parameters, their state and symmetric memory grow, may grow until all takes
             ``capacity``: a bound from this one run, which a second run with that size confirms.
         """
-        found: list[Advice] = []
+        found: list[Answer] = []
         for plan in self.plans:
             groups: dict[str, int] = {}
             ends: dict[str, int] = {}
@@ -165,26 +165,26 @@ class SimulationReport:
                     f"group {visible(group)} sets the peak of {size(plan.peak_bytes)}; its largest "
                     f"buffer has {size(groups[group])}"
                 )
-                found.append(Advice("peak", text, plan.peak_bytes))
+                found.append(Answer("peak", text, plan.peak_bytes))
             found += _costs(plan)
-            found += [Advice("saves", a.text, a.saves) for a in advise(plan) if a.saves > 0]
+            found += [Answer("saves", a.text, a.saves) for a in advise(plan) if a.saves > 0]
         if capacity is not None:
             found += self._fits(capacity)
         return tuple(found)
 
-    def _fits(self, capacity: int) -> list[Advice]:
+    def _fits(self, capacity: int) -> list[Answer]:
         ordinary = self.ordinary_bytes
         all_ = self.peak_bytes + ordinary.total
         text = f"{size(all_)} are needed, {size(capacity)} are there: "
         if all_ > capacity:
-            return [Advice("fits", f"{text}{size(all_ - capacity)} too much", capacity - all_)]
-        found = [Advice("fits", f"{text}{size(capacity - all_)} are left", capacity - all_)]
+            return [Answer("fits", f"{text}{size(all_ - capacity)} too much", capacity - all_)]
+        found = [Answer("fits", f"{text}{size(capacity - all_)} are left", capacity - all_)]
         grows = {"sequences": ordinary.activations, "layers": all_ - ordinary.activations}
         for what, nbytes in grows.items():
             if nbytes:
                 factor = 1 + (capacity - all_) / nbytes
                 text = f"{what} may be {factor:.2f} times as large until {size(capacity)} are full"
-                found.append(Advice("fits", text, int(nbytes * (factor - 1))))
+                found.append(Answer("fits", text, int(nbytes * (factor - 1))))
         return found
 
     def to_html(self) -> str:

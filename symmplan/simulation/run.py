@@ -15,7 +15,7 @@ import torch.distributed as dist
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.memory.own import OWN
-from symmplan.memory.simulated import Call, World, current, enter, leave
+from symmplan.memory.simulated import SimulatedCall, World, current, enter, leave
 from symmplan.place.table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
@@ -101,7 +101,7 @@ def simulate(
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
     world.reads_values = fake_world.reads_values
-    others: Counter[tuple[Call, bool]] = Counter()
+    others: Counter[tuple[SimulatedCall, bool]] = Counter()
     ops = 0
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
@@ -131,7 +131,7 @@ def simulate(
         with (
             fake_world.fake_world(ranks, rank, check_mesh) as mode,
             storages.watched(),
-            fake_world.Watch(seen, mode),
+            fake_world.WatchMode(seen, mode),
         ):
             progress(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
@@ -156,13 +156,16 @@ def simulate(
 
 
 def _report(
-    world: World, plans: Sequence[Plan], others: Counter[tuple[Call, bool]], storages: Storages
+    world: World,
+    plans: Sequence[Plan],
+    others: Counter[tuple[SimulatedCall, bool]],
+    storages: Storages,
 ) -> SimulationReport:
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, storage in world.buffers:
         if planner is None or planner._simulated_way_(known_by) != "ordinary":
             storage.kind = "placed"
-    rows: Counter[tuple[Call, WayName]] = Counter()
+    rows: Counter[tuple[SimulatedCall, WayName]] = Counter()
     for (call, placed), many in others.items():
         way: WayName = "ordinary"
         if placed:
@@ -190,7 +193,7 @@ def _size(group: str) -> int:
     return int(group_by_name(group).size())
 
 
-def _call(op: Any, args: Sequence[Any], results: Any) -> Call | None:
+def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:
     """A collective that nobody plans, None for what is none."""
     group = ""
     for given in args[0]:
@@ -205,7 +208,7 @@ def _call(op: Any, args: Sequence[Any], results: Any) -> Call | None:
         return None
     tensors = [t for t in tree_leaves([args, results]) if isinstance(t, torch.Tensor)]
     nbytes = max((t.numel() * t.element_size() for t in tensors), default=0)
-    return Call(op.name().partition(".")[0], nbytes, group)
+    return SimulatedCall(op.name().partition(".")[0], nbytes, group)
 
 
 def _check(program: object, ranks: int, rank: int, memory: str) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from symmplan.testing.declaration import DeclarationReport as DeclarationReport
     from symmplan.testing.declaration import Fact as Fact
     from symmplan.testing.declaration import check_declaration as check_declaration
-    from symmplan.testing.explorer.program import TinyBuffer as TinyBuffer
-    from symmplan.testing.explorer.program import TinyCall as TinyCall
+    from symmplan.testing.explorer.calls import TinyBuffer as TinyBuffer
+    from symmplan.testing.explorer.calls import TinyCall as TinyCall
     from symmplan.testing.explorer.program import TinyPlan as TinyPlan
     from symmplan.testing.explorer.program import TinyProgram as TinyProgram
     from symmplan.testing.explorer.program import Verdict as Verdict

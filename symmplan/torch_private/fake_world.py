@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 __all__ = [
-    "Watch",
+    "WatchMode",
     "fake_world",
     "followed_memory",
     "in_pipeline",
@@ -85,7 +85,7 @@ def _asking(propagate: Callable[..., Any]) -> Callable[..., Any]:
     return asking
 
 
-class Watch(TorchDispatchMode):
+class WatchMode(TorchDispatchMode):
     """Tells of every op that runs on tensors without parts of their own.
 
     Args:

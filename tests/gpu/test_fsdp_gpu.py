@@ -71,7 +71,7 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     from fsdp_models import both
 
     from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
-    from symmplan.integrate.fsdp.home import Home
+    from symmplan.integrate.fsdp.home import ParameterStorage
     from symmplan.place.loans import Loan
 
     cycles = 2_000_000
@@ -100,10 +100,10 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
         program(model, trace, rank, steps=6)
 
     if where == "copy-in":
-        slow(Home, "fill", "before")
+        slow(ParameterStorage, "fill", "before")
         slow(PlannedAllGather, "allocate", "after")
     elif where == "all-gather":
-        slow(Home, "gather", "before")
+        slow(ParameterStorage, "gather", "before")
         slow(PlannedAllGather, "__call__", "before")
     elif where == "gradient copy-in":
         slow(PlannedReduceScatter, "allocate", "after")

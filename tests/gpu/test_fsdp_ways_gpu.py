@@ -161,7 +161,7 @@ def written(rank, world):
 
 def summed(rank, world, given, rounded, made):
     """Sums of parts by the kernel and by torch, which must have the same bits: what has not."""
-    from symmplan.integrate.fsdp.sums import Parts, sum_parts, sums_parts
+    from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sums_parts
 
     device, wrong = torch.device("cuda", rank), []
     assert sums_parts(device)
@@ -188,7 +188,7 @@ def summed(rank, world, given, rounded, made):
             one_by_one += row
         new = (one_by_one * torch.tensor(scale, device=device)).to(rounded).to(made)
         want = torch.where(inside, total + new if add else new, total)
-        parts = Parts(ranks - 1, tuple(spans), device)
+        parts = OwnRow(ranks - 1, tuple(spans), device)
         sum_parts(rows, parts, gradients, total, scale, rounded, add=add)
         if not torch.equal(total, want):
             wrong.append((ranks, scale, add, float((total.double() - want.double()).abs().max())))

@@ -47,7 +47,7 @@ from symmplan.torch_private.ops import OpOverload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.capture.sites import Captured, Home, Site
+    from symmplan.capture.sites import Captured, PlacedStorage, Site
     from symmplan.place.program import PlacedProgram
 
 __all__ = ["Emitter", "SegmentInput"]
@@ -113,7 +113,9 @@ class Emitter:
 
     def __attrs_post_init__(self) -> None:
         captured = self.captured
-        written: list[Home | Site] = [s for s in captured.sites if s.kind == "result" or s.writes]
+        written: list[PlacedStorage | Site] = [
+            s for s in captured.sites if s.kind == "result" or s.writes
+        ]
         written += captured.homes
         later = (x.buffer for x in written if captured.waits.get(x.node))
         self.apart = frozenset(buffer for buffer in later if buffer is not None)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from symmplan.capture.graphs import Value
-    from symmplan.capture.sites import Home, Site
+    from symmplan.capture.sites import PlacedStorage, Site
     from symmplan.place.lower import Launched
     from symmplan.place.program import PlacedCall, PlacedProgram
 
@@ -94,7 +94,7 @@ def _shift_absolute_views(emitter: Emitter) -> None:
         node.kwargs = {}
 
 
-def _make_home(emitter: Emitter, home: Home) -> None:
+def _make_home(emitter: Emitter, home: PlacedStorage) -> None:
     """Let the producer of a storage write it in its placement."""
     node, like = home.node, emitter.captured.values.tensors[(home.node, home.path)]
     if home.write in ("alloc", "out"):

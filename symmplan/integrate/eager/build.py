@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.graphs import Value
-    from symmplan.capture.sites import Captured, Home
+    from symmplan.capture.sites import Captured, PlacedStorage
     from symmplan.integrate.eager.tape import Step
     from symmplan.memory import Arena
     from symmplan.model import Plan
@@ -69,7 +69,7 @@ class _Builder:
         one_stream = all(o.op != MARK for o in problem.operations)
         self.order = None if one_stream else order_of(problem)
         order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
-        homes: dict[fx.Node, list[Home]] = {}
+        homes: dict[fx.Node, list[PlacedStorage]] = {}
         for home in self.captured.homes:
             homes.setdefault(home.node, []).append(home)
             self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
@@ -99,7 +99,7 @@ class _Builder:
         flat = self._bytes(buffer)[begin : begin + like.numel() * like.element_size()]
         return flat.view(like.dtype).view(like.shape)
 
-    def _event(self, call: Recorded, homes: list[Home]) -> Event:
+    def _event(self, call: Recorded, homes: list[PlacedStorage]) -> Event:
         values, spec = self.captured.values, self.captured.specs.get(call.node)
         event = Event(
             call,

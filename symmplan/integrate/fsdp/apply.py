@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.errors import CaptureError, PlanningError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
-from symmplan.integrate.fsdp.direct import Direct
+from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.simulated import SimulatedRuntime
@@ -244,7 +244,7 @@ def apply(
         runtime = SimulatedRuntime(options, len(found), live_gathers, world)
     for site, module, group, gather, scatter in found:
         if fsdp2_in_place.can_be_replaced(group):
-            runtime.planning.directs.append(Direct(runtime, site, group))
+            runtime.planning.directs.append(ZeroCopyUnshard(runtime, site, group))
         else:
             runtime.planning.flat[site] = NO_SEAM
         planned = (

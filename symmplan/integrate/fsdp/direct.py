@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from symmplan.capture.fsdp_recording import Key
-    from symmplan.integrate.fsdp.home import Home
-    from symmplan.integrate.fsdp.runtime import Runtime
+    from symmplan.integrate.fsdp.coordinator import Coordinator
+    from symmplan.integrate.fsdp.home import ParameterStorage
 
-__all__ = ["Direct"]
+__all__ = ["ZeroCopyUnshard"]
 
 
-class Direct:
+class ZeroCopyUnshard:
     """An FSDP2 parameter group whose parameters may live in a placement.
 
     Args:
@@ -61,12 +61,12 @@ class Direct:
         group: FSDP2's parameter group.
     """
 
-    def __init__(self, runtime: Runtime, site: str, group: Any) -> None:
+    def __init__(self, runtime: Coordinator, site: str, group: Any) -> None:
         self.site = site
         self._runtime = runtime
         self._group = group
         self._layout: Layout | None = None
-        self._home: Home | None = None
+        self._home: ParameterStorage | None = None
         self._loan: Loan | None = None
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
@@ -92,7 +92,7 @@ class Direct:
         return self._layout
 
     @property
-    def home(self) -> Home | None:
+    def home(self) -> ParameterStorage | None:
         """Where the parameters live; None: where FSDP2 puts them."""
         return self._home
 
@@ -101,7 +101,7 @@ class Direct:
         """Name of the process group that gathers."""
         return c10d.group_name(self._group._all_gather_process_group)
 
-    def settle(self, home: Home | None, *, kept: bool) -> None:
+    def settle(self, home: ParameterStorage | None, *, kept: bool) -> None:
         """From now on the parameters live there; None: where FSDP2 puts them.
 
         Args:
@@ -292,9 +292,7 @@ class Direct:
             found = layout_of(self._group)
         if isinstance(found, Layout):
             self._layout = found
-            self._runtime.planning.layouts[self.site] = found
-        else:
-            self._runtime.planning.flat[self.site] = found
+        self._runtime.can_lie(self.site, found)
 
     def _everywhere(self, condition: Callable[[], bool]) -> bool:
         """Whether it holds on all ranks. Collective: yes, over the group."""
@@ -341,7 +339,7 @@ class Direct:
             with on_stream(stream):
                 return [shard.clone() for shard in self._shards()], stream.record_event()
 
-    def _start(self, key: Key, home: Home, streams: tuple[Any, Any]) -> None:
+    def _start(self, key: Key, home: ParameterStorage, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
         runtime, group = self._runtime, self._group
         free = home.make_way()
@@ -358,7 +356,7 @@ class Direct:
             self._saved = home.copied()
         fsdp2_in_place.set_result(group, Gathered())
 
-    def _put_back(self, home: Home) -> None:
+    def _put_back(self, home: ParameterStorage) -> None:
         """What was gathered, into the placement; or elsewhere if somebody is there."""
         saved, self._saved = self._saved, None
         assert saved is not None
@@ -373,10 +371,12 @@ class Direct:
         else:
             home.put_elsewhere(group.fsdp_params, saved)
 
-    def _new_loan(self, home: Home) -> Loan:
+    def _new_loan(self, home: ParameterStorage) -> Loan:
         return Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
 
-    def _fill(self, key: Key, home: Home, streams: tuple[Any, Any], loan: Loan | None) -> Any:
+    def _fill(
+        self, key: Key, home: ParameterStorage, streams: tuple[Any, Any], loan: Loan | None
+    ) -> Any:
         """Gather behind whoever had the bytes before; on devices, an event behind that.
 
         Args:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.place.loans import Ledger
 
-__all__ = ["Home"]
+__all__ = ["ParameterStorage"]
 
 #: What torch counts for a storage that a flat tensor and the parameter on it share.
 _OWN_USES = 3
 
 
-class Home:
+class ParameterStorage:
     """Where a group's parameters live.
 
     Args:
@@ -88,7 +88,7 @@ class Home:
         """Whether it lies on a device."""
         return self.bytes.is_cuda
 
-    def overlaps(self, other: Home) -> bool:
+    def overlaps(self, other: ParameterStorage) -> bool:
         """Whether both have some of the same bytes."""
         return self.users is other.users and self.begin < other.end and other.begin < self.end
 

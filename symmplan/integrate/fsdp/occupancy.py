@@ -7,26 +7,55 @@ matter; see [Note: somebody is in the bytes] in `direct`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from symmplan.integrate.fsdp.direct import Direct
+    from symmplan.capture.fsdp_recording import Key
+    from symmplan.integrate.fsdp.home import ParameterStorage
 
-__all__ = ["Occupancy"]
+__all__ = ["Occupancy", "Occupant"]
+
+
+class Occupant(Protocol):
+    """A parameter group that may have bytes in a placement.
+
+    Attributes:
+        site: Name of its module in the model.
+    """
+
+    site: str
+
+    @property
+    def home(self) -> ParameterStorage | None:
+        """Where its parameters live; None: where FSDP2 puts them."""
+
+    @property
+    def group(self) -> str:
+        """Name of the process group that gathers."""
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether FSDP2 has gathered the parameters, or begun to, and has not released them."""
+
+    def key(self, *, backward: bool) -> Key:
+        """By what its gather is recognised."""
+
+    def start_early(self) -> bool:
+        """Start a gather that was put off, if there is room now. Collective: yes."""
 
 
 class Occupancy:
     """The modules of a model that are unsharded in placements, or about to be."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, Direct] = {}
+        self._modules: dict[str, Occupant] = {}
 
-    def __iter__(self) -> Iterator[Direct]:
+    def __iter__(self) -> Iterator[Occupant]:
         return (module for module in self._modules.values() if module.has_bytes)
 
-    def begin(self, module: Direct) -> None:
+    def begin(self, module: Occupant) -> None:
         """A module's gather begins."""
         self._modules[module.site] = module
 
@@ -34,7 +63,7 @@ class Occupancy:
         """FSDP2 has released a module; whether it had bytes."""
         return self._modules.pop(site, None) is not None
 
-    def crowded(self, module: Direct) -> bool:
+    def crowded(self, module: Occupant) -> bool:
         """Whether others are to have some of the bytes where a module's parameters live."""
         mine = module.home
         assert mine is not None

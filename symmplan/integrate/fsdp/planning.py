@@ -15,7 +15,7 @@ from symmplan.capture.fsdp_live import kept_after_forward, most_alive, with_kept
 from symmplan.capture.fsdp_recording import Recording
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
-from symmplan.integrate.fsdp.home import Home
+from symmplan.integrate.fsdp.home import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.simulated import current
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call
-    from symmplan.integrate.fsdp.direct import Direct
+    from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
     from symmplan.model import Plan, Problem, WayName
@@ -79,7 +79,7 @@ class Planning:
         self.live = live
         self.plan: Plan | None = None
         self.choices: Choices | None = None
-        self.directs: list[Direct] = []
+        self.directs: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
         self.meshes: Sequence[set[int]] = ()
@@ -247,13 +247,13 @@ class Planning:
     def _settle(self, plan: Plan, gathers: Sequence[Planned], kept: Sequence[str]) -> None:
         """Let parameters live where the plan puts them, until when it says."""
         memory = self._memory
-        homes: dict[str, Home] = {}
+        homes: dict[str, ParameterStorage] = {}
         for p in gathers if current() is None else ():
             site = p.call.key.site
             if site not in homes:
                 assert p.buffer is not None
                 place = plan.placements[p.buffer]
-                homes[site] = Home(
+                homes[site] = ParameterStorage(
                     site,
                     self.layouts[site],
                     memory.at(place),

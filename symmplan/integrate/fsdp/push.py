@@ -22,7 +22,7 @@ import torch
 from attrs import frozen
 
 from symmplan.integrate.fsdp.ops import factor_of
-from symmplan.integrate.fsdp.sums import Parts, sum_parts, sum_rows, sums_parts
+from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sum_rows, sums_parts
 from symmplan.memory.own import own_work
 from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
 from symmplan.torch_private import autograd
@@ -162,7 +162,7 @@ class Pushes:
         counts = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]  # FSDP2 pads
         size = sum(counts) * dtype.itemsize
         begin = slot.offset + rank * size
-        own = Parts(rank, _spans(shapes, counts, rank), device) if sums_parts(device) else None
+        own = OwnRow(rank, _spans(shapes, counts, rank), device) if sums_parts(device) else None
         copies = []
         for to in (*range(rank + 1, ranks), *range(rank + 1)):
             if to == rank and own is not None:
@@ -187,7 +187,7 @@ class _Sent:
 
     rows: torch.Tensor
     copies: tuple[tuple[int, int, int, torch.Tensor], ...]
-    own: Parts | None
+    own: OwnRow | None
 
 
 def _spans(

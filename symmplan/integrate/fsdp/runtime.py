@@ -18,6 +18,7 @@ import torch
 
 from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.errors import CaptureError, RunError
+from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.occupancy import Occupancy
 from symmplan.integrate.fsdp.planning import Planning
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from symmplan.integrate.fsdp.direct import Direct
+    from symmplan.integrate.fsdp.layout import Layout
+    from symmplan.integrate.fsdp.occupancy import Occupant
     from symmplan.integrate.fsdp.schedule import Schedule, Spot
     from symmplan.model import Placement
     from symmplan.place.guests import Guest
@@ -49,15 +51,6 @@ PATIENCE = 8
 REPLANS = 8
 #: More collectives than this without an end of the step are no longer recorded.
 _LONGEST = 1 << 17
-
-_NOT_PLANNED = "the plan does not know this collective"
-_CROWDED = "other modules' parameters were needed at the same time"
-_FLAT = "it was gathered in ordinary memory, as when it was recorded"
-_NOT_OURS = "its buffer came from elsewhere"
-_OTHER_GROUP = "it ran over another group than planned"
-_OTHER_OP = "the memory backend has no such reduction"
-_IN_USE = "its bytes were still in use"
-_PUT_OFF = "it was to be gathered ahead of its time, for which the plan has no room"
 
 
 class Runtime:
@@ -91,7 +84,7 @@ class Runtime:
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
         self.occupancy = Occupancy()
-        self._waiting: list[Direct] = []
+        self._waiting: list[Occupant] = []
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
         self._seen: set[Key] = set()
@@ -176,11 +169,11 @@ class Runtime:
             self._turn()
         self._arrived = key
 
-    def gathering(self, direct: Direct, key: Key) -> None:
+    def gathering(self, direct: Occupant, key: Key) -> None:
         """A module's parameters are gathered where they live."""
         self._arrived = None
         if self.occupancy.crowded(direct):
-            self.counts.because(_CROWDED)
+            self.counts.because(reasons.CROWDED)
             self._strange = True
         self.occupancy.begin(direct)
         self._follow(key)
@@ -193,10 +186,10 @@ class Runtime:
             self._log.run(index, direct.group)
             self._last[key.site] = (self._log, index)
 
-    def put_off(self, key: Key, direct: Direct) -> None:
+    def put_off(self, key: Key, direct: Occupant) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is None:
-            self.counts.because(_PUT_OFF)
+            self.counts.because(reasons.PUT_OFF)
             self._strange = True
         else:
             self._waiting.append(direct)
@@ -218,6 +211,13 @@ class Runtime:
             log.release(index, after_forward=after_forward)
         if self.occupancy.end(site):
             self._made_room()
+
+    def can_lie(self, site: str, layout: Layout | str) -> None:
+        """How a module's parameters would lie in a placement; or why they cannot."""
+        if isinstance(layout, str):
+            self.planning.flat[site] = layout
+        else:
+            self.planning.layouts[site] = layout
 
     def left(self, site: str, why: str) -> None:
         """A module's gathers are flat from now on."""
@@ -267,7 +267,7 @@ class Runtime:
         """
         if slot is None or slot.base.data_ptr() != buffer.data_ptr():
             self.counts.plain += 1
-            self.counts.because(_NOT_OURS)
+            self.counts.because(reasons.NOT_OURS)
             return plain(buffer)
         name = c10d.group_name(group)
         self.memory.groups.setdefault(name, group)
@@ -306,7 +306,7 @@ class Runtime:
             with launching(slot.expected):
                 self.memory.stage(slot.spot.place, slot.base, act, result=result)
             self.counts.staged += 1
-            self.counts.because(_IN_USE)
+            self.counts.because(reasons.IN_USE)
         if slot.loan is not None:
             slot.loan.ran(work, done=done)
         return work
@@ -322,23 +322,23 @@ class Runtime:
             return "", None
         if slot.spot is None:
             self._strange = True
-            return _NOT_PLANNED, None
+            return reasons.NOT_PLANNED, None
         if slot.spot.place is None:
             return slot.spot.way.reason, None
         if slot.spot.direct:
             self._strange = True
-            return _FLAT, None
+            return reasons.FLAT, None
         if slot.spot.call.group != group:
             self._strange = True
-            return _OTHER_GROUP, None
+            return reasons.OTHER_GROUP, None
         if slot.pushed:
             pushes = self.memory.pushes(slot.spot)
-            return _OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
+            return reasons.OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
         where = self._where(slot.spot, slot.spot.place, slot.base)
         act = in_place(where)
         received = slot.spot.received
         if act is None:
-            return _OTHER_OP, None
+            return reasons.OTHER_OP, None
         if received is None:
             return "", act
         return "", lambda: self.memory.alone(received, act)

@@ -13,7 +13,7 @@ import torch
 
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.slots import Slot
-from symmplan.memory.simulated import Call, World, at_end
+from symmplan.memory.simulated import SimulatedCall, World, at_end
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class SimulatedRuntime(Runtime):
         known = slot.spot is not None and slot.spot.call.group == name
         self._strange = self._strange or (self.schedule is not None and not known)
         nbytes = buffer.numel() * buffer.element_size()
-        self._world.calls.append((self, slot.key, Call(slot.key.kind, nbytes, name)))
+        self._world.calls.append((self, slot.key, SimulatedCall(slot.key.kind, nbytes, name)))
         self._world.quiet = True
         try:
             return plain(buffer)

@@ -15,7 +15,7 @@ from attrs import field, frozen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Parts", "sum_parts", "sum_rows", "sums_parts", "warm_up"]
+__all__ = ["OwnRow", "sum_parts", "sum_rows", "sums_parts", "warm_up"]
 
 #: Elements that one program of a kernel sums.
 _BLOCK = 1024
@@ -24,7 +24,7 @@ _ALIGN = 8
 
 
 @frozen(eq=False)
-class Parts:
+class OwnRow:
     """One rank's row of what is summed, left where it was made.
 
     Attributes:
@@ -62,7 +62,7 @@ def sums_parts(device: torch.device) -> bool:
 
 def sum_parts(
     rows: torch.Tensor,
-    parts: Parts,
+    parts: OwnRow,
     tensors: Sequence[torch.Tensor],
     total: torch.Tensor,
     scale: float,
@@ -157,7 +157,7 @@ def warm_up(device: torch.device) -> None:
         if made == rounded:
             sum_rows(rows, total, 0.5)
         for end in (16, 15) if sums_parts(device) else ():
-            parts = Parts(1, ((0, end, 0),), device)
+            parts = OwnRow(1, ((0, end, 0),), device)
             for add in (False, True):
                 sum_parts(rows, parts, [rows[1]], total, 0.5, rounded, add=add)
 

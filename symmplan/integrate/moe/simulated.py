@@ -18,7 +18,7 @@ from attrs import evolve, field, frozen
 from symmplan.integrate.moe.dispatcher import ExpertParallel
 from symmplan.integrate.moe.routes import Routes, routes_of
 from symmplan.memory.own import own_work
-from symmplan.memory.simulated import Call, World
+from symmplan.memory.simulated import SimulatedCall, World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ class SimulatedExperts(ExpertParallel):
         row = math.prod(rows.shape[1:]) * rows.element_size()
         way = self._way(rows, row, routes)
         self._counts["plain" if way == "ordinary" else "served"] += 1
-        call = Call("all_to_all", max(count, rows.shape[0]) * row, self._group.name)
+        call = SimulatedCall("all_to_all", max(count, rows.shape[0]) * row, self._group.name)
         self._world.calls.append((self, row, call))
         return rows.new_empty((count, *rows.shape[1:]))
 

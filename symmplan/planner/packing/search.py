@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from symmplan.planner.order import Ints
     from symmplan.planner.packing.task import Space
 
-__all__ = ["Outcome", "search"]
+__all__ = ["SearchResult", "search"]
 
 
 @frozen(eq=False)
-class Outcome:
+class SearchResult:
     """How a search ended.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
 
 
 @frozen(eq=False)
-class _Part:
+class _Stretch:
     """Items still to be searched in a stretch of sections.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Part:
     items: Ints
     live: Ints
     lift: Ints
-    next: _Part | None
+    next: _Stretch | None
 
 
 class _State:
@@ -86,7 +86,7 @@ class _State:
         self.load = space.load  # units unplaced in each section
         self.crossing = space.crossing  # unplaced hulls across each boundary
         self.low, self.high = 0, space.sections
-        self.rest: _Part | None = None
+        self.rest: _Stretch | None = None
 
     def copy(self) -> _State:
         new = _State.__new__(_State)
@@ -96,7 +96,9 @@ class _State:
         return new
 
 
-def search(space: Space, target: int, rank: Ints, limit: int, blame: Ints | None = None) -> Outcome:
+def search(
+    space: Space, target: int, rank: Ints, limit: int, blame: Ints | None = None
+) -> SearchResult:
     """Look for a packing whose peak is at most ``target`` units, with ``limit`` nodes at most.
 
     Of items that can be placed equally low the one of least ``rank`` comes first. ``blame`` counts,
@@ -110,14 +112,14 @@ def search(space: Space, target: int, rank: Ints, limit: int, blame: Ints | None
         lowest = int(state.live.min()) if len(space) else int(FREE)
         if lowest == FREE and int(state.lift.min(initial=FREE)) == FREE:
             if state.rest is None:
-                return Outcome(offset, nodes, impossible=False)
+                return SearchResult(offset, nodes, impossible=False)
             del choices[state.rest.depth :]
             part, state = state.rest, state.copy()
             _enter(state, part)
             continue
         if lowest == FREE or not _hopeful(space, state, target, lowest, blame):
             if not choices:
-                return Outcome(None, nodes, impossible=True)
+                return SearchResult(None, nodes, impossible=True)
             item, state = choices.pop()
             _bar(space, state, item, target)
             continue
@@ -128,7 +130,7 @@ def search(space: Space, target: int, rank: Ints, limit: int, blame: Ints | None
         offset[item] = lowest
         _place(space, state, item, lowest)
         _split(space, state, len(choices))
-    return Outcome(None, limit, impossible=False)
+    return SearchResult(None, limit, impossible=False)
 
 
 def _hopeful(space: Space, state: _State, target: int, lowest: int, blame: Ints | None) -> bool:
@@ -202,14 +204,14 @@ def _split(space: Space, state: _State, depth: int) -> None:
     rest = state.rest
     for p in parts:
         items = left[part_of == p]
-        rest = _Part(
+        rest = _Stretch(
             depth, edges[p], edges[p + 1], items, state.live[items], state.lift[items], rest
         )
     assert rest is not None
     _enter(state, rest)
 
 
-def _enter(state: _State, part: _Part) -> None:
+def _enter(state: _State, part: _Stretch) -> None:
     state.live[:] = FREE
     state.lift[:] = FREE
     state.live[part.items], state.lift[part.items] = part.live, part.lift

@@ -23,23 +23,23 @@ from symmplan.testing.explorer.machine import Cell, Flag, Post, Read, Step, Thre
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from symmplan.testing.explorer.program import TinyCall
+    from symmplan.testing.explorer.calls import TinyCall
 
-__all__ = ["BEHAVIOURS", "Behaviour", "Parts"]
+__all__ = ["BEHAVIOURS", "Behaviour", "CallParts"]
 
 
 @frozen
 class Behaviour:
     """How calls of one kind behave: what adds their parts, their doors, known transports."""
 
-    run: Callable[[Parts], None]
+    run: Callable[[CallParts], None]
     enters: bool = False
     releases: bool = False
     transports: tuple[str, ...] = ("wire",)
 
 
 @define(eq=False)
-class Parts:
+class CallParts:
     """The parts of one call by the ranks of one group. See [Note: parts]."""
 
     call: TinyCall
@@ -138,14 +138,14 @@ class Parts:
         return [Read(cell) for cell in self.own(self.call.reads, rank)]
 
 
-def _local(parts: Parts) -> None:
+def _local(parts: CallParts) -> None:
     """An ordinary op: what torch runs on a stream or a CPU thread."""
     for rank in parts.ranks:
         written = parts.write(parts.own(parts.call.writes, rank))
         parts.part(rank, "run", [*parts.read(rank), *written])
 
 
-def _copy(parts: Parts) -> None:
+def _copy(parts: CallParts) -> None:
     """``aten::copy_``: each cell as it is. What symmplan adds to programs is this."""
     for rank in parts.ranks:
         targets = parts.own(parts.call.writes, rank)
@@ -153,32 +153,32 @@ def _copy(parts: Parts) -> None:
         parts.part(rank, "run", [*parts.read(rank), *copied])
 
 
-def _read(parts: Parts) -> None:
+def _read(parts: CallParts) -> None:
     """Reads peers' bytes where they lie and writes a result of this rank's own."""
     for rank, flags in _read_peers(parts).items():
         parts.part(rank, "result", parts.write(parts.own(parts.call.writes, rank)), after=flags)
 
 
-def _read_peers(parts: Parts) -> dict[int, list[Flag]]:
+def _read_peers(parts: CallParts) -> dict[int, list[Flag]]:
     return {
         rank: [parts.part(rank, f"read of {peer}", parts.read(peer)) for peer in parts.ranks]
         for rank in parts.ranks
     }
 
 
-def _read_all(parts: Parts) -> dict[int, Flag]:
+def _read_all(parts: CallParts) -> dict[int, Flag]:
     read = _read_peers(parts)
     return {rank: parts.part(rank, "joined", [], after=flags) for rank, flags in read.items()}
 
 
-def _write_next(parts: Parts, sources: Mapping[int, Flag]) -> None:
+def _write_next(parts: CallParts, sources: Mapping[int, Flag]) -> None:
     """All of a result into the bytes of the next rank."""
     for rank, peer in zip(parts.ranks, (*parts.ranks[1:], parts.ranks[0]), strict=True):
         steps = parts.write(parts.own(parts.call.writes, peer))
         parts.part(rank, f"write to {peer}", steps, after=[sources[rank]])
 
 
-def _write_peers(parts: Parts, sources: Mapping[int, Flag]) -> None:
+def _write_peers(parts: CallParts, sources: Mapping[int, Flag]) -> None:
     """A result into peers' bytes, as README's how-to for declaring an op does.
 
     A result with a cell for each rank gets one from each; else its first cell comes from the rank
@@ -214,7 +214,7 @@ def _each(targets: Iterable[Cell], sources: Iterable[Cell]) -> Iterator[_Sum]:
     return ((to, [cell]) for to, cell in zip(targets, sources, strict=True))
 
 
-def _all_gather(parts: Parts) -> Iterator[_Sum]:
+def _all_gather(parts: CallParts) -> Iterator[_Sum]:
     """``all_gather_into_tensor``: everybody gets everybody's input."""
     for rank in parts.ranks:
         slots = _slots(parts.own(parts.call.writes, rank), len(parts.ranks))
@@ -222,7 +222,7 @@ def _all_gather(parts: Parts) -> Iterator[_Sum]:
             yield from _each(slot, parts.own(parts.call.reads, peer))
 
 
-def _all_to_all(parts: Parts) -> Iterator[_Sum]:
+def _all_to_all(parts: CallParts) -> Iterator[_Sum]:
     """``all_to_all_single``; between ranks that have nothing for each other, nothing moves."""
     size = len(parts.ranks)
     for i, rank in enumerate(parts.ranks):
@@ -233,7 +233,7 @@ def _all_to_all(parts: Parts) -> Iterator[_Sum]:
             yield from _each(slot, _slots(parts.own(parts.call.reads, giver), size)[i])
 
 
-def _broadcast(parts: Parts) -> Iterator[_Sum]:
+def _broadcast(parts: CallParts) -> Iterator[_Sum]:
     """``broadcast_``: the root's bytes into everybody's."""
     (root,) = parts.givers
     for rank in parts.ranks:
@@ -242,14 +242,14 @@ def _broadcast(parts: Parts) -> Iterator[_Sum]:
             yield from _each(targets, parts.own(parts.call.reads, root))
 
 
-def _all_reduce(parts: Parts) -> Iterator[_Sum]:
+def _all_reduce(parts: CallParts) -> Iterator[_Sum]:
     """``all_reduce``, in place or not: each cell is the sum of all ranks'."""
     for rank in parts.ranks:
         for i, cell in enumerate(parts.own(parts.call.writes, rank)):
             yield cell, [parts.own(parts.call.reads, r)[i] for r in parts.ranks]
 
 
-def _reduce_scatter(parts: Parts) -> Iterator[_Sum]:
+def _reduce_scatter(parts: CallParts) -> Iterator[_Sum]:
     """``reduce_scatter_tensor``: each rank gets its part of the sum."""
     size = len(parts.ranks)
     for i, rank in enumerate(parts.ranks):
@@ -258,7 +258,7 @@ def _reduce_scatter(parts: Parts) -> Iterator[_Sum]:
             yield to, [slot[k] for slot in slots]
 
 
-def _summed(parts: Parts, sums: Iterable[_Sum], known: Sequence[Cell]) -> list[Step]:
+def _summed(parts: CallParts, sums: Iterable[_Sum], known: Sequence[Cell]) -> list[Step]:
     """Write what each cell is made of, by a part that knows what was in some cells, in order.
 
     What is made of one value is that value.
@@ -270,7 +270,7 @@ def _summed(parts: Parts, sums: Iterable[_Sum], known: Sequence[Cell]) -> list[S
     ]
 
 
-def _by_wire(parts: Parts, sums: list[_Sum]) -> None:
+def _by_wire(parts: CallParts, sums: list[_Sum]) -> None:
     """Bytes go through sockets or scratch buffers, as Gloo's and NCCL's ring and tree kernels do.
 
     A rank reads its own input at once and writes its own result: half done first, once its own
@@ -294,7 +294,7 @@ def _by_wire(parts: Parts, sums: list[_Sum]) -> None:
         parts.part(rank, "result", steps, after=own)
 
 
-def _by_push(parts: Parts, sums: list[_Sum]) -> None:
+def _by_push(parts: CallParts, sums: list[_Sum]) -> None:
     """Copy engines and symmetric kernels that write results where they belong, into peers, too.
 
     A sum is made by one rank for all: the cells of one place are read everywhere and written
@@ -317,14 +317,14 @@ def _by_push(parts: Parts, sums: list[_Sum]) -> None:
         parts.part(rank, f"sum {i}", [*read, *written])
 
 
-def _by_pull(parts: Parts, sums: list[_Sum]) -> None:
+def _by_pull(parts: CallParts, sums: list[_Sum]) -> None:
     """Copy engines and symmetric kernels that read inputs where they lie."""
     for place, (to, cells) in enumerate(sums):
         steps: list[Step] = [Read(cell) for cell in cells]
         parts.part(to[0], f"pull {place}", [*steps, *_summed(parts, [(to, cells)], cells)])
 
 
-def _by_copy(parts: Parts, sums: list[_Sum]) -> None:
+def _by_copy(parts: CallParts, sums: list[_Sum]) -> None:
     """Read inputs where they lie into a tensor of one's own, then copy that where it belongs.
 
     In place, nobody may copy before all have read.
@@ -345,8 +345,8 @@ def _by_copy(parts: Parts, sums: list[_Sum]) -> None:
 _TRANSPORTS = {"wire": _by_wire, "push": _by_push, "pull": _by_pull, "copy": _by_copy}
 
 
-def _collective(sums: Callable[[Parts], Iterator[_Sum]], *transports: str) -> Behaviour:
-    def run(parts: Parts) -> None:
+def _collective(sums: Callable[[CallParts], Iterator[_Sum]], *transports: str) -> Behaviour:
+    def run(parts: CallParts) -> None:
         _TRANSPORTS[parts.call.transport](parts, list(sums(parts)))
 
     return Behaviour(run, enters=True, releases=True, transports=transports)

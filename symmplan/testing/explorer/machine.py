@@ -30,14 +30,14 @@ from attrs import define, field, frozen
 
 __all__ = [
     "Cell",
-    "Event",
-    "Machine",
-    "Outcome",
+    "Explored",
+    "Interleaver",
     "Post",
     "Read",
     "Step",
     "Symbols",
     "Thread",
+    "Transition",
     "Wait",
     "Write",
     "lockstep",
@@ -115,7 +115,7 @@ class Symbols:
 
 
 @frozen
-class Event:
+class Transition:
     """One access that was made: by which step of which thread, and what was read or written.
 
     Attributes:
@@ -133,7 +133,7 @@ class Event:
 
 
 @define(eq=False)
-class Machine:
+class Interleaver:
     """One run of some threads. Flags cost nothing: a thread posts and waits as soon as it can.
 
     That loses no interleaving: a flag once posted stays posted, so to post it earlier only lets
@@ -148,7 +148,7 @@ class Machine:
 
     threads: tuple[Thread, ...]
     symbols: Symbols
-    events: list[Event] = field(init=False, factory=list)
+    events: list[Transition] = field(init=False, factory=list)
     ready: set[int] = field(init=False, factory=set)
     _at: list[int] = field(init=False)
     _known: list[tuple[int, ...]] = field(init=False)
@@ -176,7 +176,7 @@ class Machine:
         assert isinstance(step, Read | Write)
         return step
 
-    def step(self, thread: int) -> Event:
+    def step(self, thread: int) -> Transition:
         """Let a ready thread make its next access, and all threads their posts and waits."""
         step = self.upcoming(thread)
         write = isinstance(step, Write)
@@ -197,7 +197,7 @@ class Machine:
             unwritten = self.symbols.number(("unwritten", step.cell))
             value = self._memory.get(step.cell, unwritten)
             self._known[thread] += (value,)
-        event = Event(thread, self._at[thread], step.cell, write, value, past, led)
+        event = Transition(thread, self._at[thread], step.cell, write, value, past, led)
         if write:
             others.clear()  # whoever follows the write follows what it followed
         others.append(len(self.events))
@@ -237,7 +237,7 @@ Site: TypeAlias = tuple[int, int]
 
 
 @frozen
-class Outcome:
+class Explored:
     """What all runs together show.
 
     Attributes:
@@ -250,7 +250,7 @@ class Outcome:
 
     kind: str
     runs: int
-    events: tuple[Event, ...] = ()
+    events: tuple[Transition, ...] = ()
     expected: int | None = None
     stuck: tuple[int, ...] = ()
 
@@ -261,7 +261,7 @@ def lockstep(threads: tuple[Thread, ...], symbols: Symbols) -> dict[Site, int]:
     Raises:
         ValueError: They do leave something to chance: accesses of one cell come in no fixed order.
     """
-    machine = Machine(threads, symbols)
+    machine = Interleaver(threads, symbols)
     while machine.ready:
         machine.step(min(machine.ready))
     assert not machine.stuck
@@ -275,7 +275,7 @@ def lockstep(threads: tuple[Thread, ...], symbols: Symbols) -> dict[Site, int]:
 
 def search(
     threads: tuple[Thread, ...], expected: Mapping[Site, int], symbols: Symbols, limit: int
-) -> Outcome:
+) -> Explored:
     """Run threads in all orders that matter; stop at the first wrong read.
 
     Args:
@@ -286,7 +286,7 @@ def search(
     """
     frames: list[_Frame] = []
     for runs in range(1, limit + 1):
-        machine = Machine(threads, symbols)
+        machine = Interleaver(threads, symbols)
         fresh = max(len(frames) - 1, 0)
         taken = 0
         while True:
@@ -302,18 +302,18 @@ def search(
             taken += 1
             right = event.value if event.write else expected[event.thread, event.at]
             if event.value != right:
-                return Outcome("wrong", runs, tuple(machine.events), right)
+                return Explored("wrong", runs, tuple(machine.events), right)
         if not machine.ready and machine.stuck:
             stuck = tuple(machine.stuck)
-            return Outcome("stuck", runs, tuple(machine.events), stuck=stuck)
+            return Explored("stuck", runs, tuple(machine.events), stuck=stuck)
         for later, earlier_ones in enumerate(_races(machine.events, fresh), fresh):
             for earlier in earlier_ones:
                 frames[earlier].want(_first_of(machine.events, earlier, later))
         while frames and not frames[-1].turn():
             frames.pop()
         if not frames:
-            return Outcome("right", runs)
-    return Outcome("gave up", limit)
+            return Explored("right", runs)
+    return Explored("gave up", limit)
 
 
 @define(eq=False)
@@ -350,7 +350,7 @@ class _Frame:
             self.chosen = left[0]
         return bool(left)
 
-    def passed(self, event: Event) -> dict[int, Read | Write]:
+    def passed(self, event: Transition) -> dict[int, Read | Write]:
         """The threads that still sleep after the chosen one's access."""
         return {
             thread: step
@@ -359,7 +359,7 @@ class _Frame:
         }
 
 
-def _races(events: list[Event], fresh: int = 0) -> list[list[int]]:
+def _races(events: list[Transition], fresh: int = 0) -> list[list[int]]:
     """For each access from ``fresh`` on, those of the same cell that only happened to be before."""
     found: list[list[int]] = []
     touched: dict[Cell, list[int]] = {}
@@ -380,7 +380,7 @@ def _races(events: list[Event], fresh: int = 0) -> list[list[int]]:
     return found
 
 
-def _first_of(events: list[Event], earlier: int, later: int) -> list[int]:
+def _first_of(events: list[Transition], earlier: int, later: int) -> list[int]:
     """Threads of which one must go first where the earlier was, so that the later overtakes it."""
     behind = [i for i in range(earlier + 1, later) if not events[i].past >> earlier & 1]
     behind.append(later)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from symmplan.testing.explorer.behaviours import BEHAVIOURS, Parts
+from symmplan.testing.explorer.behaviours import BEHAVIOURS, CallParts
+from symmplan.testing.explorer.calls import TinyBuffer, TinyCall
 from symmplan.testing.explorer.machine import Post, Symbols, Thread, Wait, lockstep, search
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Hashable, Mapping
 
-    from symmplan.testing.explorer.machine import Event, Flag, Step
+    from symmplan.testing.explorer.machine import Flag, Step, Transition
 
 __all__ = [
     "TinyBuffer",
@@ -24,68 +25,6 @@ __all__ = [
     "explore",
     "threads_of",
 ]
-
-
-def _tuple(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values.split() if isinstance(values, str) else values)
-
-
-@frozen
-class TinyBuffer:
-    """Memory that every rank has.
-
-    Attributes:
-        name: Unique in its program.
-        cells: Its size in cells, each of which is read and written whole.
-        group: The group over which it is symmetric; says nothing to the machine.
-    """
-
-    name: str
-    cells: int = 1
-    group: str = "all"
-
-
-@frozen
-class TinyCall:
-    """One step of a program, the same on all ranks.
-
-    Attributes:
-        name: Unique in its program.
-        kind: ``"local"`` or ``"copy"``; one-sided, ``"read"``, ``"push"``, ``"push_next"``,
-            ``"read_write"`` or ``"read_write_next"``; ``"all_gather"``, ``"all_to_all"``,
-            ``"broadcast"``, ``"all_reduce"`` or ``"reduce_scatter"``; ``"wait"``; or ``"barrier"``,
-            at which the ranks of the group meet.
-        reads: Names of the buffers that it is given to read, in one string or a tuple.
-        writes: Names of the buffers that it is given to write.
-        group: The group whose ranks take part.
-        handshake: All ranks of the group meet before it touches the first byte.
-        release: All ranks of the group meet after it touched the last byte.
-        asynchronous: It only starts here; a call of kind ``"wait"`` ends it.
-        of: For ``"wait"``: the call that ends here.
-        transport: How a collective moves bytes: ``"wire"``, ``"push"``, ``"pull"`` or ``"copy"``.
-        root: Where a broadcast comes from, as a rank of the group.
-        empty: Pairs (from, to) of ranks of the group between which an all-to-all moves nothing.
-        early: It reads its own inputs before it meets anybody, whatever ``handshake`` says.
-        late: It writes its own results after it met everybody, whatever ``release`` says.
-        label: What its results are called: calls of one label make the same of the same. By default
-            each call and iteration makes something else.
-    """
-
-    name: str
-    kind: str
-    reads: tuple[str, ...] = field(default=(), converter=_tuple)
-    writes: tuple[str, ...] = field(default=(), converter=_tuple)
-    group: str = "all"
-    handshake: bool = False
-    release: bool = False
-    asynchronous: bool = False
-    of: str = ""
-    transport: str = "wire"
-    root: int = 0
-    empty: tuple[tuple[int, int], ...] = ()
-    early: bool = False
-    late: bool = False
-    label: Hashable = None
 
 
 @frozen
@@ -183,7 +122,7 @@ def threads_of(program: TinyProgram, plan: TinyPlan, *, apart: bool = False) -> 
     mains: list[list[Step]] = [[] for _ in range(program.ranks)]
     threads: list[Thread] = []
     for iteration in range(program.iterations):
-        ends: dict[str, list[Parts]] = {}
+        ends: dict[str, list[CallParts]] = {}
         for call in program.calls:
             where = (call.name, iteration)
             if apart:
@@ -200,7 +139,7 @@ def threads_of(program: TinyProgram, plan: TinyPlan, *, apart: bool = False) -> 
                 continue
             behaviour = BEHAVIOURS[call.kind]
             for ranks in program.members(call.group):
-                parts = Parts(call, iteration, ranks, cells, behaviour)
+                parts = CallParts(call, iteration, ranks, cells, behaviour)
                 behaviour.run(parts)
                 threads += parts.threads
                 for rank in ranks:
@@ -368,7 +307,7 @@ def _meaning(symbols: Symbols, value: int) -> str:
     return what[kind].format(who) + rank
 
 
-def _schedule(events: tuple[Event, ...], threads: tuple[Thread, ...]) -> list[str]:
+def _schedule(events: tuple[Transition, ...], threads: tuple[Thread, ...]) -> list[str]:
     """What came before the last event, one line for what one call does in a row."""
     last = events[-1]
     kept = [e for i, e in enumerate(events[:-1]) if last.past >> i & 1] + [last]
