@@ -76,6 +76,22 @@ def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
     )
 
 
+@pytest.mark.parametrize(
+    ("units", "acts"),
+    [
+        ((Unit(recompute=True), Unit()), (("prefetch", 2, 2), ("train",), ("order", (1, 1, 0, 1)))),
+        (
+            (Unit(), Unit(recompute=True), Unit()),
+            (("train",), ("postpone",), ("prefetch", 2, 0)),
+        ),
+    ],
+)
+def test_a_prefetch_that_was_forgotten_is_not_put_back_later(two, units, acts):
+    """What a block prefetches while it is recomputed misses, and gives way to who needs bytes."""
+    for result in check(two, Program(2, units, (*acts, ("train",), ("train",)))):
+        assert result["refused"] is None
+
+
 FOUR = {"ranks": 2, "units": (Unit(),) * 4}
 USUAL = (("train",), ("train",))
 

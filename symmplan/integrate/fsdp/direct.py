@@ -342,6 +342,7 @@ class ZeroCopyUnshard:
     def _start(self, key: Key, home: ParameterStorage, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
         runtime, group = self._runtime, self._group
+        self._saved = None  # of a prefetch that FSDP2 has forgotten since
         free = home.make_way()
         runtime.gathering(self, key)
         if free:
