@@ -162,33 +162,37 @@ def verdict(results):
 
 
 class Judge:
-    """Runs programs, each on ranks that it keeps for the next."""
+    """Runs programs on ranks, which it keeps for the next program of as many."""
 
     def __init__(self):
-        self._pools = {}
+        self._ranks = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for pool in self._pools.values():
-            pool.close()
+        self._stop()
 
     def __call__(self, program):
         """What is wrong with a program, and what ranks return if they do."""
-        pool = self._pools.get(program.ranks)
-        if pool is None:
-            pool = self._pools[program.ranks] = RankPool(program.ranks, timeout=90.0)
-            pool.run(_begin)
+        if self._ranks is None or self._ranks.world_size != program.ranks:
+            self._stop()
+            self._ranks = RankPool(program.ranks, timeout=90.0)
+            self._ranks.run(_begin)
         try:
-            results = pool.run(compared, program)
+            results = self._ranks.run(compared, program)
         except RanksFailed as error:
             wrong, results = str(error), []
         else:
             wrong = verdict(results)
         if wrong:  # what they did not finish would disturb the next
-            self._pools.pop(program.ranks).close()
+            self._stop()
         return wrong, results
+
+    def _stop(self):
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
 
 # By hand.
@@ -245,7 +249,16 @@ def _chosen(text, ranks):
         return {"": eval(text)}
     first, _, last = text.partition("-")
     found = {s: drawn(s, ranks) for s in range(int(first), int(last or first) + 1)}
-    return {f"seed {s}": p for s, p in found.items()}
+    return {f"seed {s}": found[s] for s in sorted(found, key=lambda s: found[s].ranks)}
+
+
+def _count(counts, program, results):
+    counts["programs"] += 1
+    for result in results[:1]:
+        counts["acts"] += result["done"]
+        counts["acts that were drawn"] += len(program.acts)
+        counts["programs that plain FSDP2 ended"] += result["unsupported"] is not None
+        counts.update({f"- {reason}": count for reason, count in result["counts"].items()})
 
 
 def main():
@@ -255,29 +268,19 @@ def main():
     parser.add_argument("--only", type=int, help="only programs of so many ranks")
     parser.add_argument("--reduce", action="store_true", help="make failing programs smaller")
     given = parser.parse_args()
+    chosen = _chosen(given.program, given.ranks)
     wrong, counts = [], collections.Counter()
     with Judge() as judge:
-        chosen = _chosen(given.program, given.ranks)
         for name, program in chosen.items():
-            if given.only not in (None, program.ranks):
-                continue
-            began = time.monotonic()
-            said, results = judge(program)
-            counts["programs"] += 1
-            for result in results[:1]:
-                counts["acts"] += result["done"]
-                counts["drawn acts"] += len(program.acts)
-                counts["stopped by plain FSDP2"] += result["unsupported"] is not None
-                counts.update({f"- {k}": n for k, n in result["counts"].items()})
-            if said:
-                wrong.append(name)
-                print(
-                    f"{name}: {program}\n{said if len(chosen) == 1 else said[-600:]}\n", flush=True
-                )
-            elif len(chosen) == 1:
-                print(f"{name}: right, {time.monotonic() - began:.1f} s: {program}\n{results[0]}")
-            if said and given.reduce:
-                print(f"    reduced: {smallest(program, judge, said)}", flush=True)
+            if given.only in (None, program.ranks):
+                said, results = judge(program)
+                _count(counts, program, results)
+                if said:
+                    wrong.append(name)
+                if said or len(chosen) == 1:
+                    print(f"{name}: {program}\n{said[-4000:] or results[0]}\n", flush=True)
+                if said and given.reduce:
+                    print(f"    reduced: {smallest(program, judge, said)}\n", flush=True)
     for name, count in counts.items():
         print(f"{name}: {count}")
     print(f"wrong: {len(wrong)} {', '.join(wrong)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 
 import attrs
 import torch
@@ -283,8 +284,17 @@ def drawn(seed, ranks=None):
         late=tuple((rank, draw.choice([1.0, 3.0])) for rank in range(ranks) if draw.flag(0.25)),
     )
     if ranks == 4 and not program.hybrid and draw.flag(0.1):
-        return evolve(program, reshard=2)  # in groups of two
+        program = evolve(program, reshard=2)  # in groups of two
+    if program.live_gathers is not None and _writes(program):
+        # More of them stay as with `reshard_after_forward=False`: what is written is seen later.
+        return evolve(program, live_gathers=1)
     return program
+
+
+def _writes(program):
+    """Whether shards may be written between a module's gathers."""
+    writing = re.compile(r"'(write|clamp|extra_step|load|postpone)'")
+    return any(unit.writes for unit in program.units) or bool(writing.search(repr(program.acts)))
 
 
 # Building.
