@@ -84,11 +84,20 @@ def test_a_plan_that_is_made_in_inference_mode_serves_training(two):
             (Unit(), Unit(recompute=True), Unit()),
             (("train",), ("postpone",), ("prefetch", 2, 0)),
         ),
+        ((Unit(recompute=True), Unit(), Unit()), (("train",), ("prefetch", 2, 0))),
     ],
 )
 def test_a_prefetch_that_was_forgotten_is_not_put_back_later(two, units, acts):
-    """What a block prefetches while it is recomputed misses, and gives way to who needs bytes."""
+    """What a block prefetches while it is recomputed misses: it gives way, or waits in vain."""
     for result in check(two, Program(2, units, (*acts, ("train",), ("train",)))):
+        assert result["refused"] is None
+
+
+def test_all_modules_are_unsharded_in_the_middle_of_a_pass(two):
+    """Some of those that are done with forward have graphs with views of bytes in use."""
+    whole = ("inside", "forward", 1, ("unshard_all", False, True))
+    program = Program(2, (Unit(wrap="parts"), Unit()), (("train",), whole, ("train",)))
+    for result in check(two, program):
         assert result["refused"] is None
 
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.integrate.fsdp.layout import OTHERS, Gathered, Layout, layout_of
+from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.memory.tell import everywhere
 from symmplan.place.loans import Loan
@@ -71,11 +71,6 @@ class ZeroCopyUnshard:
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
         self._looked = False
-        self._put_off = False
-        # When it was put off: which collective, and on which streams it is to run.
-        self._wanted: tuple[Key, tuple[Any, Any]] | None = None
-        # The shards as they were then, and what has happened when they are copied.
-        self._asked: tuple[list[torch.Tensor], Any] | None = None
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         ours = (self.unshard, self.wait_for_unshard, self.to_sharded)
@@ -130,9 +125,10 @@ class ZeroCopyUnshard:
         if self._layout is None:
             self._methods.call_own("unshard", async_op)
             return
-        if there or (self._put_off and not self.start_early()):
+        if there:
             return
-        if self.has_bytes:
+        if self._asked is not None:
+            self.start_early()
             return
         key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
@@ -143,9 +139,9 @@ class ZeroCopyUnshard:
         if not self._runtime.occupancy.crowded(self):
             self._start(key, self._home, streams)
         else:
-            self._put_off = True
-            self._wanted = key, streams
-            self._asked = self._copied_shards(streams[0])
+            shards, copied = self._copied_shards(streams[0])
+            asked = Asked(key=key, streams=streams, shards=shards, copied=copied)
+            fsdp2_in_place.set_result(group, asked)
             self._runtime.put_off(key, self)
 
     def start_early(self) -> bool:
@@ -153,12 +149,12 @@ class ZeroCopyUnshard:
 
         Collective: yes.
         """
-        if not self._put_off or self._home is None or self._wanted is None:
+        asked = self._asked
+        if asked is None or self._home is None:
             return True
         if self._runtime.occupancy.crowded(self):
             return False
-        self._put_off = False
-        self._start(self._wanted[0], self._home, self._wanted[1])
+        self._start(asked.key, self._home, asked.streams)
         return True
 
     def wait_for_unshard(self) -> None:
@@ -167,15 +163,11 @@ class ZeroCopyUnshard:
         Collective: where the gather was put off.
         """
         group, home = self._group, self._home
-        if home is not None and fsdp2_in_place.result_of(group) is None and self._put_off:
-            self._put_off = False
+        if home is not None and self._asked is not None:
             key = self.key(backward=autograd.in_backward())
             self._start(key, home, self._streams(async_op=False))
         result = fsdp2_in_place.result_of(group)
         if home is None or not (result is None or isinstance(result, Gathered)):
-            if self._put_off and result is None:
-                self._methods.call_own("unshard", False)
-            self._put_off = False
             self._methods.call_own("wait_for_unshard")
             return
         in_backward = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
@@ -214,7 +206,14 @@ class ZeroCopyUnshard:
     def has_bytes(self) -> bool:
         """Whether FSDP2 has gathered the parameters, or begun to, and has not released them."""
         # FSDP2 forgets a prefetch that missed its target when the backward pass ends.
-        return self._group.is_unsharded or fsdp2_in_place.result_of(self._group) is not None
+        result = fsdp2_in_place.result_of(self._group)
+        return self._group.is_unsharded or not (result is None or isinstance(result, Asked))
+
+    @property
+    def _asked(self) -> Asked | None:
+        """A gather that was put off, and that FSDP2 has not forgotten since."""
+        result = fsdp2_in_place.result_of(self._group)
+        return result if isinstance(result, Asked) else None
 
     @property
     def awaits_backward(self) -> bool:
@@ -227,7 +226,7 @@ class ZeroCopyUnshard:
         And whether no gather is under way, which another one could not stand for: it would read
         shards as they are by then.
         """
-        begun = isinstance(fsdp2_in_place.result_of(self._group), Gathered) or self._put_off
+        begun = isinstance(fsdp2_in_place.result_of(self._group), Gathered)
         return self._home is None or not (self._home.viewed or begun)
 
     def step_aside(self) -> bool:
@@ -349,7 +348,7 @@ class ZeroCopyUnshard:
             self._loan = self._new_loan(home)
             fsdp2_in_place.set_result(group, Gathered(self._fill(key, home, streams, self._loan)))
             return
-        if home.viewed:
+        if self._reads(home):
             raise home.no_room()
         with runtime.memory.saved(home.bytes):
             self._fill(key, home, streams, None)
@@ -367,10 +366,15 @@ class ZeroCopyUnshard:
             home.users.take(home.begin, home.end, self._loan)
             home.bytes.copy_(saved)
             home.move_in(group.fsdp_params)
-        elif home.viewed:
+        elif self._reads(home):
             raise home.no_room()
         else:
             home.put_elsewhere(group.fsdp_params, saved)
+            self._saved = saved if home.viewed else None  # its graph reads where it has views
+
+    def _reads(self, home: ParameterStorage) -> bool:
+        """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
+        return home.viewed and not fsdp2.only_backward_needs(self._group)
 
     def _new_loan(self, home: ParameterStorage) -> Loan:
         return Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
@@ -391,10 +395,9 @@ class ZeroCopyUnshard:
             if loan is not None:
                 home.users.take(home.begin, home.end, loan)
 
-        shards, copied = self._shards(), None
-        if self._asked is not None:
-            shards, copied = self._asked
-            self._asked = None
+        asked = self._asked
+        shards = self._shards() if asked is None else asked.shards
+        copied = None if asked is None else asked.copied
         with torch.no_grad(), autograd.shown(self._shown):
             if not home.is_cuda:
                 take()

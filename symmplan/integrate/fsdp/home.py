@@ -182,7 +182,7 @@ class ParameterStorage:
         """Let the parameters have storages of their own until they are released.
 
         Args:
-            parameters: FSDP2's, of which nobody has views.
+            parameters: FSDP2's; whoever has views of them does not see what is put there.
             saved: What `copied` gave.
         """
         self.move_out(parameters, filled=False)

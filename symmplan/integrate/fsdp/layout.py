@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from symmplan.capture.fsdp_recording import Key
 from symmplan.memory.simulated import on_device
@@ -13,9 +13,11 @@ from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.torch_private import fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-__all__ = ["NO_SEAM", "OTHERS", "Gathered", "Layout", "layout_of"]
+__all__ = ["NO_SEAM", "OTHERS", "Asked", "Gathered", "Layout", "layout_of"]
 
 #: Why a group has no layout where torch has other methods.
 NO_SEAM = "this torch's FSDP2 lacks what is replaced"
@@ -35,6 +37,25 @@ class Gathered:
 
     all_gather_event: Any = None
     all_gather_work: Any = None
+
+
+@frozen(eq=False)
+class Asked(Gathered):
+    """The same of a gather that has to wait for room.
+
+    FSDP2 forgets it where it forgets a gather that nobody waited for.
+
+    Attributes:
+        key: Which collective.
+        streams: On which streams it is to run.
+        shards: The shards as they were when FSDP2 asked.
+        copied: What has happened when these are there; None on the CPU.
+    """
+
+    key: Key = field(kw_only=True)
+    streams: tuple[Any, Any] = field(kw_only=True)
+    shards: Sequence[torch.Tensor] = field(kw_only=True)
+    copied: Any = field(kw_only=True)
 
 
 @frozen
