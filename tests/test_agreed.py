@@ -59,14 +59,14 @@ AGREED = {
         tensor view way
     """,
     "the program's calls, and what was counted of them": """
-        Key _arrived _asked _log _modules _next _put_off _reduced _seen
-        _site _slot _strange _tries _waiting _wanted _was_backward base buffer
+        Key _arrived _log _modules _next _reduced _seen
+        _site _slot _strange _tries _waiting _was_backward base buffer
         current dtype element_size exchanges factor_of gathers group_name in_backward
         kind log numel of_backward pop prod ran replans
         scatters served shape target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Gathered fsdp_params shard_of result_of state_name _all_gather_process_group
+        Asked Gathered fsdp_params shard_of result_of state_name _all_gather_process_group
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
     "where the program runs": "_device _stream",
@@ -75,7 +75,7 @@ AGREED = {
 #: What a rank sees by itself: in which functions, and what these do besides launching.
 LOCAL = {
     "viewed": {
-        "_start": "raises",
+        "_reads": "raises",
         "can_leave": "asked of all ranks",
         "step_aside": "copies",
     },
