@@ -86,8 +86,30 @@ def unlisted(files: dict[str, str]) -> list[str]:
                 names = [*(node.module or "").split("."), *(name.name for name in node.names)]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 names = [n.value for n in node.args[1:2] if isinstance(n, ast.Constant)]
+            elif isinstance(node, ast.keyword):  # of `Seam.replaced`
+                names = [node.arg]
             private = (n for n in names if re.fullmatch(r"_[a-zA-Z]\w*", str(n)))
             found += [f"{path}:{node.lineno}: {name}" for name in private if name not in told]
+    return found
+
+
+#: What every op and every storage has. Functions for them would say no more.
+EVERYWHERE = {"_cdata", "_overloadname", "_schema"}
+
+
+def taken_elsewhere(files: dict[str, str]) -> list[str]:
+    """Private attributes of which rows tell, and that are used outside of ``torch_private``."""
+    inside = (name.partition(":")[2] for seam in SEAMS for name in seam.targets)
+    told = set(re.findall(r"\b_[a-z]\w*", " ".join(inside))) - EVERYWHERE
+    found = []
+    for path, source in sorted(files.items()):
+        if path.startswith("torch_private/"):
+            continue
+        taken = told - own_names(source)
+        for node in ast.walk(ast.parse(source)):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+            if isinstance(name, str) and name in taken:
+                found.append(f"{path}:{node.lineno}: {name}")
     return found
 
 
@@ -104,6 +126,16 @@ def own_names(source: str) -> set[str]:
 
 def test_private_names_of_torch_are_in_one_place():
     assert private_names(sources()) == []
+
+
+def test_private_attributes_are_used_in_one_place():
+    assert taken_elsewhere(sources()) == []
+
+
+@pytest.mark.parametrize("source", ["x._training_state", "getattr(x, '_training_state')"])
+def test_the_check_of_private_attributes_can_fail(source):
+    assert taken_elsewhere({"integrate/x.py": source})
+    assert not taken_elsewhere({"torch_private/x.py": source})
 
 
 def test_patches_of_torch_are_in_one_place():
@@ -135,6 +167,7 @@ def test_every_private_name_has_a_row_that_says_what_rests_on_it():
         "from torch._C import _no_such_name",
         "def f(group):\n    return group._no_such_name",
         "def f(group):\n    return getattr(group, '_no_such_name', None)",
+        "def f(row):\n    return row.replaced(_no_such_name=len)",
     ],
 )
 def test_the_check_of_rows_can_fail(source):
