@@ -13,9 +13,10 @@ from strategies import problems
 
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.planner.items import conflicts_of, items_of
+from symmplan.planner.items import conflicts_of, count_candidates, items_of
 from symmplan.planner.order import order_of
-from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
+from symmplan.planner.packing import bound
+from symmplan.planner.packing.bound import heaviest, heaviest_clique, heaviest_moment
 from symmplan.planner.packing.task import task_of
 from symmplan.planner.verify.clocks import Clocks
 from symmplan.testing import conflicts, happens_before, heaviest_set, linear_extensions
@@ -90,6 +91,36 @@ def test_the_heaviest_clique_is_exact(problem):
     assert weight == best == task.size[witness].sum()
     assert not np.triu(~found.matrix()[np.ix_(witness, witness)], k=1).any()
     assert heaviest_moment(task)[0] <= best
+    assert heaviest(task)[0] == best
+
+
+def test_above_its_limits_a_bound_is_less_than_exact(monkeypatch):
+    # y may come at any time; in the order in which instants are looked at it comes last.
+    ops = [Operation("a0", "a"), Operation("a1", "a"), Operation("b0", "b"), Operation("b1", "b")]
+    touched = [("x", "a1"), ("y", "b0"), ("z", "a0"), ("z", "a1")]
+    problem = Problem(
+        [Buffer(name, 8, align=1) for name in "xyz"], ops, [Access(o, b) for b, o in touched]
+    )
+    items = items_of(problem)
+    task = task_of(items, np.arange(len(items)))
+    pairs = count_candidates(task)
+    exact, moment = heaviest_clique(task, conflicts_of(task))[0], heaviest_moment(task)[0]
+    assert exact > moment
+    for limit, found in ((pairs, exact), (pairs - 1, moment)):
+        monkeypatch.setattr(bound, "MAX_PAIRS", limit)
+        assert heaviest(task)[0] == found
+
+
+def test_large_components_grow_their_bound(monkeypatch):
+    rows = [("long", 0, 6, 1), *((f"b{i}", i, i + 1, 2) for i in range(6))]
+    problem = Problem.from_intervals([*rows, ("x", 6, 8, 5), ("y", 7, 9, 5)])
+    items = items_of(problem)
+    task = task_of(items, np.arange(len(items)))
+    monkeypatch.setattr(bound, "SEEDS", 1)  # that which conflicts with most
+    for limit, found in ((len(task), 10), (len(task) - 1, 3)):
+        monkeypatch.setattr(bound, "MAX_FLOW_ITEMS", limit)
+        weight, witness = heaviest_clique(task, conflicts_of(task))
+        assert weight == task.size[witness].sum() == found
 
 
 def test_a_total_order_over_many_streams_is_one_chain():
@@ -97,6 +128,12 @@ def test_a_total_order_over_many_streams_is_one_chain():
     order = order_of(with_ops(ops, [(f"o{i}", f"o{i + 1}") for i in range(49)]))
     assert order.chains == 1
     assert order.names == tuple(o.name for o in ops)
+
+
+def test_a_chain_goes_on_in_its_own_stream_where_it_can():
+    ops = [Operation(name, name[0]) for name in ("a1", "b1", "a2", "b2", "c1")]
+    order = order_of(with_ops(ops, [("b1", "a2"), ("a2", "c1")]))
+    assert order.chains == 2  # a1, a2, c1 and b1, b2
 
 
 def test_independent_streams_are_one_run_each():
@@ -108,9 +145,28 @@ def test_a_cycle_is_named():
     ops = [Operation("a", "x"), Operation("b", "x"), Operation("c", "y")]
     with pytest.raises(ProblemError, match="cycle: ") as e:
         with_ops(ops, [("b", "c"), ("c", "a")])
-    assert set(e.value.cycle) == {"a", "b", "c"}
+    assert sorted(e.value.cycle) == ["a", "b", "c"]
     with pytest.raises(ProblemError, match="cycle"):
         with_ops(ops, [("b", "a")])
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(12, False), (13, True)])
+def test_of_a_long_cycle_the_ends_are_shown(count, left_out):
+    ops = [Operation(f"o{i}", f"s{i}") for i in range(count)]
+    with pytest.raises(ProblemError, match="cycle: ") as e:
+        with_ops(ops, [(f"o{i}", f"o{(i + 1) % count}") for i in range(count)])
+    assert len(e.value.cycle) == count
+    assert ("..." in str(e.value)) == left_out
+    assert (str(e.value).count(" -> ") == count) != left_out
+
+
+def test_an_order_may_be_as_wide_as_can_be_kept(monkeypatch):
+    ops = [Operation(f"o{i}", f"s{i}") for i in range(3)]
+    monkeypatch.setattr("symmplan.planner.order.MAX_CLOCK_ENTRIES", 9)
+    assert order_of(with_ops(ops)).chains == 3
+    monkeypatch.setattr("symmplan.planner.order.MAX_CLOCK_ENTRIES", 8)
+    with pytest.raises(ProblemError, match="3 chains"):
+        with_ops(ops)
 
 
 def test_too_many_streams_are_an_error_not_a_crash():

@@ -34,6 +34,8 @@ def test_no_two_conflicting_buffers_share_a_byte(problem):
         assert p.segment != q.segment or p.end <= q.offset or q.end <= p.offset
 
 
+#: The pinned buffer is gone when the other comes.
+PINNED_ACCESSES = (Access("o", "b"), Access("p", "c"))
 #: A call that is not over where the ranks meet, but behind that.
 UNDER_WAY = Problem(
     buffers=(Buffer("x", 1, "g", align=1),),
@@ -117,6 +119,14 @@ def test_a_wait_vouches_for_nothing_behind_its_start(problem, needed):
 
 
 @MANY
+@given(problems(groups=("g",), max_streams=1, constraints=False, pins=False))
+def test_on_one_stream_and_over_one_group_each_barrier_is_needed(problem):
+    made = plan(problem)
+    for k in range(len(made.barriers)):
+        assert unsynchronised(evolve(made, barriers=made.barriers[:k] + made.barriers[k + 1 :]))
+
+
+@MANY
 @given(problems(groups=("g",), remote=False, constraints=False, pins=False, aligns=(1,)))
 def test_the_bound_is_the_heaviest_set_or_the_plan_meets_it(problem):
     made = plan(problem, effort="optimal")
@@ -154,6 +164,16 @@ def test_optimal_is_optimal_beside_persistent_buffers(problem):
     rounded = {b.name: -(-b.nbytes // unit) * unit for b in problem.buffers}
     lowest = lowest_peak(rounded, conflicts(problem), aligns)
     assert made.lower_bound_bytes <= lowest == made.peak_bytes
+
+
+@pytest.mark.parametrize(("offset", "bound", "proof"), [(0, 4, "clique"), (6, 10, "pin")])
+def test_a_pin_is_a_proof_where_nothing_else_is(offset, bound, proof):
+    pinned = Buffer("b", 4, align=2, offset=offset)
+    beside = Buffer("c", 2, align=2)
+    made = plan(Problem([pinned, beside], [Operation("o"), Operation("p")], PINNED_ACCESSES))
+    made.verify()
+    (segment,) = made.segments
+    assert (segment.lower_bound_bytes, segment.proof, segment.witness) == (bound, proof, ("b",))
 
 
 @SOME

@@ -82,9 +82,8 @@ def requests_of(node: fx.Node, spec: OpSpec, group: str, values: Values) -> Iter
         head, _, rest = requirement.where.partition(".")
         if head == "return":
             index = (int(rest),) if rest else ()
-            several = len(overload._schema.returns) > 1
             for path, _ in tensor_leaves(values.fakes.get(node)):
-                if index and (path[:1] if several else path[: len(index)]) != index:
+                if index and path[:1] != index:
                     continue
                 where = _element("return", path)
                 site = Site(node, where, "result", source=node, path=path, writes=True)

@@ -228,8 +228,6 @@ def _raise_cycle(graph: Any, names: list[str], firsts: Ints, lengths: Ints) -> N
 def _cover(links: Ints, streams: Ints, stream_count: int) -> tuple[Ints, int]:
     """Assign runs to chains: continue the own stream if possible, else any finished chain."""
     runs = len(streams)
-    if stream_count <= 1:
-        return np.zeros(runs, dtype=np.int64), min(runs, 1)
     chain = [-1] * runs
     is_tail = [False] * runs
     bounds = np.searchsorted(links[:, 1], np.arange(runs + 1)).tolist()

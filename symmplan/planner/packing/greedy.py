@@ -145,9 +145,8 @@ def lowest_first(space: Space, rank: Ints) -> Ints:
         if simple:
             key[near] = np.maximum(key[near], (end << bits) + rank[near])
             continue
-        for other in near[key[near] < done].tolist():
-            if int(key[other]) >> bits < end:
-                key[other] = (space.slot(other, end) << bits) + rank[other]
+        for other in near[key[near] >> bits < end].tolist():
+            key[other] = (space.slot(other, end) << bits) + rank[other]
     return offset
 
 

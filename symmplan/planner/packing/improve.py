@@ -54,9 +54,8 @@ class Improver:
         self.task = space.task
         self.offset, self.peak, self.bound, self.work = offset, peak, bound, work
         self._given, self._said = work, time.monotonic()
-        self._hull = space.align is None and not space.blocked and len(space) > 2
-        if self._hull:
-            self._hull = bool((space.high == space.hull_high).all())
+        self._hull = space.align is None and not space.blocked
+        self._hull = self._hull and bool((space.high == space.hull_high).all())
         self._orders = _orders(space)
         self._blame = np.zeros(space.sections, dtype=np.int64)
         self._turns: dict[int, int] = {}
@@ -72,7 +71,7 @@ class Improver:
                 self._try(target)
         # Halve what lies between what was found and what was tried in vain.
         floor = self.bound
-        while self.peak - floor > max(1, self.peak // 512) and self.work > 0:
+        while self.peak - floor > max(1, self.peak // 512):
             target = (floor + self.peak) // 2
             if not self._try(target):
                 floor = max(target, self.bound)
@@ -82,7 +81,7 @@ class Improver:
             sweep += 1
             for part in (0, 4, 7):
                 target = self.bound + (self.peak - self.bound) * part // 8
-                if self.bound <= target < self.peak and self.work > 0:
+                if self.bound <= target < self.peak:
                     self._try(target)
 
     def _say(self) -> None:

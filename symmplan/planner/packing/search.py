@@ -180,8 +180,7 @@ def _bar(space: Space, state: _State, item: int, target: int) -> None:
         state.live[:] = FREE
         state.lift[item] = 0
         return
-    twins = space.twins[item]
-    for other in (item, *twins[state.lift[twins] < FREE].tolist()):
+    for other in (item, *space.twins[item].tolist()):  # those that are placed stay as they are
         state.live[other] = FREE
         state.lift[other] = max(int(state.lift[other]), raised)
 

@@ -62,7 +62,7 @@ def pack(task: Task, *, effort: str = "fast", goal: int | None = None) -> Packin
     if not len(task):
         none = np.zeros(0, dtype=np.int64)
         return Packing(offset=none, peak=0, bound=0, witness=none)
-    rigid = np.flatnonzero((task.start == 0) & (task.entry < 0).any(axis=1))
+    rigid = np.flatnonzero((task.entry < 0).any(axis=1))
     simple = (task.align == task.align[0]).all() or len(task) > MAX_TANGLED
     if len(rigid) and len(rigid) < len(task) and (task.pin < 0).all() and simple:
         return _pack_around(task, rigid, effort, goal)
