@@ -261,3 +261,43 @@ def test_graphs_that_run_otherwise_on_other_ranks_change_no_plan(four):
         users = [("FSDP2",), ("compiled graphs",)] if rank < 2 else [("FSDP2",)]
         assert sorted(users for *_, users in found["held"]) == users
         assert found["left"] == 0
+
+
+def _two_backends(rank, size, late):
+    """Blocks of two backends live in one segment; a rank is late behind one of them."""
+    import time
+
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+
+    torch._dynamo.reset()
+    mesh, group = dist.init_device_mesh("cpu", (size,)), dist.group.WORLD.group_name
+    first, second = (symmplan.backend("eager", timeout=60.0, choose="placed") for _ in range(2))
+    torch.manual_seed(rank)
+    blocks = [Block(group, size, gathers=False) for _ in range(4)]
+    blocks[1].up, blocks[1].down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+    for i, backend in enumerate((first, first, second, second)):
+        blocks[i] = fully_shard(torch.compile(blocks[i], backend=backend, dynamic=False), mesh=mesh)
+    model = fully_shard(nn.Sequential(*blocks), mesh=mesh)
+    if rank == late[0]:
+        blocks[late[1]].register_forward_hook(lambda *_: time.sleep(0.2))
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=60.0)
+    for _ in range(4):
+        model(torch.ones(8, WIDTH)).square().mean().backward()
+    held = [s.users for s in symmplan.segments() if s.users]
+    planned = [b.stats.plans for b in (first, second)]
+    handle.remove()
+    for backend in (first, second):
+        backend.release()
+    dist.barrier()
+    return held, planned, len(symmplan.segments())
+
+
+@pytest.mark.parametrize("late", [(0, 0), (0, 1), (1, 2), (3, 3)])
+def test_backends_that_are_guests_in_one_segment_count_apart(four, late):
+    for held, planned, left in four.run(_two_backends, late):
+        assert held == [("FSDP2", "compiled graphs")]
+        assert planned[0] > planned[1]
+        assert left == 0

@@ -167,7 +167,7 @@ class Meeting(Rendezvous):
         self._timeout = timeout
         self._on_failure = on_failure
         self._because: list[int] = []
-        self._look: Callable[[], None] | None = None
+        self._looks: list[Callable[[], None]] = []
         self._order = order
         self._mine = parts[group.rank]
         self._said = [0, 0, 0]
@@ -239,9 +239,14 @@ class Meeting(Rendezvous):
         """See `Rendezvous.free_words`."""
         return [words.tolist() for words in self._free[self._count & 1]]
 
-    def watch(self, look: Callable[[], None] | None) -> None:
+    def watch(self, look: Callable[[], None]) -> None:
         """See `Rendezvous.watch`."""
-        self._look = look
+        self._looks.append(look)
+
+    def unwatch(self, look: Callable[[], None]) -> None:
+        """See `Rendezvous.unwatch`."""
+        if look in self._looks:
+            self._looks.remove(look)
 
     def release(self) -> None:
         """Let go of the memory, mine and the peers'."""
@@ -259,7 +264,8 @@ class Meeting(Rendezvous):
         self._mine = np.zeros(1, dtype=np.int64)
         for held in (self._areas, self._progress, self._others, self._notes, self._free):
             held.clear()
-        self._look = self._order = None
+        self._looks.clear()
+        self._order = None
 
     def _refuse(self, *_: object) -> NoReturn:
         self.group.require_own()
@@ -317,8 +323,8 @@ class Meeting(Rendezvous):
         A rank that gave up counts even if it had arrived: it no longer takes part. One that
         arrived and then released its arena, or ended, did all that was asked of it.
         """
-        if self._look is not None:
-            self._look()
+        for look in tuple(self._looks):
+            look()
         for rank, counter in self._others:
             process, lost, because = self._processes[rank], [rank], []
             status = self._areas[rank].status

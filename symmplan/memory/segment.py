@@ -122,8 +122,11 @@ class Rendezvous:
         """The largest that any rank said last of one of the numbers; 0 where `told` is empty."""
         return 0
 
-    def watch(self, look: Callable[[], None] | None) -> None:
+    def watch(self, look: Callable[[], None]) -> None:
         """Call ``look`` now and then while a barrier waits; what it raises ends the wait."""
+
+    def unwatch(self, look: Callable[[], None]) -> None:
+        """Do so once less, if it was watched."""
 
     def release(self) -> None:
         """Let go of the peers' memory."""

@@ -24,6 +24,9 @@
     an agreement. Groups of several hosts have no board: to look at their store in each run would
     cost them a round trip.
 
+    Backends that are guests in one segment (see [Note: guests] in `symmplan.place.guests`) count
+    apart, so only the first to come speaks there.
+
     Where all collectives of a group were measured to be faster in ordinary memory there are no
     segments either, and who runs such a graph waits in the process group, if at all. So that who
     plans alone meanwhile hears of it before its patience is over, they get a board as well.
@@ -58,6 +61,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
+#: Who speaks on a board: one for good, as peers may read what another has said there before.
+_SPEAKERS: WeakKeyDictionary[Rendezvous, weakref.ref[Progress]] = WeakKeyDictionary()
 #: Which of the words says how often a rank began to plan.
 _PLANNINGS = 1
 #: More plannings than this are not caught up with: what a peer says is bounded.
@@ -112,30 +117,33 @@ class Progress:
         Collective: yes, over its groups, the first time for each.
         """
         self._add(arena)
-        for group in {r.group.torch_name: r.group for r in _met(arena)}.values():
-            self._need_board(group)
+        for board in _met(arena):
+            counts = self._of(board.group.process_group)
+            if counts.made is None and board not in counts.boards:
+                self._make_board(board.group)
 
-    def _need_board(self, group: Group) -> None:
+    def _make_board(self, group: Group) -> None:
         counts = self._of(group.process_group)
-        if not counts.boards:
-            counts.made = _make(group, self.timeout)
-            if counts.made is not None:
-                self._add(counts.made)
+        counts.made = _make(group, self.timeout)
+        if counts.made is not None:
+            self._add(counts.made)
 
     def _add(self, arena: Arena | CarveOut) -> None:
         for board in _met(arena):
-            if board.told():
+            if not board.told():
+                continue
+            board.watch(self.look)
+            if _SPEAKERS.setdefault(board, weakref.ref(self))() is self:
                 counts = self._of(board.group.process_group)
                 counts.boards.append(board)
                 counts.say([board])
-                board.watch(self.look)
 
     def remove(self, arena: Arena | CarveOut) -> None:
         """The arena is about to be released."""
         for board in _met(arena):
+            board.unwatch(self.look)
             counts = self._of(board.group.process_group)
             if board in counts.boards:
-                board.watch(None)
                 counts.boards.remove(board)
 
     def release(self) -> None:
@@ -179,7 +187,9 @@ class Progress:
 
         def run(args: list[Any]) -> Any:
             while members:
-                self._need_board(members.pop())
+                if not self._of(members[-1].process_group).boards:
+                    self._make_board(members[-1])
+                members.pop()
             self.run(group for ref in running if (group := ref()) is not None)
             return compiled(args)
 
