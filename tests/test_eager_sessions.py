@@ -262,7 +262,7 @@ def test_a_rank_that_made_one_session_less(two):
     (first, total), (second, other) = two.run(one_less)
     assert first == []
     assert len(second) == 1
-    assert "rank 1 did not come: rank 0 waited 0.5 s in 'call'" in second[0]
+    assert "rank 1 did not come: rank 0 waited 0.5 s in 'options'" in second[0]
     assert total == other
 
 

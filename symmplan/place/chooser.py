@@ -23,7 +23,7 @@ from symmplan.memory.topology import unreached
 from symmplan.place.attempt import attempt
 from symmplan.place.cases import Case, cases_of, measure_cases
 from symmplan.place.engines import Engines, asked, known_of, require
-from symmplan.place.table import agree_on, ruled
+from symmplan.place.table import ruled
 from symmplan.place.trials import choices_of
 
 if TYPE_CHECKING:
@@ -148,15 +148,11 @@ def _apart(
 ) -> dict[fx.Node, str]:
     """The calls over groups that the memory backend cannot serve, and why.
 
-    Raises:
-        AgreementError: Ranks have other tables of choices.
-
     Collective: yes, over the groups that were not asked before.
     """
     calls = {s.node: captured.groups[s.node] for s in captured.sites if s.buffer is not None}
     groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
     why = unreached(groups, memory, device, options.timeout)
-    agree_on(options.table, groups, options.timeout)
     return {node: why[group] for node, group in calls.items() if group in why}
 
 

@@ -335,10 +335,10 @@ def backend(
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
 
     Raises:
-        BackendError: A name is unknown.
+        BackendError: A name is unknown, or, where a graph is compiled, ``memory`` serves no rank.
 
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
-    compiling it where collectives are measured, and compiling the first for each set of groups.
+    compiling it where collectives are measured, and compiling the first for each group.
 
     Notes:
         Where memory cannot be had or shared on some rank when a graph first runs, all ranks compile

@@ -32,6 +32,7 @@ import functools
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from attrs import define, evolve, field
@@ -219,6 +220,7 @@ class Pool:
         kept: Bytes of the plans of kept inputs.
         refusal: Why new graphs run in torch's own way; None if they need not.
         rooms: How many bytes plans may take, by their process groups.
+        agreed: The process groups whose ranks were given the same options.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
@@ -233,6 +235,7 @@ class Pool:
     kept: int = field(init=False, default=0)
     refusal: Refusal | None = field(init=False, default=None)
     rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
+    agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
     progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
     _reservations: list[Reservation] = field(init=False, factory=list)

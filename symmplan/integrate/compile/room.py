@@ -1,24 +1,64 @@
-"""How many bytes the plans of a compile backend may take."""
+"""What all ranks agree on before a compile backend plans a graph: options, and bytes."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.room import agreed_room
 from symmplan.memory.simulated import current
 from symmplan.memory.spares import spare_bytes
 from symmplan.place.attempt import attempt
+from symmplan.place.prepare import agree_on_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
+    from symmplan.integrate.compile.backend import CompileOptions
     from symmplan.integrate.compile.pool import Pool
+    from symmplan.place.attempt import Refusal
 
-__all__ = ["room_of"]
+__all__ = ["memory_of", "room_of"]
+
+
+def memory_of(
+    pool: Pool, settings: CompileOptions, device: torch.device, groups: Mapping[str, Any]
+) -> tuple[str, Refusal | None]:
+    """The memory backend of a graph, where all ranks were given the same options.
+
+    Args:
+        pool: Whose graph it is.
+        settings: What this rank was given.
+        device: Where the graph's tensors lie.
+        groups: ``{name: process group}`` of the graph, None for one of this process alone.
+
+    Returns:
+        Its name, and None; or any name, and why graphs run in torch's own way.
+
+    Raises:
+        AgreementError: Options differ, or a peer runs an old graph meanwhile.
+        BackendError: The backend that was asked for by name serves no rank.
+
+    Collective: yes, over the groups that are new to the pool.
+    """
+    new = {n: g for n, g in groups.items() if g is not None and g not in pool.agreed}
+    memory, refusal = agree_on_options(
+        settings,
+        device,
+        groups,
+        among=new,
+        refusal=pool.refusal,
+        watch=pool.progress.planning if new else None,
+        inner=settings.inner,
+        bind=settings.bind,
+    )
+    pool.agreed.update(new.values())
+    if refusal is not None:
+        pool.refuse(refusal)
+    return memory, pool.refusal
 
 
 def room_of(

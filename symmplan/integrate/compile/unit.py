@@ -33,8 +33,8 @@ from symmplan.integrate.compile.parts import (
 from symmplan.integrate.compile.pool import structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
-from symmplan.integrate.compile.room import room_of
-from symmplan.memory import BACKENDS, resolve_backend
+from symmplan.integrate.compile.room import memory_of, room_of
+from symmplan.memory import BACKENDS
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 from symmplan.memory.topology import survey
@@ -43,7 +43,6 @@ from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.place.observe import launching_from
 from symmplan.place.program import place
 from symmplan.place.stakes import Stakes
-from symmplan.place.table import agree_on
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
 from symmplan.planner.barriers import barriers_of, in_turn
@@ -115,13 +114,16 @@ class Unit:
         return any(hidden) or any(declared(module.graph))
 
     def _prepare(self, module: fx.GraphModule) -> Lowerings:
-        """How declared ops run; decided by the groups of the first part that has any."""
+        """How declared ops run; decided by the groups of the first part that has any.
+
+        Collective: over the groups that are new to the backend.
+        """
+        groups = {n: g.process_group for n, g in resolve_groups(self._groups(module)[0]).items()}
+        memory, _ = memory_of(self.pool, self.settings, self.device, groups)
         if self.lowerings is not None:
             return self.lowerings
-        names = self._groups(module)[0]
-        backend = resolve_backend(self.settings.memory, self.device, resolve_groups(names))
-        lowerings = Lowerings(backend.name, self.settings.collectives)
-        if names:
+        lowerings = Lowerings(memory, self.settings.collectives)
+        if groups:
             self.lowerings = lowerings
         return lowerings
 
@@ -419,13 +421,13 @@ class Unit:
 
     def _take(self, part: Part) -> Shared | None:
         assert self.lowerings is not None
-        if self.pool.refusal is not None:
-            return None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
         groups = self.residents.groups(part.name, plan)
+        _, refusal = memory_of(self.pool, self.settings, self.device, groups)
+        if refusal is not None:
+            return None
         survey(groups, self.device, self.settings.timeout)
-        agree_on(self.settings.table, groups, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
         if any(self._room(p.name, self.lowerings) is None for p in same):
             return None

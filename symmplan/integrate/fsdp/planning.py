@@ -24,7 +24,7 @@ from symmplan.memory.topology import unreached
 from symmplan.model import Alternative
 from symmplan.place.attempt import attempt, warn
 from symmplan.place.company import company_heard
-from symmplan.place.table import agree_on
+from symmplan.place.prepare import agree_on_options
 from symmplan.planner.budget import within
 from symmplan.planner.homes import plan_with_homes
 from symmplan.report.log import log_plan
@@ -119,9 +119,10 @@ class Planning:
 
     def _make(self, recordings: Sequence[Recording], beside: Mapping[str, Any]) -> Schedule:
         options, memory = self._options, self._memory
-        name = memory.backend
+        name, refusal = agree_on_options(
+            options, memory.device, memory.groups, live_gathers=self.live
+        )
         memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
-        agree_on(options.table, memory.groups, options.timeout)
         if self.choices is None:
             self.choices = Choices(memory, name, options)
         choices, groups = self.choices, memory.groups
@@ -131,7 +132,9 @@ class Planning:
         recordings = merged(recordings, groups, options.timeout)
         prepare = functools.partial(self._prepared, recordings, choices)
         met = {**groups, **beside}
-        made, refusal = attempt(prepare, met, options.timeout, undo=self._undo)
+        made = None
+        if refusal is None:
+            made, refusal = attempt(prepare, met, options.timeout, undo=self._undo)
         if refusal is not None:
             choices.refused = refusal.reason
             warn(refusal, "symmplan.fsdp")

@@ -39,6 +39,7 @@ from symmplan.memory.streams import synchronize
 from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.choice import Choice
+from symmplan.place.prepare import agree_on_options
 from symmplan.place.stats import Stats
 from symmplan.planner import plan as plan_problem
 from symmplan.torch_private import compilers
@@ -73,6 +74,8 @@ class ExpertParallel:
         self._options = options
         self._rows = max_tokens
         self._row = 0  # bytes of the largest row so far
+        self._agreed = False  # whether all ranks were given the same options
+        self._refused = False  # whether some rank has no symmetric memory
         self._arena: Arena | None = None
         self._released = False
         #: ``{bytes of a row: how rows of that size move}``.
@@ -135,6 +138,8 @@ class ExpertParallel:
             counts: How many rows this rank sends to each rank of the group, in their order.
 
         Raises:
+            AgreementError: Ranks were given different options; raised on every rank.
+            BackendError: No rank can have the memory that was asked for by name.
             RunError: A rank's counts are negative, or not one for each rank; raised on every rank.
 
         Collective: yes.
@@ -240,7 +245,7 @@ class ExpertParallel:
 
     def _replan(self, row: int, most: int) -> None:
         """Make room for this call. See [Note: overflow]. Collective: yes."""
-        if self._options.chosen(self._device) == "ordinary":
+        if self._refused or self._options.chosen(self._device) == "ordinary":
             self._ways[row] = "ordinary"
             return
         before = self._rows
@@ -260,10 +265,7 @@ class ExpertParallel:
         except BackendError as error:  # on all ranks, or on none
             self._let_go()
             self._ways = dict.fromkeys((*self._ways, row), "ordinary")
-            self._reasons[error.what] += 1
-            warnings.warn(
-                f"symmplan: rows go in torch's own way: {error.what} ({error.fix})", stacklevel=2
-            )
+            self._refuse_memory(error.what, error.fix)
         self._turn = 0
 
     def _obtained(self, nbytes: int) -> Arena:
@@ -365,6 +367,10 @@ class ExpertParallel:
             self._last = stream.record_event()
 
     def _usable(self) -> None:
+        """See that it can be used.
+
+        Collective: the first time; the ranks agree on their options.
+        """
         self._group.require_own()
         if self._released:
             raise ReleasedError(
@@ -372,6 +378,19 @@ class ExpertParallel:
                 fix="make a new one",
                 **self._group.here,
             )
+        if self._agreed:
+            return
+        groups = {self._group.name: self._group.process_group}
+        options, most = self._options, self._rows
+        _, refusal = agree_on_options(options, self._device, groups, max_tokens=most)
+        self._agreed = True
+        if refusal is not None:
+            self._refused = True
+            self._refuse_memory(refusal.what, refusal.fix)
+
+    def _refuse_memory(self, what: str, fix: str | None) -> None:
+        self._reasons[what] += 1
+        warnings.warn(f"symmplan: rows go in torch's own way: {what} ({fix})", stacklevel=2)
 
     def _let_go(self) -> None:
         arena, self._arena = self._arena, None
