@@ -1,4 +1,11 @@
-"""From a program to memory that all ranks have agreed on.
+"""From a captured program to memory that all ranks have agreed on and met in: the one way there.
+
+[Note: the lifecycle]
+    Every program of every integration goes the same way: its ranks agree on their options, choose
+    how each collective runs (`symmplan.place.chooser`), agree on a room, plan within it and verify,
+    agree on the plan, obtain memory, meet there, and say so in the log. The steps are written here,
+    and how a step ends that fails on one rank. An integration says *when* each is taken, what the
+    problem is, and what it does with the memory.
 
 [Note: options are agreed first]
     What a rank was asked to do decides which exchanges, measurements and collectives of ours it
@@ -14,28 +21,213 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from weakref import WeakSet
+
+from attrs import define, field
 
 from symmplan.errors import AgreementError
 from symmplan.memory import resolve_backend
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.room import agreed_room
 from symmplan.memory.simulated import current
-from symmplan.place.attempt import FIX, Refusal, failure, spread
+from symmplan.memory.spares import give_back, obtain, spare_bytes
+from symmplan.place.attempt import FIX, Refusal, attempt, failure, spread, warn
+from symmplan.planner import plan as plan_problem
+from symmplan.report.log import log_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     import torch
 
+    from symmplan.memory import Arena
     from symmplan.memory.groups import Group
+    from symmplan.model import Plan, Problem
     from symmplan.place.options import Options
 
     #: See `agree_on_options`.
     _Watch: TypeAlias = AbstractContextManager[Callable[[], None] | None]
 
-__all__ = ["agree_on_options"]
+__all__ = ["Preparation", "agree_on_options", "checked_plan"]
+
+_Made = TypeVar("_Made")
+
+
+def _nothing(_: Any) -> None:
+    """There is nothing to do."""
+
+
+@define(eq=False)
+class Preparation:
+    """How one program gets its memory. See [Note: the lifecycle].
+
+    Args:
+        options: What this rank was given.
+        who: Whose program it is, for warnings.
+        user: The same for `symmplan.segments` and the log.
+
+    Attributes:
+        refusal: Why its plans place nothing; None if they need not.
+        memory: Name of the memory backend that was last agreed on; empty before.
+    """
+
+    options: Options
+    who: str
+    user: str
+    refusal: Refusal | None = field(init=False, default=None)
+    memory: str = field(init=False, default="")
+    _agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is placed, in short; empty if that need not be."""
+        return "" if self.refusal is None else self.refusal.reason
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Place nothing from now on. A warning on one rank says so, once."""
+        if self.refusal is None:
+            warn(refusal, self.who)
+        self.refusal = refusal
+
+    def agree(
+        self,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        watch: Callable[[Mapping[str, Any]], _Watch] | None = None,
+        **more: Any,
+    ) -> str:
+        """Name of the memory backend, where all ranks were given the same options.
+
+        Args and errors as `agree_on_options`. It may be any name where there is a `refusal`.
+
+        Collective: yes, over the groups that did not agree before.
+        """
+        new = {n: g for n, g in groups.items() if g is not None and g not in self._agreed}
+        self.memory, refusal = agree_on_options(
+            self.options,
+            device,
+            groups,
+            among=new,
+            refusal=self.refusal,
+            watch=watch if new else None,
+            **more,
+        )
+        self._agreed.update(new.values())
+        if refusal is not None:
+            self.refuse(refusal)
+        return self.memory
+
+    def attempt(
+        self,
+        make: Callable[[], _Made],
+        groups: Mapping[str, Any],
+        undo: Callable[[_Made], None] = _nothing,
+    ) -> _Made:
+        """What ``make`` gives on all ranks. See [Note: together or not at all].
+
+        Where memory cannot be had on some rank there is a `refusal` from then on, and ``make`` is
+        called again, which then asks for none and is not collective.
+
+        Args:
+            make: Makes it. What it has made when it raises, it has given back.
+            groups: ``{name: process group}`` of all who take part.
+            undo: Gives it back.
+
+        Raises:
+            SymmplanError: As ``make``, where that is no want of memory.
+
+        Collective: yes, over those groups, if there is no `refusal`.
+        """
+        if self.refusal is None:
+            made, refusal = attempt(make, groups, self.options.timeout, undo=undo)
+            if refusal is None:
+                return made  # type: ignore[return-value]
+            self.refuse(refusal)
+        return make()
+
+    def room(
+        self,
+        memory: str,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        *,
+        held: int = 0,
+        besides: int = 0,
+        stays: int = 0,
+    ) -> int:
+        """Bytes that a plan may take; equal on all ranks.
+
+        Args:
+            memory: Name of the memory backend.
+            device: Where the segments will lie.
+            groups: ``{name: process group}``.
+            held: Bytes that are held for the plan already.
+            besides: Bytes that other plans of the same budget hold, which are counted with it.
+            stays: Bytes of the budget that stay taken and are not counted with it.
+
+        Collective: yes, over those groups.
+        """
+        given = self.options.capacity
+        return agreed_room(
+            None if given is None else max(0, given - stays),
+            max(held, spare_bytes(device)),
+            groups,
+            memory=memory,
+            device=device,
+            timeout=self.options.timeout,
+            besides=besides,
+        )
+
+    def obtain(
+        self,
+        plan: Plan,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        meet: Callable[[Arena], object] = _nothing,
+    ) -> tuple[Arena, int]:
+        """Memory for a plan on which all ranks agree, and how many rendezvous that took.
+
+        Args:
+            plan: The plan.
+            device: Where it lies.
+            groups: As for `symmplan.memory.spares.obtain`.
+            meet: Meets others in it; what it raises is raised, and the memory given back.
+
+        Raises:
+            AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
+
+        Collective: yes, over those groups.
+        """
+        arena, new = obtain(
+            plan,
+            groups,
+            memory=self.options.memory,
+            device=device,
+            timeout=self.options.timeout,
+            debug=self.options.debug is True,
+            user=self.user,
+        )
+        before = 0 if new else arena.rendezvous
+        try:
+            meet(arena)
+        except BaseException:
+            give_back([arena])
+            raise
+        return arena, arena.rendezvous - before
+
+    def log(self, plan: Plan, ways: Iterable[str] = (), what: str = "") -> None:
+        """Say what was planned; ``what`` if that is a part of the user's. Collective: no."""
+        log_plan(what or self.user, plan, ways)
+
+
+def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
+    """A plan that other code has verified."""
+    plan = plan_problem(problem, effort=effort)
+    plan.verify()
+    return plan
 
 
 def agree_on_options(
