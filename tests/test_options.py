@@ -214,6 +214,35 @@ def test_what_comes_to_the_same_is_no_difference(two, program):
     assert two.run(same_by_other_names, program) == [[], []]
 
 
+def tried_twice(rank, size, program):
+    """The same object is asked again after the error."""
+    options = {"timeout": TIMEOUT, "choose": "ordinary" if rank else "placed"}
+    kinds = []
+    if program == "experts":
+        with symmplan.expert_parallel(max_tokens=4, **options) as dispatcher:
+            for _ in range(2):
+                try:
+                    dispatcher.routes([1] * size)
+                except Exception as error:  # noqa: BLE001, PERF203
+                    kinds.append(type(error).__name__)
+        return kinds
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", **options)
+    for _ in range(2):
+        try:
+            torch.compile(lambda x: _body(x, size), backend=backend)(_inputs(rank, 0))
+        except Exception as error:  # noqa: BLE001, PERF203
+            kinds.append(type(getattr(error, "inner_exception", error)).__name__)
+    backend.release()
+    return kinds
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("program", ["experts", "compiled"])
+def test_ranks_that_tried_in_vain_have_not_agreed(two, program):
+    assert two.run(tried_twice, program) == [["AgreementError"] * 2] * 2
+
+
 # A backend that cannot be set up.
 
 
@@ -339,11 +368,10 @@ def mesh_differing(rank, size, program, victim):
             finally:
                 backend.release()
         from symmplan.place.options import Options
-        from symmplan.place.prepare import agree_on_options
+        from symmplan.place.prepare import Preparation
 
-        given = Options(timeout=TIMEOUT, **options)
-        named = {g.group_name: g for g in groups}
-        return agree_on_options(given, x.device, named) == ("shm", None)
+        preparation = Preparation(Options(timeout=TIMEOUT, **options), "a test", "a test")
+        return preparation.agree(x.device, {g.group_name: g for g in groups}) == "shm"
 
     told = None
     try:

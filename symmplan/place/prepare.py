@@ -28,6 +28,7 @@ from attrs import define, field
 
 from symmplan.errors import AgreementError
 from symmplan.memory import resolve_backend
+from symmplan.memory.agreement import no_note
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.room import agreed_room
@@ -43,15 +44,16 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.capture import Captured
     from symmplan.memory import Arena
     from symmplan.memory.groups import Group
     from symmplan.model import Plan, Problem
     from symmplan.place.options import Options
 
-    #: See `agree_on_options`.
+    #: See `Preparation.agree`.
     _Watch: TypeAlias = AbstractContextManager[Callable[[], None] | None]
 
-__all__ = ["Preparation", "agree_on_options", "checked_plan"]
+__all__ = ["Preparation", "checked_plan"]
 
 _Made = TypeVar("_Made")
 
@@ -101,48 +103,80 @@ class Preparation:
     ) -> str:
         """Name of the memory backend, where all ranks were given the same options.
 
-        Args and errors as `agree_on_options`. It may be any name where there is a `refusal`.
+        See [Note: options are agreed first].
+
+        Args:
+            device: Where this rank's tensors lie.
+            groups: ``{name: process group}``, None for one of this process alone.
+            watch: Given the groups that are asked, a context while they are, which gives what looks
+                whether the peers will come.
+            more: Options that only the caller has, by name, as plain data.
+
+        Returns:
+            The name; any, where there is a `refusal`.
+
+        Raises:
+            AgreementError: Options differ; raised on every rank. ``option`` is the first that does,
+                ``ranks`` two that differ, ``values`` what these were given.
+            BackendError: The backend that was asked for by name serves no rank.
+            PeerTimeoutError, PeerLostError: A rank did not come.
 
         Collective: yes, over the groups that did not agree before.
         """
+        options, members = self.options, resolve_groups(groups, groups)
+        failed: RuntimeError | OSError | None = None
+        memory, why = options.memory, ""
+        try:
+            memory = resolve_backend(options.memory, device, members).name
+        except (RuntimeError, OSError) as error:
+            failed, why = error, failure(error)
+        if self.refusal is not None:
+            why = f"{self.refusal.what}\n{self.refusal.fix}"
+        given = {name: (x, x) for name, x in more.items()}
+        given["memory"] = ("" if why else memory, options.memory)
+        mine = {"options": {**options.agreed(device), **given}, "why": why}
         new = {n: g for n, g in groups.items() if g is not None and g not in self._agreed}
-        self.memory, refusal = agree_on_options(
-            self.options,
-            device,
-            groups,
-            among=new,
-            refusal=self.refusal,
-            watch=watch if new else None,
-            **more,
-        )
+        if current() is not None:  # its ranks were given what this one was
+            new = {}
+        asked = {n: members[n] for n in new}
+        with watch(new) if new and watch is not None else nullcontext() as look:
+            why = _hear(mine, asked, options.timeout, look, failed)
         self._agreed.update(new.values())
-        if refusal is not None:
-            self.refuse(refusal)
+        self.memory = "auto" if why else memory
+        if why:
+            what, _, fix = why.partition("\n")
+            first = all(members[name].rank == 0 for name in new)
+            self.refuse(self.refusal or Refusal(what, fix or FIX, first))
         return self.memory
 
     def attempt(
         self,
         make: Callable[[], _Made],
         groups: Mapping[str, Any],
-        undo: Callable[[_Made], None] = _nothing,
+        undo: Callable[[Any], None] = _nothing,
     ) -> _Made:
         """What ``make`` gives on all ranks. See [Note: together or not at all].
 
-        Where memory cannot be had on some rank there is a `refusal` from then on, and ``make`` is
-        called again, which then asks for none and is not collective.
+        Where memory cannot be had on some rank there is a `refusal` from then on, and all ranks
+        call ``make`` again, which then asks for none.
 
         Args:
             make: Makes it. What it has made when it raises, it has given back.
             groups: ``{name: process group}`` of all who take part.
-            undo: Gives it back.
+            undo: Gives it back, unless it is None.
 
         Raises:
             SymmplanError: As ``make``, where that is no want of memory.
 
-        Collective: yes, over those groups, if there is no `refusal`.
+        Collective: yes, over those groups, if there is no `refusal` before; and as ``make``.
         """
+
+        def undone(made: _Made) -> None:
+            if made is not None:
+                undo(made)
+
         if self.refusal is None:
-            made, refusal = attempt(make, groups, self.options.timeout, undo=undo)
+            made, refusal = attempt(make, groups, self.options.timeout, undo=undone)
             if refusal is None:
                 return made  # type: ignore[return-value]
             self.refuse(refusal)
@@ -181,12 +215,18 @@ class Preparation:
             besides=besides,
         )
 
+    def plan(self, captured: Captured) -> Plan:
+        """A plan of a captured program, verified. Collective: no."""
+        return checked_plan(captured.problem, self.options.effort)
+
     def obtain(
         self,
         plan: Plan,
         device: torch.device,
         groups: Mapping[str, Any],
         meet: Callable[[Arena], object] = _nothing,
+        *,
+        memory: str = "",
     ) -> tuple[Arena, int]:
         """Memory for a plan on which all ranks agree, and how many rendezvous that took.
 
@@ -195,6 +235,7 @@ class Preparation:
             device: Where it lies.
             groups: As for `symmplan.memory.spares.obtain`.
             meet: Meets others in it; what it raises is raised, and the memory given back.
+            memory: Name of the memory backend, if not of what was last agreed on.
 
         Raises:
             AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
@@ -204,7 +245,7 @@ class Preparation:
         arena, new = obtain(
             plan,
             groups,
-            memory=self.options.memory,
+            memory=memory or self.memory,
             device=device,
             timeout=self.options.timeout,
             debug=self.options.debug is True,
@@ -230,86 +271,49 @@ def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
     return plan
 
 
-def agree_on_options(
-    options: Options,
-    device: torch.device,
-    groups: Mapping[str, Any],
-    *,
-    among: Mapping[str, Any] | None = None,
-    refusal: Refusal | None = None,
-    watch: Callable[[Mapping[str, Any]], _Watch] | None = None,
-    **more: Any,
-) -> tuple[str, Refusal | None]:
-    """Check that all ranks were given the same options. See [Note: options are agreed first].
+def _hear(
+    mine: dict[str, Any],
+    groups: Mapping[str, Group],
+    timeout: float,
+    look: Callable[[], None] | None,
+    failed: Exception | None,
+) -> str:
+    """Why all ranks do without symmetric memory, as `failure` puts it; empty if they need not.
 
     Args:
-        options: This rank's.
-        device: Where its tensors lie.
-        groups: ``{name: process group}`` of the program, None for one of this process alone.
-        among: Those of them whose ranks are asked; all of them if None.
-        refusal: Why this rank does without symmetric memory already.
-        watch: Given the groups that are asked, a context while they are, which gives what looks
-            whether the peers will come.
-        more: Options that only the caller has, by name, as plain data.
-
-    Returns:
-        Name of the memory backend, and None; or any name, and why all ranks do without.
+        mine: What this rank says.
+        groups: Whose ranks are asked.
+        timeout: Seconds that ranks wait for each other.
+        look: As for `Exchange`.
+        failed: Why this rank has no backend.
 
     Raises:
-        AgreementError: Options differ; raised on every rank. ``option`` is the first that does,
-            ``ranks`` two that differ, ``values`` what these were given.
-        BackendError: The backend that was asked for by name serves no rank.
-        PeerTimeoutError, PeerLostError: A rank did not come.
+        AgreementError: Options differ.
+        Exception: ``failed``, if it was asked for by name and serves no rank.
 
-    Collective: yes, over ``among``.
+    Collective: yes, over those groups.
     """
-    asked = {n: g for n, g in (groups if among is None else among).items() if g is not None}
-    members = resolve_groups(groups, groups)
-    memory = options.memory
-    failed: RuntimeError | OSError | None = None
-    try:
-        memory = resolve_backend(memory, device, members).name
-    except (RuntimeError, OSError) as error:
-        failed = error
-    if current() is not None:
-        return memory, refusal
-    mine = {
-        "options": {**options.agreed(device), **{name: (x, x) for name, x in more.items()}},
-        "memory": "" if failed or refusal else memory,
-        "asked": options.memory,
-        "why": "" if failed is None else failure(failed),
-    }
-    if refusal is not None:
-        mine["why"] = f"{refusal.what}\n{refusal.fix}"
-    with (
-        nullcontext() if watch is None else watch(asked) as look,
-        Exchange(resolve_groups(asked, asked), options.timeout, look) as exchange,
-    ):
-        said = {
-            name: [_read(text, exchange.groups[name], rank) for rank, text in enumerate(texts)]
-            for name, texts in exchange.round("options", json.dumps(mine).encode()).items()
-        }
-        for name, notes in said.items():
-            _compare(notes, exchange.groups[name])
-        theirs = [note for notes in said.values() for note in notes] or [mine]
-        if failed is not None and options.memory != "auto" and not any(n["memory"] for n in theirs):
+    with Exchange(groups, timeout, look) as exchange:
+        notes = []
+        for name, texts in exchange.round("options", json.dumps(mine).encode()).items():
+            theirs = [_read(text, groups[name], rank) for rank, text in enumerate(texts)]
+            _compare(theirs, groups[name])
+            notes += theirs
+        notes = notes or [mine]
+        by_name = mine["options"]["memory"][1] != "auto"
+        if failed is not None and by_name and not any(map(_memory_of, notes)):
             raise failed
-        why = spread(exchange, next((n["why"] for n in theirs if n["why"]), "") or _apart(theirs))
-    if not why:
-        return memory, None
-    what, _, fix = why.partition("\n")
-    first = all(group.rank == 0 for group in exchange.groups.values())
-    return "auto", refusal or Refusal(what, fix or FIX, first)
+        why = next((note["why"] for note in notes if note["why"]), _apart(notes))
+        return spread(exchange, why)
 
 
 def _compare(notes: list[dict[str, Any]], group: Group) -> None:
     """Raise if the ranks of a group were given different options."""
-    asked = [{**n["options"], "memory": (n["memory"] or n["asked"], n["asked"])} for n in notes]
-    same = all(n["asked"] == notes[0]["asked"] for n in notes)
-    for option in dict.fromkeys(name for of in asked for name in of):
-        if option == "memory" and same:
+    given = [note["options"] for note in notes]
+    for option in dict.fromkeys(name for of in given for name in of):
+        values = [of.get(option, (None, None)) for of in given]
+        if option == "memory" and len({asked for _, asked in values}) == 1:
             continue  # who has another all the same cannot have that: no error of the program's
-        values = [of.get(option, (None, None)) for of in asked]
         other = next((i for i, value in enumerate(values) if value[0] != values[0][0]), None)
         if other is None:
             continue
@@ -341,23 +345,22 @@ def _difference(option: str, other: int) -> tuple[str, str]:
 
 def _apart(notes: list[dict[str, Any]]) -> str:
     """That ranks which were asked for the same memory have different backends; else empty."""
-    names = list(dict.fromkeys(note["memory"] for note in notes))
+    names = {*map(_memory_of, notes)}
     if len(names) == 1:
         return ""
     return f"ranks have different memory backends: {' and '.join(sorted(names))}"
 
 
+def _memory_of(note: dict[str, Any]) -> str:
+    """The backend that a rank has; empty if none."""
+    return str(note["options"]["memory"][0])
+
+
 def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
+    """What a rank said."""
     try:
         note = json.loads(text)
-        return {
-            "options": {str(name): tuple(pair) for name, pair in note["options"].items()},
-            **{key: str(note[key]) for key in ("memory", "asked", "why")},
-        }
+        options = {str(name): tuple(pair) for name, pair in note["options"].items()}
+        return {"options": {"memory": ("", ""), **options}, "why": str(note["why"])}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise AgreementError(
-            f"rank {rank} sent something that is no note of this version of symmplan",
-            fix="run the same version of symmplan on every rank",
-            **group.here,
-            ranks=(group.rank, rank),
-        ) from error
+        raise no_note(group, rank) from error

@@ -12,33 +12,25 @@ from attrs import frozen
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import out_overload
-from symmplan.capture.steps import plan_poison
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
-from symmplan.integrate.eager.scratch import Scratch
+from symmplan.integrate.eager.scratch import ScratchMemory
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.own import OWN, own_work
-from symmplan.memory.room import agreed_room
-from symmplan.memory.spares import give_back, obtain, spare_bytes
-from symmplan.place.attempt import attempt, warn
-from symmplan.place.chooser import Chosen, choose_ways
+from symmplan.memory.spares import give_back
 from symmplan.place.engines import register_known
-from symmplan.place.prepare import agree_on_options
+from symmplan.place.fitting import Fitting
+from symmplan.place.prepare import Preparation
 from symmplan.place.program import place
-from symmplan.place.stakes import Stakes
 from symmplan.place.stats import Copy
 from symmplan.place.ways import Lowerings
-from symmplan.planner import plan as plan_problem
-from symmplan.planner.budget import within
 from symmplan.registry import spec_for
-from symmplan.report.log import LOG, log_plan
+from symmplan.report.log import LOG
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import fx
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
@@ -48,10 +40,9 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.memory.groups import Group
     from symmplan.model import OpSpec, Plan
-    from symmplan.place.attempt import Refusal
     from symmplan.place.choice import Choice
+    from symmplan.place.chooser import Chosen
     from symmplan.place.options import Options
-    from symmplan.planner.budget import Stake
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
 
@@ -82,6 +73,11 @@ class Settings:
         """The group of its ranks."""
         (group,) = self.groups.values()
         return group
+
+    @property
+    def process_groups(self) -> dict[str, Any]:
+        """Torch's group under its name."""
+        return {self.group.name: self.group.process_group}
 
 
 @frozen
@@ -166,9 +162,9 @@ class Recording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._calls = 0
+        self._preparation = Preparation(settings.options, "symmplan.eager", "eager session")
         self._lowerings: Lowerings | None = None
-        self._refusal: Refusal | None = None
-        self._scratch = Scratch(settings.device, settings.options.timeout)
+        self._scratch = ScratchMemory(settings.device, settings.options.timeout)
         self._recorder = Recorder(
             self._lookup,
             self._meet_at_op,
@@ -190,11 +186,10 @@ class Recording:
         Collective: the first time, over the group.
         """
         if self._lowerings is None:
-            settings, group = self._settings, self._settings.group
-            options, groups = settings.options, {group.name: group.process_group}
-            memory, self._refusal = agree_on_options(options, settings.device, groups)
-            self._lowerings = Lowerings(memory, options.collectives)
-            self._scratch.memory = None if self._refusal is not None else memory
+            settings, preparation = self._settings, self._preparation
+            memory = preparation.agree(settings.device, settings.process_groups)
+            self._lowerings = Lowerings(memory, settings.options.collectives)
+            self._scratch.memory = memory if preparation.refusal is None else None
         return self._lowerings
 
     def _meet_at_op(self, op: Any, args: Any, kwargs: Any) -> None:
@@ -235,30 +230,21 @@ class Recording:
 
         Collective: yes.
         """
-        settings, recorder, group = self._settings, self._recorder, self._settings.group
+        settings, recorder, preparation = self._settings, self._recorder, self._preparation
         self.stop()
         lowerings = self._agreed()
         meet(settings, "session.step()")
-        prepared, refusal = None, self._refusal
-        if refusal is None:
-            prepared, refusal = attempt(
-                functools.partial(self._prepared, lowerings),
-                {group.name: group.process_group},
-                settings.options.timeout,
-                undo=lambda made: give_back([made.arena]),
-            )
-        if prepared is None:
-            assert refusal is not None
-            prepared = self._prepared(lowerings, refusal.reason)
-        refusal = refusal or prepared.chosen.refusal
-        if refusal is not None:
-            warn(refusal, "symmplan.eager")
+        prepared = preparation.attempt(
+            functools.partial(self._prepared, lowerings),
+            settings.process_groups,
+            lambda made: give_back([made.arena]),
+        )
         captured, plan = prepared.captured, prepared.plan
         chosen, arena = prepared.chosen, prepared.arena
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device, lowerings)
-        log_plan("eager session", plan, program.ways)
+        preparation.log(plan, program.ways)
         return Frozen(
             plan,
             captured,
@@ -268,77 +254,38 @@ class Recording:
             tail,
             _copies(captured, recorder),
             tuple(chosen.choices),
-            "" if refusal is None else refusal.reason,
+            preparation.reason,
         )
 
-    def _prepared(self, lowerings: Lowerings, why: str | None = None) -> _Prepared:
-        """Choose ways, plan, and get memory; if there is a reason ``why``, place nothing.
+    def _prepared(self, lowerings: Lowerings) -> _Prepared:
+        """Choose ways, plan, and get memory; place nothing if that is refused.
 
         Collective: yes.
         """
-        settings, options, group = self._settings, self._settings.options, self._settings.group
-        groups = {group.name: group.process_group}
-        stakes = Stakes(lowerings)
-        chosen = Chosen()
-
-        def choose(captured: Captured) -> Mapping[fx.Node, str]:
-            nonlocal chosen
-            if why is not None:
-                return dict.fromkeys(_placed(captured), why)
-            chosen = choose_ways(captured, lowerings, settings.device, options)
-            if chosen.refusal is not None:
-                return dict.fromkeys(_placed(captured), chosen.refusal.reason)
-            return chosen.ordinary
-
-        def planned(gave: Mapping[Any, str]) -> tuple[Plan, list[Stake], Captured]:
-            captured = capture_recorded(
-                self._recorder,
-                lookup=lowerings.lookup,
-                producer=lowerings.producer,
-                skip=lowerings.skip,
-                partly=lowerings.partly,
-                choose=choose,
-                default_group=settings.group.name,
-                refused=stakes.refused(gave),
-            )
-            if options.debug:
-                captured = plan_poison(captured)
-            plan = plan_problem(captured.problem, effort=options.effort)
-            plan.verify()
-            return plan, stakes.of(captured, chosen), captured
-
-        room = None
-        if why is None:
-            room = agreed_room(
-                options.capacity,
-                spare_bytes(settings.device),
-                groups,
-                memory=lowerings.memory,
-                device=settings.device,
-                timeout=options.timeout,
-            )
-        plan, captured = within(room, planned)
-        arena, made = obtain(
-            plan,
-            groups,
-            memory=lowerings.memory,
-            device=settings.device,
-            timeout=options.timeout,
-            debug=options.debug is True,
-            user="eager session",
+        settings, preparation = self._settings, self._preparation
+        groups, device = settings.process_groups, settings.device
+        capture = functools.partial(
+            capture_recorded,
+            self._recorder,
+            lookup=lowerings.lookup,
+            producer=lowerings.producer,
+            skip=lowerings.skip,
+            default_group=settings.group.name,
         )
-        met_before = 0 if made else arena.rendezvous
-        try:
+        fitting = Fitting(capture, lowerings, device, preparation)
+        fitting.choose()
+        room = None
+        if preparation.refusal is None:
+            room = preparation.room(lowerings.memory, device, groups)
+        plan, captured = fitting.fit(room, preparation.plan)
+        chosen = fitting.chosen
+
+        def meet_engines(arena: Arena) -> None:
             if chosen.engines:
                 register_known(arena)
-        except BaseException:
-            give_back([arena])
-            raise
-        return _Prepared(captured, plan, chosen, arena, arena.rendezvous - met_before)
 
-
-def _placed(captured: Captured) -> list[fx.Node]:
-    return [s.node for s in captured.sites if s.buffer is not None]
+        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
+        return _Prepared(captured, plan, chosen, arena, rendezvous)
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

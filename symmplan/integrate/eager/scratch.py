@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import OpSpec
 
-__all__ = ["Scratch"]
+__all__ = ["ScratchMemory"]
 
 #: Ops of the process group itself take any memory.
 _TAKE_ANY = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "c10d::")
 
 
-class Scratch:
+class ScratchMemory:
     """See [Note: scratch] in `symmplan.capture.eager`.
 
     Each kind of call gets an arena, kept until the recording ends.

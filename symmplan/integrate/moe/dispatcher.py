@@ -287,7 +287,7 @@ class ExpertParallel:
                 return None
             return preparation.obtain(plan, self._device, groups, reach)
 
-        made = preparation.attempt(make, groups, lambda made: give_back([made[0]] if made else []))
+        made = preparation.attempt(make, groups, lambda made: give_back([made[0]]))
         if made is None:
             return None
         preparation.log(plan)
