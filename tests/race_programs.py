@@ -149,20 +149,19 @@ PROGRAMS = {
 def seed():
     """On this rank: collectives as `PROCESS_GROUP` says, and plans without their barriers."""
     import symmplan.integrate.compile.unit as unit
-    import symmplan.integrate.eager.recording as recording
     from symmplan.model import Plan
-    from symmplan.place import ways
+    from symmplan.place import prepare, ways
 
     load()
     ways.Lowerings.table = property(lambda _: ways._C10D if PROCESS_GROUP[0] else ways._SHM)
     assert unit.points_of
     unit.points_of = lambda _barriers: ()
-    planned = recording.plan_problem
+    planned = prepare.plan_problem
 
     def without_barriers(*args, **kwargs):
         from attrs import evolve
 
         return evolve(planned(*args, **kwargs), barriers=())
 
-    recording.plan_problem = without_barriers
+    prepare.plan_problem = without_barriers
     Plan.verify = lambda self: None

@@ -48,10 +48,10 @@ def another_group():
 def fails(rank, world, how, who, when):
     """A session in which rank ``who`` fails in iteration ``when``; the others hear of it."""
     import symmplan
-    from symmplan.integrate.eager import recording
+    from symmplan.place import prepare
 
     other = another_group() if how == "planning" else None
-    planned = recording.plan_problem
+    planned = prepare.plan_problem
 
     def broken(*_, **__):
         raise ZeroDivisionError("the old fault")
@@ -72,11 +72,11 @@ def fails(rank, world, how, who, when):
                 if now and how == "late":
                     time.sleep(3 * patience)
                 if now and how == "planning":
-                    recording.plan_problem = broken
+                    prepare.plan_problem = broken
                 gather(x[:2] if now and how == "shape" else x)
                 session.step()
     finally:
-        recording.plan_problem = planned
+        prepare.plan_problem = planned
 
 
 def session_again(rank, world):
@@ -113,9 +113,9 @@ def caught(rank, world):
     """The failure is caught inside the session, and the session planned again."""
     import symmplan
     from symmplan.errors import SymmplanError
-    from symmplan.integrate.eager import recording
+    from symmplan.place import prepare
 
-    planned = recording.plan_problem
+    planned = prepare.plan_problem
 
     def broken(*_, **__):
         raise ZeroDivisionError("the old fault")
@@ -123,12 +123,12 @@ def caught(rank, world):
     x, kinds = torch.ones(4, 8), []
     with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
         program(x)
-        recording.plan_problem = broken if rank == 1 else planned
+        prepare.plan_problem = broken if rank == 1 else planned
         try:
             session.step()
         except (SymmplanError, ZeroDivisionError) as error:
             kinds.append(type(error).__name__)
-        recording.plan_problem = planned
+        prepare.plan_problem = planned
         session.replan()
         for _ in range(3):
             got = program(x)
@@ -262,7 +262,7 @@ def test_a_rank_that_made_one_session_less(two):
     (first, total), (second, other) = two.run(one_less)
     assert first == []
     assert len(second) == 1
-    assert "rank 1 did not come: rank 0 waited 0.5 s in 'call'" in second[0]
+    assert "rank 1 did not come: rank 0 waited 0.5 s in 'options'" in second[0]
     assert total == other
 
 

@@ -36,7 +36,7 @@ ALLOWED = {
     "registry": BASE,
     "capture": BASE | {"registry", "planner"},
     "memory": BASE | {"planner", "registry"},
-    "place": BASE | {"registry", "planner", "capture", "memory"},
+    "place": BASE | {"registry", "planner", "capture", "memory", "report"},
     "integrate": BASE | {"registry", "planner", "capture", "memory", "place", "report"},
     "simulation": BASE
     | {"report", "registry", "planner", "capture", "memory", "place", "integrate"},

@@ -45,8 +45,6 @@ def capture_recorded(
     lookup: Callable[[Any], OpSpec | None],
     producer: Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None],
     skip: Callable[[OpSpec, Requirement], str | None],
-    partly: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
-    choose: Callable[[Captured], Mapping[fx.Node, str]] = lambda _: {},
     default_group: str | None = None,
     refused: Mapping[fx.Node, str] | None = None,
 ) -> Captured:
@@ -57,16 +55,13 @@ def capture_recorded(
         lookup: As for `capture_fx`.
         producer: The same; its second argument asks for what the program says of a node.
         skip: As for `capture_fx`.
-        partly: Gives ops that cannot run with only some of their tensors placed, and why.
-        choose: Gives ops that need not be placed, and why, once it is known what can be.
         default_group: As for `capture_fx`.
         refused: Ops that are not placed, and why, whatever the others say.
 
-    Collective: no, but for what ``choose`` does.
+    Collective: no.
     """
     recorder.close()
     refused = dict(refused or {})
-    chosen = False
     while True:
         captured = capture_fx(
             recorder.graph,
@@ -79,9 +74,6 @@ def capture_recorded(
         captured = _in_time(recorder, captured)
         reasons = unordered(captured.problem)
         more = {s.node: reasons[s.buffer] for s in captured.sites if s.buffer in reasons}
-        more = {**partly(captured), **more}
-        if not chosen and not more.keys() - refused.keys():
-            more, chosen = dict(choose(captured)), True
         if not more.keys() - refused.keys():
             return captured
         refused = {**more, **refused}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
     from symmplan.model import Plan
 
-__all__ = ["agree", "compare_notes", "first_difference"]
+__all__ = ["agree", "compare_notes", "first_difference", "no_note"]
 
 #: A plan's text may not be larger than this in bytes: what a peer says is bounded.
 _LARGEST_PLAN = 1 << 30
@@ -114,12 +114,17 @@ def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
             "process": ProcessIdentity(**note["process"]),
         }
     except (ValueError, TypeError, KeyError) as error:
-        raise AgreementError(
-            f"rank {rank} sent something that is no note of this version of symmplan",
-            fix="run the same version of symmplan on every rank",
-            **group.here,
-            ranks=(group.rank, rank),
-        ) from error
+        raise no_note(group, rank) from error
+
+
+def no_note(group: Group, rank: int) -> AgreementError:
+    """The error about a rank that sent what cannot be read."""
+    return AgreementError(
+        f"rank {rank} sent something that is no note of this version of symmplan",
+        fix="run the same version of symmplan on every rank",
+        **group.here,
+        ranks=(group.rank, rank),
+    )
 
 
 def _disagreement(

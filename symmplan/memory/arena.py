@@ -11,6 +11,7 @@ from symmplan.memory.agreement import compare_notes
 from symmplan.memory.backends import resolve_backend
 from symmplan.memory.exchange import Exchange
 from symmplan.memory.groups import resolve_groups
+from symmplan.memory.local import LocalBackend
 from symmplan.memory.own import own_work
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Health, Segment
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from symmplan.memory.backends import Backend
     from symmplan.model import Plan
 
 __all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
@@ -236,7 +238,8 @@ def realize(
     """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
 
     Each segment is rendezvoused once with each of its groups, in the plan's order. If any rank
-    fails, every rank of its groups gets an error and nothing stays allocated.
+    fails, every rank of its groups gets an error and nothing stays allocated. A plan without
+    segments is agreed on and needs no backend.
 
     Args:
         plan: What to realize.
@@ -272,7 +275,9 @@ def realize(
     segments: dict[str, Segment] = {}
     races = None
     try:
-        backend = resolve_backend(memory, device, members, temporary=temporary)
+        backend: Backend = LocalBackend()  # for nothing
+        if plan.segments:
+            backend = resolve_backend(memory, device, members, temporary=temporary)
         if debug and isinstance(backend, ShmBackend) and has_process_groups():
             races = backend.races = RaceDetector(*world())
         compare_notes(plan, exchange, memory=backend.name)

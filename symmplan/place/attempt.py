@@ -25,7 +25,7 @@ from symmplan.torch_private.c10d import world
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Refusal", "attempt", "warn"]
+__all__ = ["FIX", "Refusal", "attempt", "failure", "spread", "warn"]
 
 _Made = TypeVar("_Made")
 
@@ -40,7 +40,8 @@ _PATIENCE = 10.0
 #: Peers that do not come are not asked again.
 _AT_ONCE = (PeerLostError, PeerTimeoutError)
 
-_FIX = "see why memory cannot be had or shared there; symmplan doctor shows what a machine can do"
+#: What helps where nothing better is known.
+FIX = "see why memory cannot be had or shared there; symmplan doctor shows what a machine can do"
 
 
 @frozen
@@ -95,7 +96,7 @@ def attempt(
         failed = error
         # Also who was told by a peer: others may have passed that, and wait further on.
         Exchange(members, timeout).fail(error)
-    said = "" if failed is None else _text(failed)
+    said = "" if failed is None else failure(failed)
     # Apart: whoever failed has missed exchanges that its peers have begun.
     wait = min(timeout, _PATIENCE) if said.startswith(_FATAL) else timeout
     ending = Exchange(members, wait, apart="endings")
@@ -103,7 +104,7 @@ def attempt(
         if isinstance(failed, _AT_ONCE) or not isinstance(failed, Exception | None):
             raise failed  # noqa: TRY301 (told below)
         ending.level()
-        said = _hear(ending, said)
+        said = spread(ending, said)
         if said.startswith(_FATAL):
             if failed is not None:
                 raise failed  # noqa: TRY301 (told below)
@@ -119,13 +120,20 @@ def attempt(
     for each in made:
         undo(each)
     what, _, fix = said.partition("\n")
-    return None, Refusal(what, fix or _FIX, all(g.rank == 0 for g in members.values()))
+    return None, Refusal(what, fix or FIX, all(g.rank == 0 for g in members.values()))
 
 
-def _hear(ending: Exchange, mine: str) -> str:
-    """Who failed with what; those that meet through others hear it in a later round."""
+def spread(exchange: Exchange, mine: str) -> str:
+    """Who failed with what; those that meet through others hear it in a later round.
+
+    Args:
+        exchange: Of all who take part.
+        mine: What this rank says, as `failure` puts it; empty if nothing failed.
+
+    Collective: yes, over the exchange's groups.
+    """
     for turn in range(3):
-        said = ending.round(f"ended {turn}", mine.encode())
+        said = exchange.round(f"ended {turn}", mine.encode())
         texts = [text.decode(errors="replace") for of in said.values() for text in of]
         told = sorted(filter(None, texts), key=lambda t: (not t.startswith(_FATAL), t == _PEERS))
         mine = told[0] if told else mine
@@ -147,7 +155,7 @@ def _is_peers(error: BaseException) -> bool:
     return isinstance(error, SymmplanError) and "failed_rank" in error.fields
 
 
-def _text(error: BaseException) -> str:
+def failure(error: BaseException) -> str:
     """Two lines: what happened on which rank, and what would help."""
     if _is_peers(error):
         return _PEERS
@@ -157,4 +165,4 @@ def _text(error: BaseException) -> str:
     wants = (BackendError,) if isinstance(error, SymmplanError) else _WANT
     if not isinstance(error, wants):
         fatal = _FATAL
-    return f"{fatal}rank {world()[0]}: {what.splitlines()[0]}\n{fix or _FIX}"
+    return f"{fatal}rank {world()[0]}: {what.splitlines()[0]}\n{fix or FIX}"

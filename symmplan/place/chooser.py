@@ -20,10 +20,9 @@ from attrs import field, frozen
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.simulated import current
 from symmplan.memory.topology import unreached
-from symmplan.place.attempt import attempt
 from symmplan.place.cases import Case, cases_of, measure_cases
 from symmplan.place.engines import Engines, asked, known_of, require
-from symmplan.place.table import agree_on, ruled
+from symmplan.place.table import ruled
 from symmplan.place.trials import choices_of
 
 if TYPE_CHECKING:
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
-    from symmplan.place.attempt import Refusal
     from symmplan.place.choice import Choice
     from symmplan.place.options import Options
+    from symmplan.place.prepare import Preparation
     from symmplan.place.table import Table
     from symmplan.place.ways import Lowering, Lowerings
 
@@ -50,21 +49,19 @@ class Chosen:
         engines: ``{node: name of the communicator}`` of those that copy engines run.
         choices: What was measured, in the order of the program.
         of: ``{node: what was measured of it}``.
-        refusal: Why nothing could be measured; None if it was, or did not have to be.
     """
 
     ordinary: Mapping[fx.Node, str] = field(factory=dict)
     engines: Mapping[fx.Node, str] = field(factory=dict)
     choices: Sequence[Choice] = ()
     of: Mapping[fx.Node, Choice] = field(factory=dict)
-    refusal: Refusal | None = None
 
 
 def choose_ways(
     captured: Captured,
     lowerings: Lowerings,
     device: torch.device,
-    options: Options,
+    preparation: Preparation,
     gather: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> Chosen:
     """Decide how the collectives of a program run.
@@ -73,7 +70,7 @@ def choose_ways(
         captured: The program's decisions if everything is placed.
         lowerings: How each op is run on the memory backend.
         device: Where its tensors lie.
-        options: How it was asked to choose, and how long ranks wait for each other.
+        preparation: Of the program; has the reason where nothing can be measured on some rank.
         gather: Waits until all ranks of the groups it is given have come to measure.
 
     Raises:
@@ -83,6 +80,7 @@ def choose_ways(
     Collective: yes, over the groups of the program, unless they are known, and all was measured
     before or nothing is to be.
     """
+    options = preparation.options
     choose = options.chosen(device)
     apart = _apart(captured, lowerings.memory, device, options)
     sites = (site for site in captured.sites if site.buffer is not None)
@@ -118,15 +116,15 @@ def choose_ways(
         # need its interpreter lock to end.
         with futures.ThreadPoolExecutor(1) as thread:
 
-            def measured() -> bool:
-                given = (new, most, ask, lowerings, device, options)
-                thread.submit(measure_cases, *given).result()
-                return True
+            def measured() -> None:
+                if preparation.refusal is None:
+                    given = (new, most, ask, lowerings, device, options)
+                    thread.submit(measure_cases, *given).result()
 
             thread.submit(gather, ask).result()
-            _, refusal = attempt(measured, ask, options.timeout, undo=lambda _: None)
-        if refusal is not None:
-            return Chosen(dict.fromkeys(rows, refusal.reason), refusal=refusal)
+            preparation.attempt(measured, ask)
+        if preparation.refusal is not None:
+            return Chosen(dict.fromkeys(rows, preparation.reason))
     engines = known_of(groups)
     if choose == "copy engine":
         require(groups, engines, lowerings.memory)
@@ -148,15 +146,11 @@ def _apart(
 ) -> dict[fx.Node, str]:
     """The calls over groups that the memory backend cannot serve, and why.
 
-    Raises:
-        AgreementError: Ranks have other tables of choices.
-
     Collective: yes, over the groups that were not asked before.
     """
     calls = {s.node: captured.groups[s.node] for s in captured.sites if s.buffer is not None}
     groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
     why = unreached(groups, memory, device, options.timeout)
-    agree_on(options.table, groups, options.timeout)
     return {node: why[group] for node, group in calls.items() if group in why}
 
 

@@ -93,6 +93,21 @@ class Options:
             return "table"
         return "symmetric" if choose == "placed" else choose
 
+    def agreed(self, device: torch.device) -> dict[str, tuple[Any, Any]]:
+        """``{option: (what must be equal on all ranks, how it was given)}``, as plain data.
+
+        The backend is not in it, which may be the same under other names; nor are the capacity,
+        of which the least counts, and the timeout.
+        """
+        table = None if self.table is None else self.table.digest
+        same = {"effort": self.effort, "debug": self.debug, "collectives": self.collectives}
+        return {
+            "device": (device.type, device.type),
+            "table": (table, table),
+            "choose": (self.chosen(device), str(self.choose)),
+            **{name: (x, x) for name, x in same.items()},
+        }
+
 
 def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, torch.device]:
     """Name of a process group, and the device of its tensors.

@@ -5,11 +5,6 @@
     memory everything is symmetric. In a device's memory, what is smaller than 1 MiB is ordinary;
     gathers run on copy engines where the memory backend has them, else they are ordinary;
     FSDP2's reduce-scatters are pushes; all else is ordinary.
-
-[Note: one table]
-    Ranks that read different tables would plan different programs, and some of them none at all,
-    for which their peers would wait. So before a group first plans by a table its ranks tell each
-    other what they read.
 """
 
 from __future__ import annotations
@@ -20,26 +15,22 @@ import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
-from weakref import WeakKeyDictionary
 
 from attrs import asdict, field, frozen
 
-from symmplan.errors import AgreementError, BackendError
+from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
-from symmplan.memory.tell import tell
 from symmplan.model import WayName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Table", "TuningRow", "agree_on", "is_table", "read_table", "ruled"]
+__all__ = ["Table", "TuningRow", "is_table", "read_table", "ruled"]
 
 _FORMAT = "symmplan-choices"
 _VERSION = 1
 #: Smaller collectives than this, in bytes, gain nothing on devices.
 _SMALL = 1 << 20
-#: Digests of the tables on which the ranks of a process group have agreed; empty for none.
-_AGREED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 #: A row says nothing of sizes further away than this factor.
 _FAR = 4
 
@@ -100,43 +91,6 @@ class Table:
         rows = [asdict(row) for row in self.rows]
         head = {"format": _FORMAT, "version": _VERSION, "memory": self.memory}
         return json.dumps({**head, "rows": rows}, indent=1)
-
-
-def agree_on(table: Table | None, groups: Mapping[str, Any], timeout: float) -> None:
-    """Check that all ranks have read the same table; see [Note: one table].
-
-    Args:
-        table: This rank's; None if it was given none.
-        groups: ``{name: process group}``, None for one of this process alone.
-        timeout: Seconds that ranks wait for each other.
-
-    Raises:
-        AgreementError: They have not; raised on every rank of the group.
-
-    Collective: yes, over the groups that did not agree on this table before.
-    """
-    mine = "" if table is None else table.digest
-    peers = {n: g for n, g in groups.items() if g is not None and g.size() > 1}
-    new = {n: g for n, g in peers.items() if mine not in _AGREED.get(g, ())}
-    if not new:
-        return
-    for name, said in tell("table of choices", dict.fromkeys(new, mine), new, timeout).items():
-        other = next((rank for rank, theirs in enumerate(said) if theirs != said[0]), None)
-        if other is not None:
-            raise AgreementError(
-                f"ranks 0 and {other} read different tables of choices",
-                expected=f"{_called(said[0])} (rank 0)",
-                got=f"{_called(said[other])} (rank {other})",
-                fix="give all ranks the same file",
-                group=name,
-                rank=new[name].rank(),
-                ranks=(0, other),
-            )
-        _AGREED.setdefault(new[name], set()).add(mine)
-
-
-def _called(digest: Any) -> str:
-    return f"digest {digest}" if digest else "no table"
 
 
 def is_table(choose: object) -> bool:

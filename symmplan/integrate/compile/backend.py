@@ -25,6 +25,7 @@ from symmplan.memory.groups import group_key
 from symmplan.memory.simulated import current
 from symmplan.place.observe import Checked, check
 from symmplan.place.options import Options, known
+from symmplan.place.prepare import Preparation
 from symmplan.place.stats import Stats
 from symmplan.report.format import count
 from symmplan.report.log import LOG
@@ -82,7 +83,7 @@ class CompileBackend:
         self._checked = Checked()
         self._told = False
         self._records: list[Record] = []
-        self._pool = Pool(settings.timeout, settings.debug is True)
+        self._pool = _pool(settings)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -201,11 +202,11 @@ class CompileBackend:
         Collective: no; but a rank that releases leaves the others' next collective to time out.
         """
         self._pool.release()
-        self._pool = Pool(self.settings.timeout, self.settings.debug is True)
+        self._pool = _pool(self.settings)
 
     def _idle(self) -> None:
         """A graph without placements ran again: say so once, if no graph has any."""
-        said = self._told or self._pool.refusal is not None
+        said = self._told or self._pool.preparation.refusal is not None
         if said or any(how for record in self._records for *_, how, _ in record.sites):
             return
         self._told = True
@@ -335,10 +336,10 @@ def backend(
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
 
     Raises:
-        BackendError: A name is unknown.
+        BackendError: A name is unknown, or, where a graph is compiled, ``memory`` serves no rank.
 
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
-    compiling it where collectives are measured, and compiling the first for each set of groups.
+    compiling it where collectives are measured, and compiling the first for each group.
 
     Notes:
         Where memory cannot be had or shared on some rank when a graph first runs, all ranks compile
@@ -363,6 +364,10 @@ def backend(
             default_group=default_group,
         )
     )
+
+
+def _pool(settings: CompileOptions) -> Pool:
+    return Pool(Preparation(settings, "symmplan.backend", "compiled graphs"))
 
 
 def _reasons(records: Sequence[Record]) -> tuple[tuple[str, int], ...]:

@@ -16,7 +16,6 @@ from symmplan.capture.graphs import called, is_pure_view
 from symmplan.integrate.compile.crossing import Given, overlap
 from symmplan.integrate.compile.pool import group_names, is_unmet
 from symmplan.model import Access, Buffer, Problem
-from symmplan.planner import plan as plan_problem
 from symmplan.planner.barriers import in_turn
 from symmplan.planner.order import order_of
 from symmplan.registry import spec_for
@@ -42,7 +41,6 @@ __all__ = [
     "Record",
     "alike",
     "bound",
-    "checked_plan",
     "copy_of",
     "counted",
     "declared",
@@ -349,13 +347,6 @@ def bound(module: fx.GraphModule, pool: Pool, record: Record) -> None:
                 "compiled and planned again, on all ranks, for up to %s",
                 *(name, now, before, largest),
             )
-
-
-def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
-    """A plan that is verified before anything runs in it."""
-    plan = plan_problem(problem, effort=effort)
-    plan.verify()
-    return plan
 
 
 def keeps(parts: Iterable[Part], before: Plan, plan: Plan) -> bool:

@@ -42,9 +42,9 @@ from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.agreement import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.spares import give_back, obtain
+from symmplan.memory.simulated import current
+from symmplan.memory.spares import give_back
 from symmplan.memory.streams import capture_of, synchronize
-from symmplan.place.attempt import attempt, warn
 from symmplan.place.engines import known_of, register, register_known
 from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.fingerprint import visible
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.parts import Part
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
-    from symmplan.place.attempt import Refusal
+    from symmplan.place.prepare import Preparation
 
 __all__ = ["Pool", "Shared", "group_names", "is_unmet", "released", "structure_of"]
 
@@ -210,20 +210,17 @@ class Pool:
     """All segments of one backend.
 
     Attributes:
-        timeout: Seconds that ranks wait for each other.
-        debug: Whether to look for races.
+        preparation: What the graphs' ranks agree on, and how they get memory.
         rendezvous: How many (segment, group) pairs were rendezvoused.
         released: Whether `release` ran.
         copies: How many crossing tensors were copied, by reason.
         planned: Bytes of the plans of each structure, as they take turns.
         kept: Bytes of the plans of kept inputs.
-        refusal: Why new graphs run in torch's own way; None if they need not.
         rooms: How many bytes plans may take, by their process groups.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
 
-    timeout: float
-    debug: bool = False
+    preparation: Preparation
     rendezvous: int = field(init=False, default=0)
     released: bool = field(init=False, default=False)
     places: Places = field(init=False, factory=Places)
@@ -231,19 +228,48 @@ class Pool:
     bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
     planned: dict[Any, int] = field(init=False, factory=dict)
     kept: int = field(init=False, default=0)
-    refusal: Refusal | None = field(init=False, default=None)
     rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
     progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
     _reservations: list[Reservation] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
-        self.progress = Progress(self.timeout)
+        self.progress = Progress(self.preparation.options.timeout)
 
     @property
     def arenas(self) -> tuple[Arena | CarveOut, ...]:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
+
+    def room(self, names: Iterable[str], memory: str, device: torch.device) -> int | None:
+        """Bytes that all plans may take; None if a rank cannot tell, see `preparation`.
+
+        Args:
+            names: Of the groups of a new plan.
+            memory: Name of the memory backend.
+            device: Where the segments lie.
+
+        Collective: yes, over the groups of these names, the first time for them.
+        """
+        found = {n: g.process_group for n, g in resolve_groups(names).items()}
+        groups = {n: g for n, g in found.items() if g is not None}
+        key = tuple(groups.values())
+        if key not in self.rooms:
+            waits = groups if current() is None else {}
+            if waits:
+                self.progress.gather(waits)
+            besides = sum(a.segment_bytes for a in (*self.arenas, *self.places.arenas))
+
+            def ask() -> int | None:
+                if self.preparation.refusal is not None:
+                    return None
+                return self.preparation.room(memory, device, groups, besides=besides)
+
+            room = self.preparation.attempt(ask, waits)
+            if room is None:
+                return None
+            self.rooms[key] = room
+        return self.rooms[key]
 
     def taken(self, plan: Plan) -> int:
         """Bytes of all plans with this one."""
@@ -274,7 +300,7 @@ class Pool:
 
         Returns:
             The segments, and the first plan that showed peers the same; None if a rank cannot have
-            them, see `refusal`.
+            them, which `preparation` knows then.
 
         Raises:
             AgreementError: The ranks' plans differ, or a peer runs an old graph meanwhile.
@@ -302,15 +328,13 @@ class Pool:
         if shared is not None and like in shared.agreed:
             return shared, shared.agreed[like]
         with self.progress.planning(named) as watch:
-            agree(shown, timeout=self.timeout, watch=watch)
-        found, refusal = attempt(
+            agree(shown, timeout=self.preparation.options.timeout, watch=watch)
+        found = self.preparation.attempt(
             functools.partial(self._room_for, shared, shown, memory, device, named, alone=crosses),
             named,
-            self.timeout,
-            undo=lambda arena: give_back([arena] if arena is not None else []),
+            lambda arena: give_back([arena]),
         )
-        if refusal is not None:
-            self.refuse(refusal)
+        if self.preparation.refusal is not None:
             return None
         if found is not None:
             self.progress.add(found)
@@ -338,10 +362,12 @@ class Pool:
         *,
         alone: bool,
     ) -> Arena | None:
-        """Other segments for a plan that all ranks have agreed on; None if it fits.
+        """Other segments for a plan that all ranks have agreed on; None if it fits, or is refused.
 
         ``alone``: not in a carve-out.
         """
+        if self.preparation.refusal is not None:
+            return None
         if shared is not None:
             have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
             larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
@@ -350,23 +376,9 @@ class Pool:
                 return None
             synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones
             plan = evolve(plan, segments=tuple(larger))
-        arena, made = obtain(
-            plan,
-            groups,
-            memory=memory,
-            device=device,
-            timeout=self.timeout,
-            user="compiled graphs",
-            debug=self.debug,
-        )
-        self.rendezvous += arena.rendezvous if made else 0
+        arena, rendezvous = self.preparation.obtain(plan, device, groups, memory=memory)
+        self.rendezvous += rendezvous
         return arena
-
-    def refuse(self, refusal: Refusal) -> None:
-        """New graphs run in torch's own way from now on; says so once."""
-        if self.refusal is None:
-            warn(refusal, "symmplan.backend")
-        self.refusal = refusal
 
     def reserve(self, reservation: Reservation) -> None:
         """Remember where the forward of a graph leaves what its backward reads."""

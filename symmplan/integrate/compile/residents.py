@@ -18,8 +18,7 @@ from symmplan.integrate.compile.pool import group_names, released
 from symmplan.memory import realize
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.tell import tell
-from symmplan.place.attempt import attempt
-from symmplan.planner import plan as plan_problem
+from symmplan.place.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered
 from symmplan.torch_private.compilers import static_inputs
 
@@ -226,23 +225,23 @@ class Residents:
         self.plans[key] = final = _planned(plan.problem, new)
         self.pool.progress.gather({group: process_group})
 
-        def make() -> Arena:
+        preparation = self.pool.preparation
+
+        def make() -> Arena | None:
+            if preparation.refusal is not None:
+                return None
             return realize(
                 final,
                 memory=self._parts[part].memory,
                 device=self.device,
                 timeout=self.timeout,
-                debug=self.pool.debug,
+                debug=preparation.options.debug is True,
                 user="kept inputs",
             )
 
-        arena, refusal = attempt(
-            make, {group: process_group}, self.timeout, undo=lambda made: made.release()
-        )
+        arena = preparation.attempt(make, {group: process_group}, lambda made: made.release())
         if arena is None:
-            assert refusal is not None
             self.plans.pop(key, None)
-            self.pool.refuse(refusal)
             return False
         self.pool.progress.add(arena)
         self.pool.rendezvous += arena.rendezvous
@@ -258,12 +257,9 @@ def _same(other: Any, mine: list[int | None], index: int) -> bool:
 def _planned(problem: Problem, inputs: Iterable[_Input]) -> Plan:
     """A verified plan of some buffers of a problem."""
     names = {i.buffer for i in inputs}
-    plan = plan_problem(
-        evolve(
-            problem,
-            buffers=[b for b in problem.buffers if b.name in names],
-            accesses=[a for a in problem.accesses if a.buffer in names],
-        )
+    part = evolve(
+        problem,
+        buffers=[b for b in problem.buffers if b.name in names],
+        accesses=[a for a in problem.accesses if a.buffer in names],
     )
-    plan.verify()
-    return plan
+    return checked_plan(part, "fast")

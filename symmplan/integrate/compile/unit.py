@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
-from symmplan.capture.steps import plan_poison
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.compile.crossing import Reservation
 from symmplan.integrate.compile.parts import (
@@ -20,7 +19,6 @@ from symmplan.integrate.compile.parts import (
     Record,
     alike,
     bound,
-    checked_plan,
     counted,
     declared,
     inserted,
@@ -33,24 +31,20 @@ from symmplan.integrate.compile.parts import (
 from symmplan.integrate.compile.pool import structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
-from symmplan.integrate.compile.room import room_of
-from symmplan.memory import BACKENDS, resolve_backend
+from symmplan.memory import BACKENDS
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import own_work
 from symmplan.memory.topology import survey
 from symmplan.model import Barrier
-from symmplan.place.chooser import Chosen, choose_ways
+from symmplan.place.fitting import Fitting
 from symmplan.place.observe import launching_from
+from symmplan.place.prepare import checked_plan
 from symmplan.place.program import place
-from symmplan.place.stakes import Stakes
-from symmplan.place.table import agree_on
 from symmplan.place.watching import Watching
 from symmplan.place.ways import Lowerings
 from symmplan.planner.barriers import barriers_of, in_turn
-from symmplan.planner.budget import within
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
-from symmplan.report.log import log_plan
 from symmplan.torch_private import c10d
 from symmplan.torch_private.autograd import keeps_graph
 from symmplan.torch_private.compilers import keep_inputs, saved_outputs, takes_a_list
@@ -64,11 +58,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.backend import CompileOptions
     from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool, Shared
-    from symmplan.model import Buffer, Plan, WayName
-    from symmplan.planner.budget import Stake
-
-    #: Captures a part without some calls, ``{node: reason}``.
-    _Capture: TypeAlias = Callable[..., Captured]
+    from symmplan.model import Buffer, Plan
 
 __all__ = ["Unit"]
 
@@ -114,16 +104,23 @@ class Unit:
         hidden = (spec_for(overload) for _, overload, _ in hidden_calls(module.graph, module))
         return any(hidden) or any(declared(module.graph))
 
-    def _prepare(self, module: fx.GraphModule) -> Lowerings:
-        """How declared ops run; decided by the groups of the first part that has any."""
+    def _prepare(self, names: Sequence[str]) -> Lowerings:
+        """How declared ops run; decided by the groups of the first part that has any.
+
+        Collective: over the groups that are new to the backend.
+        """
+        memory = self._agree({n: g.process_group for n, g in resolve_groups(names).items()})
         if self.lowerings is not None:
             return self.lowerings
-        names = self._groups(module)[0]
-        backend = resolve_backend(self.settings.memory, self.device, resolve_groups(names))
-        lowerings = Lowerings(backend.name, self.settings.collectives)
+        lowerings = Lowerings(memory, self.settings.collectives)
         if names:
             self.lowerings = lowerings
         return lowerings
+
+    def _agree(self, groups: Mapping[str, Any]) -> str:
+        """The memory backend that all ranks agree on. Collective: over groups that are new."""
+        pool, more = self.pool, {"inner": self.settings.inner, "bind": self.settings.bind}
+        return pool.preparation.agree(self.device, groups, pool.progress.planning, **more)
 
     def _groups(self, module: fx.GraphModule) -> tuple[list[str], dict[fx.Node, str]]:
         """The groups of declared ops, and why torch has none of an op's name here."""
@@ -154,16 +151,18 @@ class Unit:
             saved, given = self._cross(module, name)
             if not self.declares(module):
                 return None
-            capture, chosen, lowerings, room = self._capture(module, name, saved, given)
-            captured, engines = capture({}), chosen.engines
+            fitting, room = self._capture(module, name, saved, given)
+            captured = fitting.captured
             if not captured.sites and not captured.problem.unplanned:
                 return None
-            plan, captured = self._fit(capture, captured, chosen, lowerings, room)
+            lowerings, engines = fitting.lowerings, fitting.chosen.engines
+            plan, captured = self._fit(fitting, captured, room)
             self.record.add(captured)
             self.record.plans[name] = plan
             self.residents.plan(captured, name, lowerings.memory)
             if all(s.buffer is None for s in captured.sites):
-                log_plan(f"compiled graph ({name})", plan, ["ordinary"] * len(captured.specs))
+                ways = ["ordinary"] * len(captured.specs)
+                self.pool.preparation.log(plan, ways, f"compiled graph ({name})")
                 return None
             # Parts may run in another order than planned (two forwards, then two backwards), so
             # each also gets the barriers that it needs when it follows itself.
@@ -186,83 +185,60 @@ class Unit:
         name: PartName,
         saved: Sequence[int],
         given: dict[str, Buffer],
-    ) -> tuple[_Capture, Chosen, Lowerings, int | None]:
-        """What gives the part as it will be placed without some calls, how its ops run, and bytes.
+    ) -> tuple[Fitting, int | None]:
+        """The part, with how its collectives run, and how many bytes plans may take.
 
         Collective: over the part's groups, the first time for them, and where ways are measured.
         """
-        lowerings = self._prepare(module)
+        names, refused = self._groups(module)
+        lowerings = self._prepare(names)
         bound(module, self.pool, self.record)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
-        producer = functools.partial(lowerings.producer, other=other)
         capture = functools.partial(
             capture_fx,
             module,
             prefix=f"{name}.",
             lookup=lowerings.lookup,
             skip=lowerings.skip,
-            producer=producer,
+            producer=functools.partial(lowerings.producer, other=other),
             device=self.device,
             keep=self.residents.candidates(module, name) if self.settings.bind else frozenset(),
             saved=saved,
             given=given,
             default_group=self.settings.default_group,
         )
-        reasons = self._groups(module)[1]
-        captured = capture(refused=reasons)
-        while partly := lowerings.partly(captured):
-            reasons = {**reasons, **partly}
-            captured = capture(refused=reasons)
-        pool, chosen, room = self.pool, Chosen(), None
+        preparation, room = self.pool.preparation, None
+        fitting = Fitting(capture, lowerings, self.device, preparation, refused)
         asked: list[str] = []
-        if pool.refusal is None:
-            gather = functools.partial(pool.progress.gather, asked=asked)
-            chosen = choose_ways(captured, lowerings, self.device, self.settings, gather)
-            if chosen.refusal is not None:
-                pool.refuse(chosen.refusal)
-        placed = [s.node for s in captured.sites if s.buffer and s.node not in chosen.ordinary]
-        if pool.refusal is None and placed:
-            self.agreed[name] = tuple(dict.fromkeys(captured.groups[node] for node in placed))
+        fitting.choose(functools.partial(self.pool.progress.gather, asked=asked))
+        placed = fitting.placed
+        if placed:
+            groups = fitting.whole.groups
+            self.agreed[name] = tuple(dict.fromkeys(groups[node] for node in placed))
             room = self._room(name, lowerings)
-        left = [c.group for c in chosen.of.values() if c.group not in self.agreed.get(name, ())]
+        measured = fitting.chosen.of.values()
+        left = [c.group for c in measured if c.group not in self.agreed.get(name, ())]
         self.ordinary[name] = left, asked
-        if pool.refusal is not None:
-            self.record.refused = pool.refusal.reason
-            self.refused[name] = len({s.node for s in captured.sites if s.buffer})
-            chosen = Chosen({s.node: self.record.refused for s in captured.sites})
-        self.record.choices += chosen.choices
-
-        def without(refused: Mapping[fx.Node, str], **others: Any) -> Captured:
-            made = captured
-            if chosen.ordinary or refused or others:
-                made = capture(refused={**reasons, **chosen.ordinary, **refused}, **others)
-            return plan_poison(made) if self.settings.debug else made
-
-        return without, chosen, lowerings, room
+        if preparation.refusal is not None:
+            self.record.refused = preparation.reason
+            self.refused[name] = len({s.node for s in fitting.whole.sites if s.buffer})
+        self.record.choices += fitting.chosen.choices
+        return fitting, room
 
     def _room(self, name: str, lowerings: Lowerings) -> int | None:
         """Bytes that plans may take. Collective: the first time for the part's groups."""
-        given, names = self.settings.capacity, self.agreed.get(name, ())
-        return room_of(self.pool, given, names, lowerings.memory, self.device)
+        return self.pool.room(self.agreed.get(name, ()), lowerings.memory, self.device)
 
-    def _fit(
-        self,
-        capture: _Capture,
-        captured: Captured,
-        chosen: Chosen,
-        lowerings: Lowerings,
-        room: int | None,
-    ) -> tuple[Plan, Captured]:
+    def _fit(self, fitting: Fitting, captured: Captured, room: int | None) -> tuple[Plan, Captured]:
         """A plan of ``room`` bytes at most, and the part as it is placed then."""
-        pool, stakes = self.pool, Stakes(lowerings)
+        pool = self.pool
         keep: dict[str, Any] = {}
         joined = False
 
-        def planned(gave: Mapping[Any, WayName]) -> tuple[Plan, list[Stake], Captured]:
+        def planned(made: Captured) -> Plan:
             nonlocal joined
-            made = capture(stakes.refused(gave), **keep) if gave or keep else captured
             plan, joined = self._plan(made)
-            return plan, stakes.of(made, chosen), made
+            return plan
 
         if room is not None and captured.residence is not None:
             kept = sum(b.nbytes for b in captured.residence.buffers)
@@ -270,7 +246,7 @@ class Unit:
                 room -= kept
             else:  # kept inputs give way first: they are bytes for good
                 keep = {"keep": frozenset()}
-        plan, made = within(room, planned, pool.taken)
+        plan, made = fitting.fit(room, planned, pool.taken, **keep)
         if joined:
             self.record.plans.update(dict.fromkeys(self.record.plans, plan))
         structure = structure_of(plan)
@@ -409,8 +385,7 @@ class Unit:
         shared = part.shared or self._take(part)
         new = part.groups is None
         if shared is None or (new and not self.residents.settle(part.name, args)):
-            assert self.pool.refusal is not None
-            self.record.refuse(self.pool.refusal.reason)
+            self.record.refuse(self.pool.preparation.reason)
             return None
         if new:
             groups = self.residents.groups(part.name, part.agreed).values()
@@ -419,13 +394,13 @@ class Unit:
 
     def _take(self, part: Part) -> Shared | None:
         assert self.lowerings is not None
-        if self.pool.refusal is not None:
-            return None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
         groups = self.residents.groups(part.name, plan)
+        self._agree(groups)
+        if self.pool.preparation.refusal is not None:
+            return None
         survey(groups, self.device, self.settings.timeout)
-        agree_on(self.settings.table, groups, self.settings.timeout)
         same = [p for p in self.parts.values() if self.record.plans[p.name] is plan]
         if any(self._room(p.name, self.lowerings) is None for p in same):
             return None
@@ -442,5 +417,6 @@ class Unit:
         for each in same:
             each.shared, each.agreed = found
         names = ", ".join(p.name for p in same)
-        log_plan(f"compiled graph ({names})", plan, [way for p in same for way in p.ways])
+        ways = [way for p in same for way in p.ways]
+        self.pool.preparation.log(plan, ways, f"compiled graph ({names})")
         return found[0]

@@ -66,8 +66,10 @@ def eager(
 
     Raises:
         RaceError: With ``debug=True``, from any op inside the session.
-        BackendError: The memory backend does not serve this device or group, or there are no such
-            collectives.
+        BackendError: There is no such memory backend, or there are no such collectives; from the
+            first declared call, or `Session.step`, that the backend which was asked for by name
+            serves no rank.
+        AgreementError: From there too, on every rank: ranks were given different options.
         MissingSeamError: This torch lacks what a session's numbers rest on.
 
     Collective: no; entering, `Session.step` and leaving are.

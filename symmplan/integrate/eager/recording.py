@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,33 +12,25 @@ from attrs import frozen
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import out_overload
-from symmplan.capture.steps import plan_poison
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
-from symmplan.memory import realize
+from symmplan.integrate.eager.scratch import ScratchMemory
 from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN, own_work
-from symmplan.memory.room import agreed_room
-from symmplan.memory.spares import give_back, obtain, spare_bytes
-from symmplan.memory.topology import unreached
-from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.place.attempt import attempt, warn
-from symmplan.place.chooser import Chosen, choose_ways
+from symmplan.memory.spares import give_back
 from symmplan.place.engines import register_known
+from symmplan.place.fitting import Fitting
+from symmplan.place.prepare import Preparation
 from symmplan.place.program import place
-from symmplan.place.stakes import Stakes
 from symmplan.place.stats import Copy
-from symmplan.planner import plan as plan_problem
-from symmplan.planner.budget import within
-from symmplan.report.log import LOG, log_plan
+from symmplan.place.ways import Lowerings
+from symmplan.registry import spec_for
+from symmplan.report.log import LOG
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import fx
+    from collections.abc import Mapping
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
@@ -48,14 +41,11 @@ if TYPE_CHECKING:
     from symmplan.memory.groups import Group
     from symmplan.model import OpSpec, Plan
     from symmplan.place.choice import Choice
+    from symmplan.place.chooser import Chosen
     from symmplan.place.options import Options
-    from symmplan.place.ways import Lowerings
-    from symmplan.planner.budget import Stake
 
 __all__ = ["Frozen", "Recording", "Settings", "meet"]
 
-#: Ops of the process group itself take any memory.
-_TAKE_ANY = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "c10d::")
 #: More declared calls than an iteration has.
 _LONG = 10_000
 #: Arguments of all-to-alls that differ from rank to rank.
@@ -68,14 +58,12 @@ class Settings:
 
     Attributes:
         groups: ``{name: group}`` of its ranks, one.
-        lowerings: How ops run on its memory backend.
         device: Where declared tensors lie.
         streams: The device's streams; None if it has none.
         options: What the user asked for.
     """
 
     groups: Mapping[str, Group]
-    lowerings: Lowerings
     device: torch.device
     streams: Streams | None
     options: Options
@@ -85,6 +73,11 @@ class Settings:
         """The group of its ranks."""
         (group,) = self.groups.values()
         return group
+
+    @property
+    def process_groups(self) -> dict[str, Any]:
+        """Torch's group under its name."""
+        return {self.group.name: self.group.process_group}
 
 
 @frozen
@@ -159,89 +152,6 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
     exchange.finish()
 
 
-class _Scratch:
-    """See [Note: scratch] in `symmplan.capture.eager`.
-
-    Each kind of call gets an arena, kept until the recording ends.
-    """
-
-    def __init__(self, memory: str, device: torch.device, timeout: float) -> None:
-        self._memory = memory
-        self._device = device
-        self._timeout = timeout
-        self._arenas: dict[Any, Arena] = {}
-        self._running: list[tuple[Arena, str]] = []
-
-    def serves(self, spec: OpSpec) -> bool:
-        """Whether the op may need symmetric memory to run at all."""
-        if spec.op.startswith(_TAKE_ANY):
-            return False
-        return any(not r.where.startswith("return") for r in spec.requirements)
-
-    @own_work
-    def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
-        """Symmetric copies of ``tensors``; every rank's are complete.
-
-        Themselves where the group cannot be served.
-
-        Collective: yes, over ``group``.
-        """
-        named = {n: g.process_group for n, g in resolve_groups([group]).items()}
-        if unreached(named, self._memory, self._device, self._timeout):
-            return list(tensors)
-        sizes = tuple(x.numel() * x.element_size() for x in tensors)
-        if not any(sizes):
-            return [x.clone() for x in tensors]
-        key = group, spec.op, sizes
-        arena = self._arenas.get(key)
-        if arena is None:
-            arena = self._arenas[key] = realize(
-                plan_problem(_problem(group, spec, sizes)),
-                memory=self._memory,
-                device=self._device,
-                timeout=self._timeout,
-                user="recording",
-            )
-        found = []
-        for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
-            copy = arena.tensor(f"x{i}", tensor.dtype, tensor.shape) if size else tensor.clone()
-            found.append(copy.copy_(tensor))
-        self._running.append((arena, group))
-        self._meet(arena, group)
-        return found
-
-    @own_work
-    def over(self) -> None:
-        """The op has ended; returns when it has on all ranks.
-
-        Collective: yes, over the group of the last `copies`.
-        """
-        if self._running:
-            self._meet(*self._running.pop())
-
-    def _meet(self, arena: Arena, group: str) -> None:
-        next(iter(arena.segments.values())).barrier(group)
-
-    def release(self) -> None:
-        """Give everything back. The caller sees to it that no peer is in an op any more."""
-        for arena in self._arenas.values():
-            arena.release()
-        self._arenas.clear()
-        self._running.clear()
-
-
-def _problem(group: str, spec: OpSpec, sizes: Sequence[int]) -> Problem:
-    """One call, with all its tensors at the same time."""
-    align = max(r.align for r in spec.requirements)
-    pads = any(r.signal_pad for r in spec.requirements)
-    names = [(f"x{i}", size) for i, size in enumerate(sizes) if size]
-    return Problem(
-        buffers=[Buffer(n, size, group, align=align, signal_pad=pads) for n, size in names],
-        operations=[Operation("call", group=group, handshake=True, release=True, op=spec.op)],
-        accesses=[Access("call", n, write=True, remote=True) for n, _ in names],
-    )
-
-
 class Recording:
     """An iteration that is being recorded, from its construction to `freeze` or `stop`.
 
@@ -252,11 +162,11 @@ class Recording:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._calls = 0
-        self._scratch = _Scratch(
-            settings.lowerings.memory, settings.device, settings.options.timeout
-        )
+        self._preparation = Preparation(settings.options, "symmplan.eager", "eager session")
+        self._lowerings: Lowerings | None = None
+        self._scratch = ScratchMemory(settings.device, settings.options.timeout)
         self._recorder = Recorder(
-            settings.lowerings.lookup,
+            self._lookup,
             self._meet_at_op,
             lambda: bool(OWN.depth),
             watch=None if settings.streams is None else settings.streams.watch,
@@ -264,6 +174,23 @@ class Recording:
             default_group=settings.group.name,
         )
         self._recorder.__enter__()
+
+    def _lookup(self, op: Any) -> OpSpec | None:
+        """What is declared of an op. Collective: of the first that is, over the group."""
+        return self._agreed().lookup(op) if spec_for(op) is not None else None
+
+    @own_work
+    def _agreed(self) -> Lowerings:
+        """How ops run, where all ranks were given the same options.
+
+        Collective: the first time, over the group.
+        """
+        if self._lowerings is None:
+            settings, preparation = self._settings, self._preparation
+            memory = preparation.agree(settings.device, settings.process_groups)
+            self._lowerings = Lowerings(memory, settings.options.collectives)
+            self._scratch.memory = memory if preparation.refusal is None else None
+        return self._lowerings
 
     def _meet_at_op(self, op: Any, args: Any, kwargs: Any) -> None:
         """Before a declared op is recorded: do all ranks call the same?
@@ -303,27 +230,21 @@ class Recording:
 
         Collective: yes.
         """
-        settings, recorder, group = self._settings, self._recorder, self._settings.group
+        settings, recorder, preparation = self._settings, self._recorder, self._preparation
         self.stop()
+        lowerings = self._agreed()
         meet(settings, "session.step()")
-        prepared, refusal = attempt(
-            self._prepared,
-            {group.name: group.process_group},
-            settings.options.timeout,
-            undo=lambda made: give_back([made.arena]),
+        prepared = preparation.attempt(
+            functools.partial(self._prepared, lowerings),
+            settings.process_groups,
+            lambda made: give_back([made.arena]),
         )
-        if prepared is None:
-            assert refusal is not None
-            prepared = self._prepared(refusal.reason)
-        refusal = refusal or prepared.chosen.refusal
-        if refusal is not None:
-            warn(refusal, "symmplan.eager")
         captured, plan = prepared.captured, prepared.plan
         chosen, arena = prepared.chosen, prepared.arena
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            program = place(captured, plan, settings.lowerings, chosen.engines, plan.barriers)
-            events, tail = events_of(recorder, program, arena, settings.device, settings.lowerings)
-        log_plan("eager session", plan, program.ways)
+            program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
+            events, tail = events_of(recorder, program, arena, settings.device, lowerings)
+        preparation.log(plan, program.ways)
         return Frozen(
             plan,
             captured,
@@ -333,77 +254,38 @@ class Recording:
             tail,
             _copies(captured, recorder),
             tuple(chosen.choices),
-            "" if refusal is None else refusal.reason,
+            preparation.reason,
         )
 
-    def _prepared(self, why: str | None = None) -> _Prepared:
-        """Choose ways, plan, and get memory; if there is a reason ``why``, place nothing.
+    def _prepared(self, lowerings: Lowerings) -> _Prepared:
+        """Choose ways, plan, and get memory; place nothing if that is refused.
 
         Collective: yes.
         """
-        settings, options, group = self._settings, self._settings.options, self._settings.group
-        groups = {group.name: group.process_group}
-        stakes = Stakes(settings.lowerings)
-        chosen = Chosen()
-
-        def choose(captured: Captured) -> Mapping[fx.Node, str]:
-            nonlocal chosen
-            if why is not None:
-                return dict.fromkeys(_placed(captured), why)
-            chosen = choose_ways(captured, settings.lowerings, settings.device, options)
-            if chosen.refusal is not None:
-                return dict.fromkeys(_placed(captured), chosen.refusal.reason)
-            return chosen.ordinary
-
-        def planned(gave: Mapping[Any, str]) -> tuple[Plan, list[Stake], Captured]:
-            captured = capture_recorded(
-                self._recorder,
-                lookup=settings.lowerings.lookup,
-                producer=settings.lowerings.producer,
-                skip=settings.lowerings.skip,
-                partly=settings.lowerings.partly,
-                choose=choose,
-                default_group=settings.group.name,
-                refused=stakes.refused(gave),
-            )
-            if options.debug:
-                captured = plan_poison(captured)
-            plan = plan_problem(captured.problem, effort=options.effort)
-            plan.verify()
-            return plan, stakes.of(captured, chosen), captured
-
-        room = None
-        if why is None:
-            room = agreed_room(
-                options.capacity,
-                spare_bytes(settings.device),
-                groups,
-                memory=settings.lowerings.memory,
-                device=settings.device,
-                timeout=options.timeout,
-            )
-        plan, captured = within(room, planned)
-        arena, made = obtain(
-            plan,
-            groups,
-            memory=settings.lowerings.memory,
-            device=settings.device,
-            timeout=options.timeout,
-            debug=options.debug is True,
-            user="eager session",
+        settings, preparation = self._settings, self._preparation
+        groups, device = settings.process_groups, settings.device
+        capture = functools.partial(
+            capture_recorded,
+            self._recorder,
+            lookup=lowerings.lookup,
+            producer=lowerings.producer,
+            skip=lowerings.skip,
+            default_group=settings.group.name,
         )
-        met_before = 0 if made else arena.rendezvous
-        try:
+        fitting = Fitting(capture, lowerings, device, preparation)
+        fitting.choose()
+        room = None
+        if preparation.refusal is None:
+            room = preparation.room(lowerings.memory, device, groups)
+        plan, captured = fitting.fit(room, preparation.plan)
+        chosen = fitting.chosen
+
+        def meet_engines(arena: Arena) -> None:
             if chosen.engines:
                 register_known(arena)
-        except BaseException:
-            give_back([arena])
-            raise
-        return _Prepared(captured, plan, chosen, arena, arena.rendezvous - met_before)
 
-
-def _placed(captured: Captured) -> list[fx.Node]:
-    return [s.node for s in captured.sites if s.buffer is not None]
+        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
+        return _Prepared(captured, plan, chosen, arena, rendezvous)
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

@@ -17,7 +17,6 @@ from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
 from symmplan.integrate.eager.rescue import catch_up
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.integrate.eager.tape import in_order
-from symmplan.memory import resolve_backend
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.own import OWN
 from symmplan.memory.sessions import SessionKeys, enter_session
@@ -25,7 +24,6 @@ from symmplan.memory.spares import give_back
 from symmplan.place.observe import Checked, check, checking, launching
 from symmplan.place.stats import Copy, Stats
 from symmplan.place.watching import Watching
-from symmplan.place.ways import Lowerings
 from symmplan.report.log import LOG
 from symmplan.torch_private import c10d
 
@@ -53,9 +51,7 @@ class Session:
     def __init__(self, group: Any, device: torch.device, options: Options) -> None:
         name = c10d.world_name() if group is None else c10d.group_name(group)
         groups = resolve_groups([name])
-        backend = resolve_backend(options.memory, device, groups)
-        lowerings = Lowerings(backend.name, options.collectives)
-        self._settings = Settings(groups, lowerings, device, streams_of(device), options)
+        self._settings = Settings(groups, device, streams_of(device), options)
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None

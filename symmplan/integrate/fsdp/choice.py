@@ -56,7 +56,6 @@ class Choices:
         company: ``{kind and size of a collective: (another group's, how many of it for each)}`` of
             what is also measured beside that; see [Note: company] in `symmplan.place.company`.
         beside: ``{name: process group}`` of those others, whose ranks all come to measure.
-        refused: Why all collectives are ordinary; None if they need not be.
     """
 
     def __init__(self, where: Memory, memory: str, options: Options) -> None:
@@ -69,7 +68,6 @@ class Choices:
         self.all: tuple[Choice, ...] = ()
         self.company: Mapping[Any, tuple[Case, float]] = {}
         self.beside: Mapping[str, Any] = {}
-        self.refused: str | None = None
 
     @property
     def _groups(self) -> Mapping[str, Any]:
@@ -91,8 +89,8 @@ class Choices:
 
     def way(self, call: Call, gave: Mapping[Any, WayName]) -> Way:
         """How ``call`` runs, where those of some keys must take other ways."""
-        if self.refused is not None:
-            return Way("ordinary", self.refused)
+        if self._where.preparation.refusal is not None:
+            return Way("ordinary", self._where.preparation.reason)
         if self._key(call) in gave:
             way = gave[self._key(call)]
             return Way(way, GAVE_WAY if way == "ordinary" else "")

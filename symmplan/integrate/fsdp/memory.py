@@ -22,15 +22,15 @@ from attrs import frozen
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
-from symmplan.memory import agree, resolve_backend
+from symmplan.memory import agree
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.room import agreed_room
 from symmplan.memory.simulated import current
-from symmplan.memory.spares import fits, give_back, obtain, spare_bytes
+from symmplan.memory.spares import fits, give_back
 from symmplan.memory.streams import current_stream, synchronize
 from symmplan.place.engines import Engines, engines_of, register, require
 from symmplan.place.guests import CarveOut, overlapping, parts_of
 from symmplan.place.loans import Ledger, Loan
+from symmplan.place.prepare import Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +78,7 @@ class Memory:
         displaced: How often something else was in the bytes of a guest that ran, or parameters
             in those of others.
         captured: Whether a CUDA graph may have the addresses.
+        preparation: What the ranks agree on, and how they get memory.
     """
 
     def __init__(self, options: Options) -> None:
@@ -88,6 +89,7 @@ class Memory:
         self.guests: list[Guest] = []
         self.displaced = 0
         self.captured = False
+        self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self._options = options
         self._device: torch.device | None = None
         self._arenas: list[Arena] = []
@@ -290,26 +292,14 @@ class Memory:
         Collective: yes, over all groups.
         """
         self.let_go()
-        given, held = self._options.capacity, sum(a.segment_bytes for a in self._arenas)
+        held = sum(a.segment_bytes for a in self._arenas)
         stays = self.segment_bytes - held
         if _in_use(list(self._users.values())):
             stays, held = stays + held, 0
-        if given is not None:
-            given = max(0, given - stays)
-        return agreed_room(
-            given,
-            max(held, spare_bytes(self.device)),
-            self.groups,
-            memory=self.backend,
-            device=self.device,
-            timeout=self._options.timeout,
+        preparation = self.preparation
+        return preparation.room(
+            preparation.memory, self.device, self.groups, held=held, stays=stays
         )
-
-    @property
-    def backend(self) -> str:
-        """Name of the memory backend that serves the groups seen so far."""
-        groups = resolve_groups(self.groups, self.groups)
-        return resolve_backend(self._options.memory, self.device, groups).name
 
     def prepare(self, plan: Plan) -> Held | None:
         """Make room for ``plan``: in what there is if it fits, else in other segments.
@@ -334,24 +324,17 @@ class Memory:
             return None
         # Peers may reach into the old segments until their work is done, too.
         synchronize(self.device)
-        arena, made = obtain(
-            plan,
-            groups,
-            memory=self._options.memory,
-            device=self.device,
-            timeout=self._options.timeout,
-            user="FSDP2",
-        )
-        met = 0 if made else arena.rendezvous
-        try:
+        engines: dict[str, Engines] = {}
+
+        def meet(arena: Arena) -> None:
             choose = self._options.chosen(self.device)
             alone = choose in ("symmetric", "ordinary") or current() is not None
-            engines = self.meet_engines(arena) if plan.segments and not alone else {}
+            if plan.segments and not alone:
+                engines.update(self.meet_engines(arena))
             warm_up(self.device)
-        except BaseException:
-            give_back([arena])
-            raise
-        return Held(arena, engines, arena.rendezvous - met, bool(plan.segments))
+
+        arena, rendezvous = self.preparation.obtain(plan, self.device, groups, meet)
+        return Held(arena, engines, rendezvous, bool(plan.segments))
 
     def undo(self, held: Held | None) -> None:
         """Give back what `prepare` made. Collective: no."""

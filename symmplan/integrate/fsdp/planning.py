@@ -22,12 +22,9 @@ from symmplan.memory.simulated import current
 from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
 from symmplan.model import Alternative
-from symmplan.place.attempt import attempt, warn
 from symmplan.place.company import company_heard
-from symmplan.place.table import agree_on
 from symmplan.planner.budget import within
 from symmplan.planner.homes import plan_with_homes
-from symmplan.report.log import log_plan
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -119,9 +116,9 @@ class Planning:
 
     def _make(self, recordings: Sequence[Recording], beside: Mapping[str, Any]) -> Schedule:
         options, memory = self._options, self._memory
-        name = memory.backend
+        preparation = memory.preparation
+        name = preparation.agree(memory.device, memory.groups, live_gathers=self.live)
         memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
-        agree_on(options.table, memory.groups, options.timeout)
         if self.choices is None:
             self.choices = Choices(memory, name, options)
         choices, groups = self.choices, memory.groups
@@ -130,13 +127,7 @@ class Planning:
             choices.company = {**_company(recording, choices), **choices.company}
         recordings = merged(recordings, groups, options.timeout)
         prepare = functools.partial(self._prepared, recordings, choices)
-        met = {**groups, **beside}
-        made, refusal = attempt(prepare, met, options.timeout, undo=self._undo)
-        if refusal is not None:
-            choices.refused = refusal.reason
-            warn(refusal, "symmplan.fsdp")
-            made = prepare()
-        assert made is not None
+        made = preparation.attempt(prepare, {**groups, **beside}, self._undo)
         plan, stretches, held, guests = made
         memory.adopt(held)
         for number, needs in guests.items():
@@ -148,7 +139,7 @@ class Planning:
         kept = kept_after_forward(recordings, self.layouts, self.live)
         self._settle(plan, [p for stretch in stretches for p in stretch if p.direct], kept)
         ways = ["ordinary" if p.buffer is None else p.way.name for s in stretches for p in s]
-        log_plan("FSDP2", plan, ways)
+        preparation.log(plan, ways)
         return Schedule(plan, stretches)
 
     def _undo(self, made: _Prepared) -> None:
@@ -191,7 +182,7 @@ class Planning:
             return evolve(plan, live_gathers=alive, alternatives=tuple(alternatives))
 
         room = None
-        if choices.refused is None:
+        if self._memory.preparation.refusal is None:
             if self._options.chosen(self._memory.device) == "measure":
                 self._measure(recordings, choices)
             room = self._memory.room()
@@ -210,7 +201,7 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        memory, groups, name = self._memory, self._memory.groups, self._memory.backend
+        memory, groups, name = self._memory, self._memory.groups, self._memory.preparation.memory
         ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
         found = {
             i: _needs(i, guest)
@@ -270,8 +261,9 @@ class Planning:
 
         Collective: yes, over all groups.
         """
-        name = self._memory.backend
-        choices = Choices(self._memory, name, self._options)
+        memory = self._memory
+        name = memory.preparation.agree(memory.device, memory.groups, live_gathers=self.live)
+        choices = Choices(memory, name, self._options)
         self._measure([recording], choices)
         for call in recording.collectives:
             choices.way(call, {})

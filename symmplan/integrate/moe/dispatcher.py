@@ -18,11 +18,9 @@ all layers, forward and backward, share it.
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,13 +32,13 @@ from symmplan.memory.calls import REFUSED, note
 from symmplan.memory.groups import resolve_groups
 from symmplan.memory.kernels import copy_bytes
 from symmplan.memory.own import own_work
-from symmplan.memory.spares import give_back, obtain
+from symmplan.memory.spares import give_back
 from symmplan.memory.streams import synchronize
-from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.place.choice import Choice
+from symmplan.place.prepare import Preparation, checked_plan
 from symmplan.place.stats import Stats
-from symmplan.planner import plan as plan_problem
+from symmplan.report.log import LOG
 from symmplan.torch_private import compilers
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertParallel"]
 
-_LOG = logging.getLogger("symmplan")
 _SLOTS = ("slot 0", "slot 1")
 
 
@@ -73,6 +70,7 @@ class ExpertParallel:
         self._options = options
         self._rows = max_tokens
         self._row = 0  # bytes of the largest row so far
+        self._preparation = Preparation(options, "symmplan.expert_parallel", "expert parallel")
         self._arena: Arena | None = None
         self._released = False
         #: ``{bytes of a row: how rows of that size move}``.
@@ -135,6 +133,8 @@ class ExpertParallel:
             counts: How many rows this rank sends to each rank of the group, in their order.
 
         Raises:
+            AgreementError: Ranks were given different options; raised on every rank.
+            BackendError: No rank can have the memory that was asked for by name.
             RunError: A rank's counts are negative, or not one for each rank; raised on every rank.
 
         Collective: yes.
@@ -190,6 +190,7 @@ class ExpertParallel:
         row = math.prod(rows.shape[1:]) * rows.element_size()
         if self._way(rows, row, routes) == "ordinary":
             self._counts["plain"] += 1
+            self._reasons.update(filter(None, [self._preparation.reason]))
             _in_torchs_way(result, rows, routes, self._group.process_group)
         else:
             self._counts["served"] += 1
@@ -240,13 +241,14 @@ class ExpertParallel:
 
     def _replan(self, row: int, most: int) -> None:
         """Make room for this call. See [Note: overflow]. Collective: yes."""
-        if self._options.chosen(self._device) == "ordinary":
+        refused = self._preparation.refusal is not None
+        if refused or self._options.chosen(self._device) == "ordinary":
             self._ways[row] = "ordinary"
             return
         before = self._rows
         if most > self._rows:
             self._rows = 1 << (most - 1).bit_length()
-            _LOG.warning(
+            LOG.warning(
                 "a call outgrew its plan: a rank gets %s rows, planned were up to %s; all ranks "
                 "plan again, for up to %s",
                 *(most, before, self._rows),
@@ -255,50 +257,42 @@ class ExpertParallel:
         if self._arena is not None:
             self._let_go()
             self._counts["replans"] += 1
-        try:
-            self._arena = self._obtained(self._rows * self._row)
-        except BackendError as error:  # on all ranks, or on none
-            self._let_go()
+        self._arena = self._obtained(self._rows * self._row)
+        if self._arena is None:
             self._ways = dict.fromkeys((*self._ways, row), "ordinary")
-            self._reasons[error.what] += 1
-            warnings.warn(
-                f"symmplan: rows go in torch's own way: {error.what} ({error.fix})", stacklevel=2
-            )
         self._turn = 0
 
-    def _obtained(self, nbytes: int) -> Arena:
-        """Two slots of so many bytes that all ranks can reach.
-
-        Raises:
-            BackendError: Some rank has no such memory, or cannot reach it; raised on every rank.
+    def _obtained(self, nbytes: int) -> Arena | None:
+        """Two slots of so many bytes that all ranks can reach; None if some rank cannot have them.
 
         Collective: yes.
         """
-        name, group = self._group.name, self._group.process_group
-        arena, new = obtain(
-            _plan(nbytes, name),
-            {name: group},
-            memory=self._options.memory,
-            device=self._device,
-            timeout=self._options.timeout,
-            user="expert parallel",
-        )
-        self._counts["rendezvous"] += arena.rendezvous if new else 0
-        why = ""
-        try:
-            _meeting(arena, name).peers  # noqa: B018
-        except BackendError as error:
-            why = error.what
-        said = tell("peers", {name: why}, {name: group}, self._options.timeout)[name]
-        if any(said):
-            give_back([arena])
-            raise BackendError(
-                next(filter(None, said)),
-                fix="put the ranks that share experts on one host, with devices that reach "
-                "each other",
-                **self._group.here,
-            )
-        return arena
+        group, preparation = self._group, self._preparation
+        groups = {group.name: group.process_group}
+        plan = _plan(nbytes, group.name, self._options.effort)
+
+        def reach(arena: Arena) -> None:
+            try:
+                _meeting(arena, group.name).peers  # noqa: B018
+            except BackendError as error:
+                raise BackendError(
+                    error.what,
+                    fix="put the ranks that share experts on one host, with devices that reach "
+                    "each other",
+                    **group.here,
+                ) from error
+
+        def make() -> tuple[Arena, int] | None:
+            if preparation.refusal is not None:
+                return None
+            return preparation.obtain(plan, self._device, groups, reach)
+
+        made = preparation.attempt(make, groups, lambda made: give_back([made[0]]))
+        if made is None:
+            return None
+        preparation.log(plan)
+        self._counts["rendezvous"] += made[1]
+        return made[0]
 
     def _chosen(self, arena: Arena, rows: torch.Tensor, row: int) -> WayName:
         """How rows of that size move. Collective: yes, if that is measured."""
@@ -365,6 +359,10 @@ class ExpertParallel:
             self._last = stream.record_event()
 
     def _usable(self) -> None:
+        """See that it can be used.
+
+        Collective: the first time; the ranks agree on their options.
+        """
         self._group.require_own()
         if self._released:
             raise ReleasedError(
@@ -372,6 +370,9 @@ class ExpertParallel:
                 fix="make a new one",
                 **self._group.here,
             )
+        if not self._preparation.memory:
+            groups = {self._group.name: self._group.process_group}
+            self._preparation.agree(self._device, groups, max_tokens=self._rows)
 
     def _let_go(self) -> None:
         arena, self._arena = self._arena, None
@@ -406,17 +407,14 @@ def _in_torchs_way(result: torch.Tensor, rows: torch.Tensor, routes: Routes, gro
     dist.all_to_all_single(result, rows, routes.received, routes.sent, group=group)
 
 
-def _plan(nbytes: int, group: str) -> Plan:
+def _plan(nbytes: int, group: str, effort: Literal["fast", "optimal"]) -> Plan:
     """Two slots that are in use at the same time."""
-    plan = plan_problem(
-        Problem(
-            buffers=tuple(Buffer(name, nbytes, group) for name in _SLOTS),
-            operations=(Operation("exchange", op="symmplan.expert_parallel"),),
-            accesses=tuple(Access("exchange", name, write=True) for name in _SLOTS),
-        )
+    problem = Problem(
+        buffers=tuple(Buffer(name, nbytes, group) for name in _SLOTS),
+        operations=(Operation("exchange", op="symmplan.expert_parallel"),),
+        accesses=tuple(Access("exchange", name, write=True) for name in _SLOTS),
     )
-    plan.verify()
-    return plan
+    return checked_plan(problem, effort)
 
 
 def _meeting(arena: Arena, group: str) -> Rendezvous:

@@ -73,5 +73,5 @@ def expert_parallel(
     if world is not None:
         from symmplan.integrate.moe.simulated import SimulatedExperts
 
-        return SimulatedExperts(name, where, options, max_tokens, world)
-    return ExpertParallel(name, where, options, max_tokens)
+        return SimulatedExperts(name, where, options, int(max_tokens), world)
+    return ExpertParallel(name, where, options, int(max_tokens))

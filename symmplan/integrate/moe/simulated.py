@@ -105,9 +105,9 @@ class SimulatedExperts(ExpertParallel):
         self._world.calls.append((self, row, call))
         return rows.new_empty((count, *rows.shape[1:]))
 
-    def _obtained(self, nbytes: int) -> Arena:
+    def _obtained(self, nbytes: int) -> Arena | None:
         arena = super()._obtained(nbytes)
-        self._made = (arena.plan,)
+        self._made = () if arena is None else (arena.plan,)
         return arena
 
     def release(self) -> None:

@@ -1,0 +1,162 @@
+"""A captured program on its way to a plan: how its collectives run, and what gives way.
+
+It is captured with all in placements that can be. Once it is known how each collective runs, and
+what the plan may take, it is captured again without what stays in ordinary memory. See
+[Note: who gives way] in `symmplan.planner.budget`; calls of one op over one group with tensors of
+the same sizes give way together.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from symmplan.capture.steps import plan_poison
+from symmplan.place.choice import GAVE_WAY
+from symmplan.place.chooser import Chosen, choose_ways
+from symmplan.planner.budget import Stake, within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Mapping
+
+    import torch
+    from torch import fx
+
+    from symmplan.capture import Captured
+    from symmplan.model import Plan
+    from symmplan.place.prepare import Preparation
+    from symmplan.place.ways import Lowerings
+
+__all__ = ["Fitting"]
+
+
+class Fitting:
+    """A program that is captured until it is placed as it can be.
+
+    Args:
+        capture: Captures it without some calls, ``refused={call: reason}``.
+        lowerings: How each op runs on the memory backend.
+        device: Where its tensors lie.
+        preparation: What its ranks agree on.
+        refused: The calls that stay in ordinary memory whatever else is.
+
+    Attributes:
+        chosen: How its collectives run.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[..., Captured],
+        lowerings: Lowerings,
+        device: torch.device,
+        preparation: Preparation,
+        refused: Mapping[fx.Node, str] | None = None,
+    ) -> None:
+        self.chosen = Chosen()
+        self.lowerings = lowerings
+        self._capture = capture
+        self._device = device
+        self._preparation = preparation
+        self._refused = dict(refused or {})
+        self._kinds: dict[fx.Node, Hashable] = {}
+
+    @cached_property
+    def whole(self) -> Captured:
+        """The program with all in placements that can be."""
+        return self._captured(self._refused)
+
+    @property
+    def placed(self) -> list[fx.Node]:
+        """The calls of which some tensor is placed, but for the budget."""
+        left = self._left_out
+        sites = (s for s in self.whole.sites if s.buffer is not None)
+        return [node for node in dict.fromkeys(s.node for s in sites) if node not in left]
+
+    @property
+    def _left_out(self) -> Mapping[fx.Node, str]:
+        reason = self._preparation.reason
+        if reason:
+            return dict.fromkeys((s.node for s in self.whole.sites if s.buffer), reason)
+        return self.chosen.ordinary
+
+    def choose(self, gather: Callable[[Mapping[str, Any]], None] = lambda _: None) -> None:
+        """Decide how its collectives run; not where nothing is placed. Args as `choose_ways`.
+
+        Collective: as `choose_ways`.
+        """
+        if self._preparation.refusal is None:
+            given = (self.whole, self.lowerings, self._device, self._preparation, gather)
+            self.chosen = choose_ways(*given)
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The program as its collectives were chosen to run, before anything gives way."""
+        return self._without(())
+
+    def fit(
+        self,
+        room: int | None,
+        plan: Callable[[Captured], Plan],
+        taken: Callable[[Plan], int] = lambda plan: plan.peak_bytes,
+        **others: Any,
+    ) -> tuple[Plan, Captured]:
+        """A plan of ``room`` bytes at most, and the program as it is placed then.
+
+        Args:
+            room: Bytes; None for no limit.
+            plan: Plans a captured program.
+            taken: How many bytes are taken with a plan.
+            others: Other arguments of the program's capture.
+        """
+
+        def planned(gave: Collection[Hashable]) -> tuple[Plan, list[Stake], Captured]:
+            captured = self._without(gave, **others) if gave or others else self.captured
+            return plan(captured), self._stakes(captured), captured
+
+        return within(room, planned, taken)
+
+    def _without(self, gave: Collection[Hashable], **others: Any) -> Captured:
+        """The program without what stays in ordinary memory, and without what gave way."""
+        gone = {node: GAVE_WAY for node, kind in self._kinds.items() if kind in gave}
+        more = {**self._left_out, **gone}
+        made = self._captured({**self._refused, **more}, **others) if more or others else self.whole
+        return plan_poison(made) if self._preparation.options.debug else made
+
+    def _captured(self, refused: Mapping[fx.Node, str], **others: Any) -> Captured:
+        while True:
+            captured = self._capture(refused=refused, **others)
+            partly = self.lowerings.partly(captured)
+            if not partly.keys() - refused.keys():
+                return captured
+            refused = {**partly, **refused}
+
+    def _stakes(self, captured: Captured) -> list[Stake]:
+        """What its calls have in symmetric memory."""
+        problems = [p for p in (captured.problem, captured.residence) if p is not None]
+        buffers = {b.name: b for p in problems for b in p.buffers}
+        there: dict[fx.Node, list[str]] = {}
+        for site in captured.sites:
+            if site.buffer is not None:
+                there.setdefault(site.node, []).append(site.buffer)
+        alike: dict[Hashable, list[fx.Node]] = {}
+        for node, names in there.items():
+            sizes = tuple(buffers[name].nbytes for name in names)
+            key = (captured.specs[node].op, buffers[names[0]].group, sizes)
+            alike.setdefault(self._kinds.setdefault(node, key), []).append(node)
+        stakes = []
+        for kind, nodes in alike.items():
+            spec, nbytes = captured.specs[nodes[0]], sum(buffers[n].nbytes for n in there[nodes[0]])
+            choice = self.chosen.of.get(nodes[0])
+            stakes.append(
+                Stake(
+                    key=kind,
+                    what=f"{spec.op} with {nbytes:,} bytes",
+                    way="copy engine" if nodes[0] in self.chosen.engines else "symmetric",
+                    calls=len(nodes),
+                    nbytes=nbytes,
+                    buffers=frozenset(name for node in nodes for name in there[node]),
+                    seconds={} if choice is None else choice.seconds,
+                    needed=self.lowerings.row(spec) is None,
+                )
+            )
+        return stakes

@@ -1,0 +1,366 @@
+"""From a captured program to memory that all ranks have agreed on and met in: the one way there.
+
+[Note: the lifecycle]
+    Every program of every integration goes the same way: its ranks agree on their options, choose
+    how each collective runs (`symmplan.place.chooser`), agree on a room, plan within it and verify,
+    agree on the plan, obtain memory, meet there, and say so in the log. The steps are written here,
+    and how a step ends that fails on one rank. An integration says *when* each is taken, what the
+    problem is, and what it does with the memory.
+
+[Note: options are agreed first]
+    What a rank was asked to do decides which exchanges, measurements and collectives of ours it
+    makes. So before any of them the ranks of a program tell each other what they were given, and
+    what serves their memory. Where that differs each of them raises the same error. A backend that
+    some rank cannot set up is done without on all.
+
+    Each integration agrees when its program first plans for a group, as often on all ranks: not
+    when options are new to a process, which those of one rank may be and those of its peers not.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from weakref import WeakSet
+
+from attrs import define, field
+
+from symmplan.errors import AgreementError
+from symmplan.memory import resolve_backend
+from symmplan.memory.agreement import no_note
+from symmplan.memory.exchange import Exchange
+from symmplan.memory.groups import resolve_groups
+from symmplan.memory.room import agreed_room
+from symmplan.memory.simulated import current
+from symmplan.memory.spares import give_back, obtain, spare_bytes
+from symmplan.place.attempt import FIX, Refusal, attempt, failure, spread, warn
+from symmplan.planner import plan as plan_problem
+from symmplan.report.log import log_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from symmplan.capture import Captured
+    from symmplan.memory import Arena
+    from symmplan.memory.groups import Group
+    from symmplan.model import Plan, Problem
+    from symmplan.place.options import Options
+
+    #: See `Preparation.agree`.
+    _Watch: TypeAlias = AbstractContextManager[Callable[[], None] | None]
+
+__all__ = ["Preparation", "checked_plan"]
+
+_Made = TypeVar("_Made")
+
+
+def _nothing(_: Any) -> None:
+    """There is nothing to do."""
+
+
+@define(eq=False)
+class Preparation:
+    """How one program gets its memory. See [Note: the lifecycle].
+
+    Args:
+        options: What this rank was given.
+        who: Whose program it is, for warnings.
+        user: The same for `symmplan.segments` and the log.
+
+    Attributes:
+        refusal: Why its plans place nothing; None if they need not.
+        memory: Name of the memory backend that was last agreed on; empty before.
+    """
+
+    options: Options
+    who: str
+    user: str
+    refusal: Refusal | None = field(init=False, default=None)
+    memory: str = field(init=False, default="")
+    _agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is placed, in short; empty if that need not be."""
+        return "" if self.refusal is None else self.refusal.reason
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Place nothing from now on. A warning on one rank says so, once."""
+        if self.refusal is None:
+            warn(refusal, self.who)
+        self.refusal = refusal
+
+    def agree(
+        self,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        watch: Callable[[Mapping[str, Any]], _Watch] | None = None,
+        **more: Any,
+    ) -> str:
+        """Name of the memory backend, where all ranks were given the same options.
+
+        See [Note: options are agreed first].
+
+        Args:
+            device: Where this rank's tensors lie.
+            groups: ``{name: process group}``, None for one of this process alone.
+            watch: Given the groups that are asked, a context while they are, which gives what looks
+                whether the peers will come.
+            more: Options that only the caller has, by name, as plain data.
+
+        Returns:
+            The name; any, where there is a `refusal`.
+
+        Raises:
+            AgreementError: Options differ; raised on every rank. ``option`` is the first that does,
+                ``ranks`` two that differ, ``values`` what these were given.
+            BackendError: The backend that was asked for by name serves no rank.
+            PeerTimeoutError, PeerLostError: A rank did not come.
+
+        Collective: yes, over the groups that did not agree before.
+        """
+        options, members = self.options, resolve_groups(groups, groups)
+        failed: RuntimeError | OSError | None = None
+        memory, why = options.memory, ""
+        try:
+            memory = resolve_backend(options.memory, device, members).name
+        except (RuntimeError, OSError) as error:
+            failed, why = error, failure(error)
+        if self.refusal is not None:
+            why = f"{self.refusal.what}\n{self.refusal.fix}"
+        given = {name: (x, x) for name, x in more.items()}
+        given["memory"] = ("" if why else memory, options.memory)
+        mine = {"options": {**options.agreed(device), **given}, "why": why}
+        new = {n: g for n, g in groups.items() if g is not None and g not in self._agreed}
+        if current() is not None:  # its ranks were given what this one was
+            new = {}
+        asked = {n: members[n] for n in new}
+        with watch(new) if new and watch is not None else nullcontext() as look:
+            why = _hear(mine, asked, options.timeout, look, failed)
+        self._agreed.update(new.values())
+        self.memory = "auto" if why else memory
+        if why:
+            what, _, fix = why.partition("\n")
+            first = all(members[name].rank == 0 for name in new)
+            self.refuse(self.refusal or Refusal(what, fix or FIX, first))
+        return self.memory
+
+    def attempt(
+        self,
+        make: Callable[[], _Made],
+        groups: Mapping[str, Any],
+        undo: Callable[[Any], None] = _nothing,
+    ) -> _Made:
+        """What ``make`` gives on all ranks. See [Note: together or not at all].
+
+        Where memory cannot be had on some rank there is a `refusal` from then on, and all ranks
+        call ``make`` again, which then asks for none.
+
+        Args:
+            make: Makes it. What it has made when it raises, it has given back.
+            groups: ``{name: process group}`` of all who take part.
+            undo: Gives it back, unless it is None.
+
+        Raises:
+            SymmplanError: As ``make``, where that is no want of memory.
+
+        Collective: yes, over those groups, if there is no `refusal` before; and as ``make``.
+        """
+
+        def undone(made: _Made) -> None:
+            if made is not None:
+                undo(made)
+
+        if self.refusal is None:
+            made, refusal = attempt(make, groups, self.options.timeout, undo=undone)
+            if refusal is None:
+                return made  # type: ignore[return-value]
+            self.refuse(refusal)
+        return make()
+
+    def room(
+        self,
+        memory: str,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        *,
+        held: int = 0,
+        besides: int = 0,
+        stays: int = 0,
+    ) -> int:
+        """Bytes that a plan may take; equal on all ranks.
+
+        Args:
+            memory: Name of the memory backend.
+            device: Where the segments will lie.
+            groups: ``{name: process group}``.
+            held: Bytes that are held for the plan already.
+            besides: Bytes that other plans of the same budget hold, which are counted with it.
+            stays: Bytes of the budget that stay taken and are not counted with it.
+
+        Collective: yes, over those groups.
+        """
+        given = self.options.capacity
+        return agreed_room(
+            None if given is None else max(0, given - stays),
+            max(held, spare_bytes(device)),
+            groups,
+            memory=memory,
+            device=device,
+            timeout=self.options.timeout,
+            besides=besides,
+        )
+
+    def plan(self, captured: Captured) -> Plan:
+        """A plan of a captured program, verified. Collective: no."""
+        return checked_plan(captured.problem, self.options.effort)
+
+    def obtain(
+        self,
+        plan: Plan,
+        device: torch.device,
+        groups: Mapping[str, Any],
+        meet: Callable[[Arena], object] = _nothing,
+        *,
+        memory: str = "",
+    ) -> tuple[Arena, int]:
+        """Memory for a plan on which all ranks agree, and how many rendezvous that took.
+
+        Args:
+            plan: The plan.
+            device: Where it lies.
+            groups: As for `symmplan.memory.spares.obtain`.
+            meet: Meets others in it; what it raises is raised, and the memory given back.
+            memory: Name of the memory backend, if not of what was last agreed on.
+
+        Raises:
+            AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
+
+        Collective: yes, over those groups.
+        """
+        arena, new = obtain(
+            plan,
+            groups,
+            memory=memory or self.memory,
+            device=device,
+            timeout=self.options.timeout,
+            debug=self.options.debug is True,
+            user=self.user,
+        )
+        before = 0 if new else arena.rendezvous
+        try:
+            meet(arena)
+        except BaseException:
+            give_back([arena])
+            raise
+        return arena, arena.rendezvous - before
+
+    def log(self, plan: Plan, ways: Iterable[str] = (), what: str = "") -> None:
+        """Say what was planned; ``what`` if that is a part of the user's. Collective: no."""
+        log_plan(what or self.user, plan, ways)
+
+
+def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:
+    """A plan that other code has verified."""
+    plan = plan_problem(problem, effort=effort)
+    plan.verify()
+    return plan
+
+
+def _hear(
+    mine: dict[str, Any],
+    groups: Mapping[str, Group],
+    timeout: float,
+    look: Callable[[], None] | None,
+    failed: Exception | None,
+) -> str:
+    """Why all ranks do without symmetric memory, as `failure` puts it; empty if they need not.
+
+    Args:
+        mine: What this rank says.
+        groups: Whose ranks are asked.
+        timeout: Seconds that ranks wait for each other.
+        look: As for `Exchange`.
+        failed: Why this rank has no backend.
+
+    Raises:
+        AgreementError: Options differ.
+        Exception: ``failed``, if it was asked for by name and serves no rank.
+
+    Collective: yes, over those groups.
+    """
+    with Exchange(groups, timeout, look) as exchange:
+        notes = []
+        for name, texts in exchange.round("options", json.dumps(mine).encode()).items():
+            theirs = [_read(text, groups[name], rank) for rank, text in enumerate(texts)]
+            _compare(theirs, groups[name])
+            notes += theirs
+        notes = notes or [mine]
+        by_name = mine["options"]["memory"][1] != "auto"
+        if failed is not None and by_name and not any(map(_memory_of, notes)):
+            raise failed
+        why = next((note["why"] for note in notes if note["why"]), _apart(notes))
+        return spread(exchange, why)
+
+
+def _compare(notes: list[dict[str, Any]], group: Group) -> None:
+    """Raise if the ranks of a group were given different options."""
+    given = [note["options"] for note in notes]
+    for option in dict.fromkeys(name for of in given for name in of):
+        values = [of.get(option, (None, None)) for of in given]
+        if option == "memory" and len({asked for _, asked in values}) == 1:
+            continue  # who has another all the same cannot have that: no error of the program's
+        other = next((i for i, value in enumerate(values) if value[0] != values[0][0]), None)
+        if other is None:
+            continue
+        what, fix = _difference(option, other)
+        told = [f"{option}={values[rank][1]!r} (rank {rank})" for rank in (0, other)]
+        raise AgreementError(
+            what,
+            expected=told[0],
+            got=told[1],
+            fix=fix,
+            **group.here,
+            ranks=(0, other),
+            option=option,
+            values=(values[0][1], values[other][1]),
+        )
+
+
+def _difference(option: str, other: int) -> tuple[str, str]:
+    """That rank ``other`` has another value of an option than rank 0, and what would help."""
+    if option == "device":
+        what = f"ranks 0 and {other} have their tensors on different kinds of devices"
+        return what, "use one kind on every rank"
+    if option == "table":
+        what = f"ranks 0 and {other} read different tables of choices"
+        return what, "give all ranks the same file"
+    what = f"ranks 0 and {other} were given different {option}="
+    return what, f"pass the same {option}= on every rank"
+
+
+def _apart(notes: list[dict[str, Any]]) -> str:
+    """That ranks which were asked for the same memory have different backends; else empty."""
+    names = {*map(_memory_of, notes)}
+    if len(names) == 1:
+        return ""
+    return f"ranks have different memory backends: {' and '.join(sorted(names))}"
+
+
+def _memory_of(note: dict[str, Any]) -> str:
+    """The backend that a rank has; empty if none."""
+    return str(note["options"]["memory"][0])
+
+
+def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
+    """What a rank said."""
+    try:
+        note = json.loads(text)
+        options = {str(name): tuple(pair) for name, pair in note["options"].items()}
+        return {"options": {"memory": ("", ""), **options}, "why": str(note["why"])}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise no_note(group, rank) from error
