@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from strategies import gap_rows, hard_rows
+from symmplan_bench.instances import cut_rectangle, loosened, stream_program, waves
 
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.items import conflicts_of, items_of
@@ -33,7 +34,6 @@ from symmplan.planner.packing.greedy import (
 from symmplan.planner.packing.improve import Improver
 from symmplan.planner.packing.search import search
 from symmplan.planner.packing.task import Space, task_of
-from symmplan_bench.instances import cut_rectangle, loosened, stream_program, waves
 
 FILE = Path(__file__).with_name("golden_packings.json")
 #: Search nodes for each instance.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 from strategies import gap_rows, hard_rows
+from symmplan_bench.instances import stream_program
 
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
@@ -14,7 +15,6 @@ from symmplan.planner.packing import solve
 from symmplan.planner.packing.bound import heaviest_moment
 from symmplan.planner.packing.greedy import first_fit, greedy_orders, sweep_fit
 from symmplan.planner.packing.task import task_of
-from symmplan_bench.instances import stream_program
 
 
 def task_from(problem):

@@ -1,6 +1,6 @@
 """Find a command's module, run it, print its result.
 
-A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan_bench.bench_<name>``) with
+A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan.bench.<name>``) with
 
 - ``add_arguments(parser)``: its options,
 - ``run(args) -> dict``: the work; progress goes to stderr, the result is plain data for JSON;
@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,8 +42,8 @@ from symmplan.cli.screen import fitted, write
 from symmplan.errors import CommandError, SymmplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
+    from collections.abc import Iterator, Sequence
+    from types import FrameType, ModuleType
 
 __all__ = ["EXIT_CODES", "benches", "main"]
 
@@ -67,15 +70,12 @@ def benches() -> dict[str, str]:
     The files are parsed, not imported, so that listing them costs nothing and cannot fail.
     """
     found: dict[str, str] = {}
-    package = importlib.util.find_spec("symmplan_bench")
-    if package is None or package.origin is None:
-        return found
-    for path in sorted(Path(package.origin).parent.glob("bench_*.py")):
+    for path in sorted((Path(__file__).parent.parent / "bench").glob("[!_]*.py")):
         try:
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         except (OSError, SyntaxError, ValueError):
             doc = None
-        found[path.stem.removeprefix("bench_")] = (doc or "").partition("\n")[0]
+        found[path.stem] = (doc or "").partition("\n")[0]
     return found
 
 
@@ -103,13 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is None:
             parser.print_help(sys.stderr)
             return 2
-        return _print(module, args, module.run(args))
+        with _ending_on_signals():
+            return _print(module, args, module.run(args))
     except UsageError as error:
         if "--json" not in words:
             print(error.fix, file=sys.stderr)
         return _fail(f"{error.rule}: {error.what}", words, error, code=2)
     except SymmplanError as error:
         if debug:
+            print(getattr(error, "traceback", ""), file=sys.stderr)  # of another process
             raise
         return _fail(str(error), words, error)
     except BrokenPipeError:
@@ -124,6 +126,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("symmplan: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack, so that what a command started ends with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -180,7 +201,7 @@ def _find(words: list[str]) -> str:
 
 def _load(command: str) -> ModuleType:
     bench = command.partition(" ")[2]
-    name = f"symmplan_bench.bench_{bench}" if bench else f"symmplan.cli.{command}"
+    name = f"symmplan.bench.{bench}" if bench else f"symmplan.cli.{command}"
     if importlib.util.find_spec(name) is None:
         raise CommandError(
             f"symmplan {command} is not part of this installation",
