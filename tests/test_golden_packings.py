@@ -15,8 +15,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from strategies import gap_rows, hard_rows
-from symmplan_bench.instances import cut_rectangle, loosened, stream_program, waves
 
+from symmplan.bench.parts.instances import cut_rectangle, loosened, stream_program, waves
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing import bound as packing_bound

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 from strategies import gap_rows, hard_rows
-from symmplan_bench.instances import stream_program
 
+from symmplan.bench.parts.instances import stream_program
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, count_candidates, items_of
