@@ -91,6 +91,26 @@ def unlisted(files: dict[str, str]) -> list[str]:
     return found
 
 
+#: What every op and every storage has. Functions for them would say no more.
+EVERYWHERE = {"_cdata", "_overloadname", "_schema"}
+
+
+def taken_elsewhere(files: dict[str, str]) -> list[str]:
+    """Private attributes of which rows tell, and that are used outside of ``torch_private``."""
+    inside = (name.partition(":")[2] for seam in SEAMS for name in seam.targets)
+    told = set(re.findall(r"\b_[a-z]\w*", " ".join(inside))) - EVERYWHERE
+    found = []
+    for path, source in sorted(files.items()):
+        if path.startswith("torch_private/"):
+            continue
+        taken = told - own_names(source)
+        for node in ast.walk(ast.parse(source)):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+            if isinstance(name, str) and name in taken:
+                found.append(f"{path}:{node.lineno}: {name}")
+    return found
+
+
 def own_names(source: str) -> set[str]:
     """Private names that a file gives to its own functions, classes and attributes."""
     own = set()
@@ -104,6 +124,16 @@ def own_names(source: str) -> set[str]:
 
 def test_private_names_of_torch_are_in_one_place():
     assert private_names(sources()) == []
+
+
+def test_private_attributes_are_used_in_one_place():
+    assert taken_elsewhere(sources()) == []
+
+
+@pytest.mark.parametrize("source", ["x._training_state", "getattr(x, '_training_state')"])
+def test_the_check_of_private_attributes_can_fail(source):
+    assert taken_elsewhere({"integrate/x.py": source})
+    assert not taken_elsewhere({"torch_private/x.py": source})
 
 
 def test_patches_of_torch_are_in_one_place():

@@ -16,6 +16,7 @@ from torch import fx
 import symmplan
 from symmplan.cli import main
 from symmplan.errors import BackendError, MissingSeamError
+from symmplan.memory import realize
 from symmplan.torch_private import seams
 from symmplan.torch_private.table import SEAMS, require
 from symmplan.torch_private.table.compilers import KERNEL_ORDER, READERS
@@ -27,9 +28,12 @@ GONE = [(seam, target) for seam in NEEDED for target in seam.targets]
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Torch's modules import each other's names when they are first asked for."""
+    """Modules import each other's names when they are first asked for."""
     for seam in SEAMS:
         seam.missing()
+    for name in ("compile.inductor", "eager", "fsdp.apply", "moe.experts", "moe.dispatcher"):
+        importlib.import_module(f"symmplan.integrate.{name}")
+    importlib.import_module("symmplan.simulation")
 
 
 def hide(monkeypatch, target):
@@ -75,7 +79,7 @@ STARTS = {
     "sessions": lambda: symmplan.eager(memory="local"),
     "fsdp": lambda: symmplan.fsdp.apply(torch.nn.Linear(2, 2)),
     "experts": lambda: symmplan.expert_parallel(max_tokens=1),
-    "segments": lambda: symmplan.memory.realize(PLAN, memory="local"),
+    "segments": lambda: realize(PLAN, memory="local"),
     "simulate": lambda: symmplan.simulate(lambda: None, ranks=2),
 }
 
@@ -179,7 +183,9 @@ def test_one_name_of_several_is_enough(monkeypatch):
     ("gone", "imported"),
     [
         ("torch._ops.HigherOrderOperator", "symmplan.capture"),
+        ("torch._C._dispatch_keyset_full_after", "symmplan.integrate.compile.backend"),
         ("torch._C._storage_Use_Count", "symmplan.place.loans"),
+        ("torch._disable_dynamo", "symmplan.integrate.moe.dispatcher"),
         ("torch._inductor.comms._is_fake_dep", "symmplan.integrate.compile.inductor"),
         ("torch._subclasses.fake_tensor.unset_fake_temporarily", "symmplan.simulation"),
     ],
@@ -188,11 +194,9 @@ def test_one_name_of_several_is_enough(monkeypatch):
 def test_modules_ask_before_they_import(gone, imported):
     """In a process that has not imported them yet."""
     code = (
-        "import torch, importlib, sys\n"
-        f"module = importlib.import_module({gone.rpartition('.')[0]!r})\n"
-        f"kept = module.{gone.rpartition('.')[2]}\n"
-        f"del module.{gone.rpartition('.')[2]}\n"
-        f"try: importlib.import_module({imported!r})\n"
+        "import torch, torch._inductor.comms, torch.distributed.fsdp\n"
+        f"del {gone}\n"
+        f"try: import {imported}\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     done = subprocess.run(

@@ -299,7 +299,7 @@ class Recorder(TorchDispatchMode):
 
     def _node(self, target: Any, given: tuple[Any, Any], result: Any) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)
-        name = self.graph._target_to_str(packet.__name__)  # as make_fx names it
+        name = dispatch.node_name(self.graph, packet.__name__)
         node = self.graph.create_node("call_function", target, *given, name)
         self.timeline.ran(node.name)
         stack = node.meta["symmplan_stack"] = _stack()

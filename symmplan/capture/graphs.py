@@ -25,6 +25,7 @@ from symmplan.torch_private.ops import (
     OpOverload,
     OpOverloadPacket,
 )
+from symmplan.torch_private.torch_registry import as_overload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -76,8 +77,7 @@ def overload_of(target: Any) -> OpOverload | None:
             return target.default
         if len(names) == 1:
             return getattr(target, names[0])  # type: ignore[no-any-return]
-    inner = getattr(target, "_opoverload", None)  # a CustomOpDef called directly
-    return inner if isinstance(inner, OpOverload) else None
+    return as_overload(target)  # a CustomOpDef may be called directly
 
 
 def called(node: fx.Node) -> OpOverload | None:

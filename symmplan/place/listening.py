@@ -87,7 +87,7 @@ def silence() -> None:
 def _end() -> None:
     if not _LISTENERS:
         while _LIBRARIES:
-            _LIBRARIES.pop()._destroy()
+            dispatch.end_library(_LIBRARIES.pop())
 
 
 def _kernel(op: Any) -> Callable[..., Any]:

@@ -31,6 +31,16 @@ def no_modes() -> Any:
     return _disable_current_modes()
 
 
+def end_library(library: torch.library.Library) -> None:
+    """Take the kernels back that a library has registered."""
+    library._destroy()
+
+
+def node_name(graph: Any, op: str) -> str:
+    """The name of a node that calls an op, as ``make_fx`` gives it."""
+    return str(getattr(graph, "_target_to_str", str)(op))
+
+
 def wraps_tensors(kind: Any) -> bool:
     """Whether tensors of this class are made of others, on which their ops run."""
     plain = torch.Tensor.__torch_dispatch__

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 #: The methods of a parameter group that its direct form replaces.
-REPLACED = ("unshard", "wait_for_unshard", "_to_sharded")
+REPLACED = UNSHARD, WAIT, TO_SHARDED = "unshard", "wait_for_unshard", "_to_sharded"
 
 
 def has_seam() -> bool:

@@ -17,6 +17,7 @@ import torch
 from symmplan.registry.declare import store
 from symmplan.registry.rows import SYMM_MEM
 from symmplan.torch_private.dispatch import dispatch_key
+from symmplan.torch_private.table import require
 from symmplan.torch_private.torch_registry import define_distributed_ops
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ _LIKE = {"symm_mem::multimem_one_shot_all_reduce": "input"}
 
 @functools.cache
 def load() -> None:
-    """Define the ops, and make those of this torch traceable, once per process."""
+    """Define the ops, and make those of this torch traceable, once per process.
+
+    Raises:
+        MissingSeamError: This torch lacks what a compiled graph's numbers rest on.
+    """
+    require("graphs")
     define_distributed_ops()
     for name in ("mm", "bmm", "addmm"):
         without_returns(getattr(torch.ops.aten, name).out, f"{name}_out")

@@ -426,6 +426,6 @@ def _meet_engines(shared: Shared, groups: dict[str, Any]) -> int:
             f"a graph was compiled for communicators that are gone: {sorted(gone)}",
             expected="the process groups that it was compiled for",
             got="others under their names",
-            fix="compile the model again, after torch._dynamo.reset()",
+            fix="compile the model again, after torch.compiler.reset()",
         )
     return register(shared.arena, found)

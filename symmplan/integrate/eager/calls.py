@@ -226,10 +226,10 @@ def _front(
     if type(group) is not torch.distributed.ProcessGroup:
         return None
     listed = method in ("allreduce", "broadcast")
-    reduces = method in ("allreduce", "_reduce_scatter_base")
+    asynchronous, kind = event.call.asynchronous, c10d.group_options(method)
+    reduces = hasattr(kind, "reduceOp")
     reduction = c10d.reduction_named(words[0]) if reduces else None
     root = words[0] if method == "broadcast" else None
-    asynchronous, kind = event.call.asynchronous, c10d.group_options(method)
     modes, count = dispatch.dispatch_modes, 2 if listed else 3
 
     def front(its: Any, args: Any) -> Any:

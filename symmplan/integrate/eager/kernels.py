@@ -101,7 +101,7 @@ def install(session: Session, ops: Iterable[Any], stack: ExitStack) -> None:
     def add(op: Any, kernel: Callable[..., Any]) -> None:
         if op.namespace not in libraries:
             libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
-            stack.callback(libraries[op.namespace]._destroy)
+            stack.callback(dispatch.end_library, libraries[op.namespace])
         name = op._name.partition("::")[2]
         libraries[op.namespace].impl(name, kernel, "BackendSelect", with_keyset=True)
 

@@ -123,7 +123,7 @@ class ZeroCopyUnshard:
             if free and self._everywhere(self.can_leave):
                 self.leave()
         if self._layout is None:
-            self._methods.call_own("unshard", async_op)
+            self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         if there:
             return
@@ -133,7 +133,7 @@ class ZeroCopyUnshard:
         key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
         if self._home is None:
-            self._methods.call_own("unshard", async_op)
+            self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         streams = self._streams(async_op=async_op)
         if not self._runtime.occupancy.crowded(self):
@@ -168,7 +168,7 @@ class ZeroCopyUnshard:
             self._start(key, home, self._streams(async_op=False))
         result = fsdp2_in_place.result_of(group)
         if home is None or not (result is None or isinstance(result, Gathered)):
-            self._methods.call_own("wait_for_unshard")
+            self._methods.call_own(fsdp2_in_place.WAIT)
             return
         in_backward = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
         if result is None:
@@ -191,7 +191,7 @@ class ZeroCopyUnshard:
         """The module is done with the parameters."""
         group = self._group
         was = group.is_sharded
-        self._methods.call_own("_to_sharded")
+        self._methods.call_own(fsdp2_in_place.TO_SHARDED)
         if not was:
             self._let_go(after_forward=fsdp2_in_place.state_name(group) == "FORWARD")
 

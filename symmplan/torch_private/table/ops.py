@@ -82,6 +82,22 @@ DISPATCH = Seam(
     + names("torch._ops:OpOverload", "redispatch has_kernel_for_dispatch_key"),
 )
 
+LIBRARIES = Seam(
+    "kernels that are taken back",
+    "correctness",
+    "that ops run torch's own kernels when a session has ended",
+    ("sessions", "fsdp"),
+    names("torch.library", "Library._destroy"),
+)
+
+NODE_NAMES = Seam(
+    "names of nodes",
+    "reporting",
+    "that recorded calls are named as in traced graphs",
+    ("sessions",),
+    names("torch.fx", "Graph._target_to_str"),
+)
+
 MODES = Seam(
     "active modes",
     "correctness",
