@@ -94,7 +94,7 @@ class ZeroCopyUnshard:
     @property
     def group(self) -> str:
         """Name of the process group that gathers."""
-        return c10d.group_name(self._group._all_gather_process_group)
+        return c10d.group_name(fsdp2_in_place.group_of(self._group))
 
     def settle(self, home: ParameterStorage | None, *, kept: bool) -> None:
         """From now on the parameters live there; None: where FSDP2 puts them.
@@ -295,7 +295,7 @@ class ZeroCopyUnshard:
 
     def _everywhere(self, condition: Callable[[], bool]) -> bool:
         """Whether it holds on all ranks. Collective: yes, over the group."""
-        group, timeout = self._group._all_gather_process_group, self._runtime.options.timeout
+        group, timeout = fsdp2_in_place.group_of(self._group), self._runtime.options.timeout
         return everywhere("room", [condition()], group, timeout)[0]
 
     def _move_out(self) -> None:
