@@ -323,3 +323,9 @@ MINE = torch.ops.symmtest_catalogue.mine.default
 def test_render_of_nothing():
     empty = {"ops": [], "left_out": [], "not_catalogued": [], "all": False}
     assert command.render(empty) == ""
+
+
+def test_the_catalogue_knows_what_runs_on_process_groups():
+    assert all(catalogue.runs_on_groups(f"{row.op}.default") for row in COLLECTIVES)
+    assert not any(catalogue.runs_on_groups(row.op) for row in SYMM_MEM)
+    assert not catalogue.runs_on_groups("c10d::all_gather_of_mine")

@@ -86,6 +86,8 @@ def unlisted(files: dict[str, str]) -> list[str]:
                 names = [*(node.module or "").split("."), *(name.name for name in node.names)]
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 names = [n.value for n in node.args[1:2] if isinstance(n, ast.Constant)]
+            elif isinstance(node, ast.keyword):  # of `Seam.replaced`
+                names = [node.arg]
             private = (n for n in names if re.fullmatch(r"_[a-zA-Z]\w*", str(n)))
             found += [f"{path}:{node.lineno}: {name}" for name in private if name not in told]
     return found
@@ -165,6 +167,7 @@ def test_every_private_name_has_a_row_that_says_what_rests_on_it():
         "from torch._C import _no_such_name",
         "def f(group):\n    return group._no_such_name",
         "def f(group):\n    return getattr(group, '_no_such_name', None)",
+        "def f(row):\n    return row.replaced(_no_such_name=len)",
     ],
 )
 def test_the_check_of_rows_can_fail(source):

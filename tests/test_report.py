@@ -362,3 +362,18 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
     many = make_plan(Problem.from_intervals([(f"b{i}", i, i + 1, 8) for i in range(5001)]))
     assert many._repr_html_().startswith("<pre>plan ")
     assert "iframe" not in many._repr_html_()
+
+
+def test_bytes_that_other_graphs_have_saved_are_told_by_what_they_are_for_not_by_name():
+    problem = Problem(
+        buffers=(
+            Buffer("theirs", 64, persistent=True, offset=0, op="symmplan::kept"),
+            Buffer(":kept.mine", 128, op="mylib::op", where="input"),
+        ),
+        operations=(Operation("f"),),
+        accesses=(Access("f", "theirs"), Access("f", ":kept.mine", write=True)),
+    )
+    text = make_plan(problem).summary()
+    assert "left alone, saved by other graphs: 64 B" in text
+    assert "1 x input of mylib::op" in text
+    assert "of symmplan::kept" not in text

@@ -142,6 +142,11 @@ def test_a_patch_without_its_target_fails(seam, name, monkeypatch):
         pytest.fail("it was skipped in silence")
 
 
+def test_a_patch_of_what_the_row_does_not_name_is_a_mistake():
+    with pytest.raises(AssertionError, match="no target of"), READERS.replaced(_is_fake=None):
+        pytest.fail("nothing was replaced")
+
+
 def test_a_patch_is_put_back():
     from torch._inductor import comms
 

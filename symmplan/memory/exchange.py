@@ -212,7 +212,9 @@ class _Side:
         self._store = group.store
         self._keys = keys
         self._number = group.store.add(f"{keys}/{apart or 'calls'}/{group.rank}", 1)
-        self.prefix = f"{keys}/{apart and apart + ' '}{self._number}"
+        # Those that are apart have names, the others only a number.
+        name = f"{apart} {self._number}" if apart else str(self._number)
+        self.prefix = f"{keys}/{name}"
         self._phases: list[str] = []
 
     def calls(self, more: int) -> int:

@@ -19,6 +19,7 @@ from symmplan.place.trials import Company, Trial, choices_of, measure, room_for
 from symmplan.place.ways import Lowering, Lowerings, overload_named
 from symmplan.place.work import flops_beside
 from symmplan.registry import bind_arguments
+from symmplan.registry.catalogue import collective_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -202,7 +203,8 @@ def measure_cases(
     # Inputs and results: ordinary ones, for each group its own if several run at a time; symmetric
     # ones of each group; and what torch's own way makes.
     apart = len(used) if neighbours else 1
-    most_of_one = room_for(2 * (apart + len(used)) + min(apart, 2), device)
+    ordinary, symmetric, made = 2 * apart, 2 * len(used), min(apart, 2)
+    most_of_one = room_for(ordinary + symmetric + made, device)
     sizes = {c: groups[c.group].size() for c in kinds}
     parts = {c: _scaled(c, sizes[c], most_of_one) for c in kinds}
     needed = [_scratch(c, sizes[c], parts[c]) for c in kinds]
@@ -300,7 +302,8 @@ def _choice(case: Case, size: int) -> Choice:
 def _scaled(case: Case, size: int, largest: int) -> list[int]:
     """Elements of each input, made smaller where all together, or the results, are too large."""
     itemsize: int = getattr(torch, case.dtype).itemsize
-    whole = sum(case.numels) * itemsize * (size if "all_gather" in case.op else 1)
+    # The larger of both sides: what a gather makes, or the input.
+    whole = sum(max(n, _made(case, n, size)) for n in case.numels) * itemsize
     factor = largest / max(whole, 1)
     unit = size * _ALIGN
     if factor >= 1:
@@ -317,9 +320,12 @@ def _scratch(case: Case, size: int, given: Sequence[int]) -> tuple[int, int]:
 
 def _made(case: Case, numel: int, size: int) -> int:
     """Elements of the result for an input."""
-    if "all_gather" in case.op:
+    collective = collective_of(case.op)
+    if collective == "all-gather":
         return numel * size
-    return numel // size if "reduce_scatter" in case.op else numel
+    if collective == "reduce-scatter":
+        return numel // size
+    return numel
 
 
 def _aligned(numels: Sequence[int], itemsize: int) -> int:

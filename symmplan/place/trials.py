@@ -185,20 +185,22 @@ def measure(
             for name, said in tell("times", mine, groups, timeout).items():
                 for place, i in enumerate(together[name]):
                     _choose(trials[i], _slowest(times[i], [r[place] for r in said]), groups, device)
-            for trial in beside * 2 if alike else ():
-                assert trial.company is not None
-                now = trial.company.now()
-                others = trial.company.acts(there, engines.get(trial.company.group))
-                way = now.way if now.way in others else next(iter(others))
-                seconds = timed(trial, _often(others[way], trial.company.often))
-                for _ in range(3):  # as `symmplan.memory.tell.throughout`
-                    heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
-                    seconds = _slowest(seconds, [r for of in heard.values() for r in of])
-                text = f"{now.op} with {now.nbytes:,} bytes, {way}"
-                _choose(trial, seconds, groups, device, company=text)
-    for trial in () if alike else beside:
-        found = choices_of(groups[trial.choice.group])
-        found[trial.key] = found[trial.alone]
+            if alike:
+                for trial in (*beside, *beside):
+                    assert trial.company is not None
+                    now = trial.company.now()
+                    others = trial.company.acts(there, engines.get(trial.company.group))
+                    way = now.way if now.way in others else next(iter(others))
+                    seconds = timed(trial, _often(others[way], trial.company.often))
+                    for _ in range(3):  # as `symmplan.memory.tell.throughout`
+                        heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
+                        seconds = _slowest(seconds, [r for of in heard.values() for r in of])
+                    text = f"{now.op} with {now.nbytes:,} bytes, {way}"
+                    _choose(trial, seconds, groups, device, company=text)
+    if not alike:
+        for trial in beside:
+            found = choices_of(groups[trial.choice.group])
+            found[trial.key] = found[trial.alone]
 
 
 def _in_company(trials: Sequence[Trial], groups: Mapping[str, Any]) -> list[Any]:

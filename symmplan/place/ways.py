@@ -17,6 +17,7 @@ from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import bind_arguments, spec_for
+from symmplan.registry.catalogue import collective_of, runs_on_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -203,7 +204,7 @@ class Lowerings:
         row = self.row(spec)
         if row is not None:
             return None if requirement.where.split(".")[0] in row.needs else row.why_not
-        if spec.origin == "catalogue" and spec.op.startswith(("_c10d_functional::", "c10d::")):
+        if spec.origin == "catalogue" and runs_on_groups(spec.op):
             return _NO_WAY
         if spec.origin == "catalogue" and not BACKENDS[self.memory].devices:
             return f"the op needs device memory, and this program runs on {self.memory}"
@@ -242,8 +243,8 @@ def _has_unequal_parts(node: fx.Node) -> bool:
 
 
 def _splits_words(captured: Captured, node: fx.Node) -> bool:
-    namespace, _, name = captured.specs[node].op.partition("::")
-    if namespace not in ("_c10d_functional", "c10d") or "gather" not in name:
+    op = captured.specs[node].op
+    if collective_of(op) != "all-gather" or not runs_on_groups(op):
         return False
     sites = captured.at(node)
     given = [

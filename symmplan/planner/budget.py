@@ -129,7 +129,10 @@ def within(
             break
         gave[step[0].key] = step[1]
         made = make(gave)
-    for key in sorted(gave, key=lambda k: -first[k].lost(gave[k])) if len(gave) > 1 else ():
+    # What was given up first may have become needless; a single one has not.
+    for key in sorted(gave, key=lambda k: -first[k].lost(gave[k])):
+        if len(gave) == 1:
+            break
         without = {k: way for k, way in gave.items() if k != key}
         other = make(without)
         if taken(other[0]) <= capacity:

@@ -55,6 +55,20 @@ def collective_of(op: str) -> str:
     return "" if row is None else row.collective
 
 
+def runs_on_groups(op: str) -> bool:
+    """Whether an op is one of the process group's own collectives, which take any memory.
+
+    Args:
+        op: Its qualified name, with or without overload.
+    """
+    return op.partition(".")[0] in _of_groups()
+
+
+@functools.cache
+def _of_groups() -> frozenset[str]:
+    return frozenset(row.op for row in COLLECTIVES)
+
+
 def spec_of(schema: Schema) -> OpSpec | None:
     """What the catalogue declares of an op, or None.
 

@@ -18,6 +18,10 @@ __all__ = ["ENDS", "plan_line", "plan_summary", "reasons_line"]
 #: page have all of them.
 _SHOWN = 20
 
+#: What compiled graphs call the operation behind which saved tensors live on, and the bytes that
+#: they leave alone because other graphs have saved them.
+_SAVED, _KEPT = "symmplan::saved", "symmplan::kept"
+
 
 #: Where the bound was not reached: how the search ended.
 ENDS = {
@@ -123,7 +127,7 @@ def _placed_lines(plan: Plan) -> list[str]:
     """What is placed, those of one op and role together."""
     alike: dict[tuple[str, str], list[int]] = {}
     for buffer in plan.problem.buffers:
-        if buffer.op and buffer.name in plan.placements:
+        if buffer.op and buffer.op != _KEPT and buffer.name in plan.placements:
             alike.setdefault((buffer.op, buffer.where or ""), []).append(buffer.nbytes)
     rows = [
         (f"{len(sizes):,} x {visible(where)} of {visible(op)}", size(sum(sizes)))
@@ -135,9 +139,9 @@ def _placed_lines(plan: Plan) -> list[str]:
 def _crossing_lines(plan: Plan) -> list[str]:
     """What stays in place between a forward and its backward, and what of other graphs does."""
     size_of = {b.name: b.nbytes for b in plan.problem.buffers}
-    ends = {o.name for o in plan.problem.operations if o.op == "symmplan::saved"}
+    ends = {o.name for o in plan.problem.operations if o.op == _SAVED}
     saved = {a.buffer for a in plan.problem.accesses if a.operation in ends}
-    kept = [b.nbytes for b in plan.problem.buffers if b.name.startswith(":kept.")]
+    kept = [b.nbytes for b in plan.problem.buffers if b.op == _KEPT]
     lines = []
     if saved:
         total = size(sum(size_of[b] for b in saved))

@@ -142,6 +142,7 @@ class Seam:
         """What has the attribute that targets end with."""
         known = (one for target in self.targets for one in target.split(" | "))
         targets = [t for t in known if t.replace(":", ".").endswith(f".{name}")]
+        assert targets, f"no target of {self.name!r} ends with {name}"
         there = [t for t in targets if has(t)]
         if self.carries == "correctness" and len(there) < len(targets):
             raise self.error(*(t for t in targets if t not in there))

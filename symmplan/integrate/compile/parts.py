@@ -241,7 +241,13 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
             ranges.append([segment, group, begin, end])
     buffers = [
         Buffer(
-            f":kept.{segment}.{begin}", end - begin, group, align=1, offset=begin, persistent=True
+            f":kept.{segment}.{begin}",
+            end - begin,
+            group,
+            align=1,
+            offset=begin,
+            persistent=True,
+            op="symmplan::kept",
         )
         for segment, group, begin, end in ranges
     ]
