@@ -17,7 +17,7 @@ import symmplan
 from symmplan.cli import main
 from symmplan.errors import BackendError, MissingSeamError
 from symmplan.memory import realize
-from symmplan.torch_private import seams
+from symmplan.torch_private import devices, seams
 from symmplan.torch_private.table import SEAMS, require
 from symmplan.torch_private.table.compilers import KERNEL_ORDER, READERS
 from symmplan.torch_private.table.simulated import FAKE_CHUNKS, FAKE_WORLD
@@ -169,6 +169,28 @@ def test_a_patch_of_a_name_in_two_places_is_put_back_in_both():
         assert dist.init_process_group is replaced
         assert dist.distributed_c10d.init_process_group is replaced
     assert dist.init_process_group is dist.distributed_c10d.init_process_group is before
+
+
+def test_functions_of_torch_cuda_are_followed_for_a_while(monkeypatch):
+    """Without a device: what is followed is a stand-in."""
+    told = []
+    for owner, name in ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")):
+        monkeypatch.setattr(owner, name, lambda *args: told.append(("torch", *args)))
+    before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.record
+    after = ("Event.record", "Event.wait", "Event.synchronize", "Stream.synchronize")
+    names = (*after, "cuda.synchronize")
+    follow = {name: lambda *args, n=name: told.append((n, *args)) for name in names}
+    with devices.followed(follow):
+        torch.cuda.synchronize("a device")
+        torch.cuda.Stream.synchronize("a stream")
+    assert told == [
+        ("torch", "a device"),
+        ("cuda.synchronize", "a device"),
+        ("torch", "a stream"),
+        ("Stream.synchronize", "a stream"),
+    ]
+    now = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.record
+    assert now == before
 
 
 def test_a_patch_for_speed_is_left_out_where_its_target_is_gone(monkeypatch):
