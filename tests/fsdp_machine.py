@@ -275,6 +275,8 @@ def main():
             if given.only in (None, program.ranks):
                 said, results = judge(program)
                 _count(counts, program, results)
+                if counts["programs"] % 100 == 0:
+                    print(f"{counts['programs']} programs, {len(wrong)} wrong", flush=True)
                 if said:
                     wrong.append(name)
                 if said or len(chosen) == 1:

@@ -35,7 +35,7 @@ def check_seeds(judge, seeds, ranks):
 
 
 def test_some_random_programs_have_the_same_bits(judge):
-    check_seeds(judge, range(12), 2)
+    check_seeds(judge, range(24), 2)
 
 
 @pytest.mark.further
