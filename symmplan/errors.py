@@ -21,7 +21,6 @@ __all__ = [
     "CaptureError",
     "CommandError",
     "DeclarationError",
-    "DemoError",
     "MissingSeamError",
     "NotSymmetricError",
     "OutOfSharedMemoryError",
@@ -31,6 +30,7 @@ __all__ = [
     "PlanningError",
     "ProblemError",
     "RaceError",
+    "RanksFailedError",
     "ReleasedError",
     "RunError",
     "SessionError",
@@ -218,17 +218,19 @@ class UsageError(CommandError):
     rule = "wrong usage"
 
 
-class DemoError(SymmplanError, RuntimeError):
-    """A rank of ``symmplan demo`` failed, or all together took too long.
+class RanksFailedError(CommandError, RuntimeError):
+    """A local rank that was started for a command failed, or all together took too long.
 
     Attributes:
         others: What became of the other ranks, one line each.
-        traceback: Of the rank whose error is told, if it had one.
+        traceback: Of the rank whose error is told, or where each was that took too long.
+        exit_codes: Of all ranks; None of those that had to be ended, or did.
     """
 
-    rule = "demo failed"
+    rule = "local ranks failed"
     others: tuple[str, ...] = ()
     traceback: str = ""
+    exit_codes: tuple[int | None, ...] = ()
 
     def _text(self) -> str:
         return "\n".join([super()._text(), *(f"  then: {other}" for other in self.others)])

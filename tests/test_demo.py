@@ -58,13 +58,10 @@ class Demo:
 
 
 def _ranks_of(demo: int) -> list[int]:
-    """The processes of a demo's ranks, by rank."""
-    found = {}
-    for child in Path(f"/proc/{demo}/task/{demo}/children").read_text().split():
-        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        if b"symmplan.cli.demo.worker" in words:
-            found[json.loads(words[-2])["rank"]] = int(child)
-    return [found[rank] for rank in sorted(found)]
+    """The processes of a demo's ranks, in the order in which they were started."""
+    children = Path(f"/proc/{demo}/task/{demo}/children").read_text().split()
+    commands = {int(c): Path(f"/proc/{c}/cmdline").read_text() for c in children}
+    return [child for child, command in commands.items() if "spawn_main" in command]
 
 
 def _sessions() -> dict[int, str]:
@@ -258,7 +255,10 @@ def test_killing_a_rank_ends_the_demo(mark, victim, tmp_path):
     if mark == "write the plan" and code == 0:
         return  # it had already handed in its result
     assert code == 1, told
-    assert f"symmplan: demo failed: rank {victim} (pid {pid}) was killed by SIGKILL at: " in told
+    assert (
+        f"symmplan: local ranks failed: rank {victim} (pid {pid}) was killed by SIGKILL at: "
+        in told
+    )
     assert "fix: " in told
     assert "Traceback" not in told
 
@@ -270,7 +270,7 @@ def test_a_rank_that_fails_is_told_with_its_reason(tmp_path):
         demo.wait_for("start 2 ranks")
         code, told = demo.finish()
     assert code == 1
-    assert "demo failed: rank 0 " in told
+    assert "local ranks failed: rank 0 " in told
     assert "failed at: write the plan: " in told
     assert "plan.json" in told
 
@@ -281,7 +281,7 @@ def test_the_timeout_ends_the_demo(tmp_path):
         demo.wait_for("start 2 ranks")
         code, told = demo.finish(timeout=30)
     assert code == 1
-    assert "demo failed: not finished after 0.5 s" in told
+    assert "local ranks failed: they did not finish within 0.5 s" in told
     assert "rank 0 at: " in told
 
 
@@ -292,7 +292,7 @@ def test_a_rank_that_stops_does_not_hang_the_demo(tmp_path):
         os.kill(demo.pids[1], signal.SIGSTOP)
         code, told = demo.finish()
     assert code == 1
-    assert "demo failed: " in told
+    assert "local ranks failed: " in told
 
 
 @pytest.mark.parametrize(
@@ -327,12 +327,12 @@ def test_out_must_be_a_folder(tmp_path, capsys):
 
 
 def test_a_long_wait_is_no_silence(monkeypatch, capsys):
-    from symmplan.cli.demo import launch
+    from symmplan.report import progress as module
 
-    progress, now = launch._Progress(), time.monotonic()
+    progress, now = module.Progress(), time.monotonic()
     progress.mark("compile")
     for later in (1.0, 9.0, 11.0, 12.0, 22.0):
-        monkeypatch.setattr(launch.time, "monotonic", lambda later=later: now + later)
+        monkeypatch.setattr(module.time, "monotonic", lambda later=later: now + later)
         progress.beat()
     said = capsys.readouterr().err
     assert [line.partition("s  ")[2] for line in said.splitlines()] == [
@@ -341,16 +341,3 @@ def test_a_long_wait_is_no_silence(monkeypatch, capsys):
         "compile (22 s so far)",
     ]
     assert "pid" not in said
-
-
-def test_a_death_is_told_before_what_others_saw_and_a_cause_before_its_consequences():
-    from symmplan.cli.demo.launch import _order, _Rank
-
-    def rank(number: int, error: dict | None) -> _Rank:
-        return _Rank(number, None, -1, Path(), error=error)
-
-    lost = rank(0, {"error": "a peer is gone", "kinds": ["PeerLostError"], "at": 1.0})
-    cause = rank(1, {"error": "no room", "kinds": ["OutOfSharedMemoryError"], "at": 2.0})
-    gloo = rank(2, {"error": "RuntimeError: Connection closed", "kinds": ["RuntimeError"], "at": 0})
-    dead = rank(3, None)
-    assert sorted([lost, cause, gloo, dead], key=_order) == [dead, cause, gloo, lost]

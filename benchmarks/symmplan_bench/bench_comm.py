@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.errors import CommandError
 from symmplan.place.table import Table, TuningRow
 from symmplan.report.format import count
+from symmplan.testing.ranks import mark
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import check_peers, run_ranks
 
@@ -122,7 +122,7 @@ def _write_choices(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
 
 
-def _choices(rank: int, options: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+def _choices(rank: int, _ranks: int, options: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """What FSDP2's collectives of some sizes run as, over all ranks."""
     import torch
     import torch.distributed as dist
@@ -201,19 +201,19 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _times(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def _times(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures; the first one says how far it is."""
     import torch
 
     total = len(_OPS) * len(options["sizes"])
     times: dict[str, Any] = {}
+    done = 0
     for op in _OPS:
         times[op] = {}
         for size in options["sizes"]:
+            mark(f"{op} of {size} bytes, {done + 1}/{total}")
+            done += 1
             times[op][str(size)] = _measure(op, size, rank, options)
-            if rank == 0:
-                done = sum(map(len, times.values()))
-                print(f"bench comm: {done}/{total}", file=sys.stderr, flush=True)
     return {"torch": torch.__version__, "times": times}
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "threads": max(1, (os.cpu_count() or 1) // args.ranks),
     }
     ranks = run_ranks(
-        _measure, options, ranks=args.ranks, device=args.device, timeout=args.timeout, eager=False
+        _measure, options, ranks=args.ranks, device=args.device, timeout=args.timeout, connect=False
     )
     return compared(ranks, options, _row)
 
@@ -126,7 +126,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
     import torch
     import torch.distributed as dist

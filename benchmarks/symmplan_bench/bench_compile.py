@@ -13,12 +13,12 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import CommandError
 from symmplan.place.choice import CHOOSE
+from symmplan.testing.ranks import mark
 from symmplan_bench.machine import hardware
 from symmplan_bench.processes import check_peers, meet, run_ranks
 
@@ -252,7 +252,7 @@ def render(result: dict[str, Any]) -> str:
 # -- on each rank -------------------------------------------------------------------------------
 
 
-def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures of all cases."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -262,7 +262,7 @@ def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     mesh = init_device_mesh(options["device"], (options["ranks"],))
     with _settings(options["inductor"]):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))  # load the compiler
-        found = {name: _case(name, rank, options, mesh, device) for name in options["cases"]}
+        found = {name: _case(name, options, mesh, device) for name in options["cases"]}
     return {
         "cases": found,
         "machine": {
@@ -307,14 +307,13 @@ def _sides(options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     return sides
 
 
-def _case(
-    name: str, rank: int, options: dict[str, Any], mesh: Any, device: torch.device
-) -> dict[str, Any]:
+def _case(name: str, options: dict[str, Any], mesh: Any, device: torch.device) -> dict[str, Any]:
     import attrs
     import torch
 
     from symmplan_bench.compile_models import CASES
 
+    mark(name)
     sides = _sides(options)
     compiles: dict[str, list[float]] = {side: [] for side in sides}
     own: list[float] = []
@@ -347,8 +346,6 @@ def _case(
             losses[side].append(loss)
             if step >= _WARM_UP:
                 steps[side].append(seconds)
-    if rank == 0:
-        print(f"bench compile: {name}", file=sys.stderr)
     result = {
         "sides": {s: {"steps": steps[s], "compiles": compiles[s]} for s in sides},
         "own_compile_s": own,

@@ -88,7 +88,7 @@ def _slowest(rows: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     }
 
 
-def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
     import torch
 

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ranks=args.ranks,
         device=args.device,
         timeout=args.timeout,
-        eager=False,
+        connect=False,
     )
     runs = [_compared([r["runs"][i] for r in ranks], options) for i in range(len(args.tokens))]
     first = ranks[0]

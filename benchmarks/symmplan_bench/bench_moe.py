@@ -107,7 +107,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
     import torch
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
+
+from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ def rounds(names: Sequence[str], count: int) -> list[list[str]]:
     return [[*names[turn:], *names[:turn]] for turn in turns]
 
 
-def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train all sides; what was seen of each, as plain data.
 
     Args:
@@ -47,11 +48,11 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     sides: dict[str, Side] = {}
     memory = {}
     for name in options["sides"]:
-        _say(rank, f"building {name}")
+        mark(f"building {name}")
         sides[name], memory[name] = _built(name, rank, options)
     result: dict[str, Any] = {
         "memory": memory,
-        "runs": [_run(rank, sides, tokens, options) for tokens in options["tokens"]],
+        "runs": [_run(sides, tokens, options) for tokens in options["tokens"]],
         "how": {name: side.how for name, side in sides.items() if side.how},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -100,9 +101,7 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     return side, found
 
 
-def _run(
-    rank: int, sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Step all sides in turn, and compare what they computed."""
     for side in sides.values() if options["cuda_graph"] else ():
         side.capture(tokens)
@@ -122,7 +121,7 @@ def _run(
         for side in sides.values():
             side.advance()
         if turn >= _SETTLE:
-            _say(rank, f"{tokens} tokens, {turn - _SETTLE + 1}/{options['steps']}")
+            mark(f"{tokens} tokens, {turn - _SETTLE + 1}/{options['steps']}")
     found: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         found[name] = {"times": side.times, "losses": side.losses, "collectives": side.collectives}
@@ -131,7 +130,7 @@ def _run(
             found[name]["losses_equal"] = side.losses == plain.losses
     if options["device"] == "cuda" and options["profile"]:
         for name, side in sides.items():
-            _say(rank, f"{tokens} tokens, profile of {name}")
+            mark(f"{tokens} tokens, profile of {name}")
             found[name]["profile"] = side.profile(tokens)
     return {"tokens": tokens, "sides": found}
 
@@ -154,8 +153,3 @@ def difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) ->
 def worst(differences: Sequence[float]) -> float:
     """The largest; not a number if one is not, which `max` may overlook."""
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
-
-
-def _say(rank: int, text: str) -> None:
-    if rank == 0:
-        print(f"bench fsdp: {text}", file=sys.stderr, flush=True)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
-import gc
-import json
-import multiprocessing
-import os
-import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from symmplan.errors import CommandError
+from symmplan.report.progress import Progress
+from symmplan.testing.ranks import run_ranks as launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["check_peers", "compared", "meet", "rounds_of", "run_ranks"]
+
+#: Seconds: for the others when a rank has failed, and for a collective.
+_GRACE, _GROUP_TIMEOUT = 5.0, 120.0
 
 
 def check_peers(ranks: int) -> None:
@@ -49,15 +45,15 @@ def meet() -> None:
 
 
 def run_ranks(
-    act: Callable[[int, dict[str, Any]], Any],
+    act: Callable[[int, int, dict[str, Any]], Any],
     options: dict[str, Any],
     *,
     ranks: int,
     device: str,
     timeout: float,
-    eager: bool = True,
+    connect: bool = True,
 ) -> list[Any]:
-    """Call ``act(rank, options)`` in new processes that share a process group.
+    """Call ``act(rank, ranks, options)`` in new processes that share a process group.
 
     Args:
         act: Defined at the top of a module; returns plain data.
@@ -66,98 +62,39 @@ def run_ranks(
         ranks: How many processes.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one device for each rank).
         timeout: Seconds for everything.
-        eager: Whether NCCL connects at once. Communicators that are made later are then split
-            from the first one, which those with other options should not be.
+        connect: Whether NCCL connects at once.
 
     Returns:
         What each rank returned.
 
     Raises:
-        CommandError: A rank failed, or did not finish in time. No process is left.
+        RanksFailedError: A rank failed, or did not finish in time. No process is left.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [
-        context.Process(
-            target=_rank, args=(act, rank, ranks, device, store.port, options, eager), daemon=True
-        )
-        for rank in range(ranks)
-    ]
-    with _ended(processes):
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes):
-            if any(p.exitcode for p in processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
-        if any(code != 0 for code in codes):
-            raise CommandError(
-                "ranks of the benchmark failed or did not finish",
-                expected=f"all of them done within {timeout:g} s",
-                got=f"exit codes {codes} (None: still running)",
-                fix="see their output above, or raise --timeout",
-                exit_codes=codes,
-            )
-        return [json.loads(bytes(store.get(f"bench/result/{rank}"))) for rank in range(ranks)]
-
-
-@contextlib.contextmanager
-def _ended(processes: list[BaseProcess]) -> Iterator[None]:
+    progress = Progress()
     try:
-        yield
+        return launch(
+            _met,
+            ranks,
+            act,
+            options,
+            timeout=timeout,
+            init="nccl" if device == "cuda" else "gloo",
+            method="spawn",
+            grace=_GRACE,
+            group_timeout=_GROUP_TIMEOUT,
+            threads=options.get("threads", 1),
+            connect=connect,
+            copy_engines=bool(options.get("zero_cta")),
+            quiet=True,
+            progress=progress,
+        )
     finally:
-        for process in processes:
-            if process.pid is not None and process.is_alive():
-                process.kill()
-            if process.pid is not None:
-                process.join()
+        progress.close()
 
 
-def _rank(
-    act: Callable[[int, dict[str, Any]], Any],
-    rank: int,
-    ranks: int,
-    device: str,
-    port: int,
-    options: dict[str, Any],
-    eager: bool,
-) -> None:
-    """One rank's life."""
-    import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    warnings.simplefilter("ignore")  # torch's own; they would bury the progress
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cuda = device == "cuda"
-    more: dict[str, Any] = {}
-    if cuda:
-        torch.cuda.set_device(rank)
-        if eager:
-            more["device_id"] = torch.device("cuda", rank)
-        if options.get("zero_cta"):
-            nccl: Any = dist.ProcessGroupNCCL
-            more["pg_options"] = nccl.Options()
-            more["pg_options"].config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-    torch.set_num_threads(options.get("threads", 1))
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=PrefixStore("bench/group", store),
-        rank=rank,
-        world_size=ranks,
-        timeout=dt.timedelta(seconds=120),
-        **more,
-    )
+def _met(rank: int, ranks: int, act: Callable[..., Any], options: dict[str, Any]) -> Any:
     meet()  # symmetric memory needs a communicator that has run something
-    store.set(f"bench/result/{rank}", json.dumps(act(rank, options)))
-    meet()
-    gc.collect()  # what is left in cycles holds the group, whose threads must end with it
-    dist.destroy_process_group()
+    return act(rank, ranks, options)
 
 
 def rounds_of(found: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,8 +42,8 @@ from symmplan.cli.screen import fitted, write
 from symmplan.errors import CommandError, SymmplanError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
+    from collections.abc import Iterator, Sequence
+    from types import FrameType, ModuleType
 
 __all__ = ["EXIT_CODES", "benches", "main"]
 
@@ -103,13 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is None:
             parser.print_help(sys.stderr)
             return 2
-        return _print(module, args, module.run(args))
+        with _ending_on_signals():
+            return _print(module, args, module.run(args))
     except UsageError as error:
         if "--json" not in words:
             print(error.fix, file=sys.stderr)
         return _fail(f"{error.rule}: {error.what}", words, error, code=2)
     except SymmplanError as error:
         if debug:
+            print(getattr(error, "traceback", ""), file=sys.stderr)  # of another process
             raise
         return _fail(str(error), words, error)
     except BrokenPipeError:
@@ -124,6 +129,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("symmplan: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack, so that what a command started ends with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Parser(argparse.ArgumentParser):

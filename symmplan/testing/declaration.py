@@ -15,12 +15,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import multiprocessing
-import time
-import warnings
-from multiprocessing.connection import wait
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
@@ -33,6 +29,7 @@ if TYPE_CHECKING:
 
     from symmplan.registry.schema import OpRef
     from symmplan.testing.late_ranks import Call, Job
+    from symmplan.testing.ranks import RankOutcome
 
 __all__ = ["Contradiction", "DeclarationReport", "Fact", "check_declaration"]
 
@@ -205,55 +202,43 @@ def check_declaration(
 
 def _run(job: Job, timeout: float) -> list[list[Call]]:
     """What each rank did, call by call."""
-    import torch.distributed as dist
-
     from symmplan.testing.late_ranks import run_rank
+    from symmplan.testing.ranks import RankPool
 
-    context: Any = multiprocessing.get_context("fork" if job.setup is None else "spawn")
-    stores: Any = dist  # which have no types
-    store = stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    progress = context.RawArray("q", 2 * job.ranks)
-    deadline = time.monotonic() + timeout
-    with contextlib.ExitStack() as ended, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forked: the child makes no threads
-        if gc.isenabled():  # until the child has put aside what it inherits
-            gc.disable()
-            ended.callback(gc.enable)
-        waiting: dict[Any, int] = {}
-        for rank in range(job.ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            args = (job, rank, store.port, progress, theirs)
-            process = context.Process(target=run_rank, args=args, daemon=True)
-            process.start()
-            ended.callback(process.join)
-            ended.callback(process.kill)
-            theirs.close()
-            waiting[ours] = rank
-        found: dict[int, list[Call]] = {}
-        while waiting:
-            ready: list[Any] = wait([*waiting], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise _late(job, sorted(waiting.values()), timeout)
-            for connection in ready:
-                rank = waiting.pop(connection)
-                found[rank] = _received(job, rank, connection)
-        return [found[rank] for rank in range(job.ranks)]
+    with tempfile.TemporaryDirectory(prefix="symmplan-progress-") as folder:
+        progress = Path(folder) / "progress"
+        progress.write_bytes(bytes(2 * 8 * job.ranks))
+        pool = RankPool(
+            job.ranks,
+            call=(run_rank, job, str(progress)),
+            method="fork" if job.setup is None else "spawn",
+            timeout=timeout,
+            grace=0.0,
+            group_timeout=2 * timeout,
+        )
+        with pool:
+            outcomes = pool.collect()
+    for outcome in outcomes:
+        if outcome.error is not None or outcome.exitcode is not None:
+            raise _failed(job, outcome)
+    late = [outcome.rank for outcome in outcomes if outcome.hung is not None]
+    if late:
+        raise _late(job, late, timeout)
+    return [outcome.value for outcome in outcomes]
 
 
-def _received(job: Job, rank: int, connection: Any) -> list[Call]:
-    try:
-        kind, value = connection.recv()  # from a process that this one started
-    except EOFError:
-        kind, value = "error", "it ended without a word"
-    if kind == "calls":
-        return list(value)
-    raise RunError(
-        f"rank {rank} could not run {job.op}",
+def _failed(job: Job, outcome: RankOutcome) -> RunError:
+    error = outcome.error
+    got = "it ended without a word"
+    if error is not None:
+        got = f"{error.kind}: {error.text}" + (f" at {error.where}" if error.where else "")
+    return RunError(
+        f"rank {outcome.rank} could not run {job.op}",
         expected="an op that runs on symmetric tensors",
-        got=value,
+        got=got,
         fix="mend the op, or the inputs that it was given",
         op=job.op,
-        failed_rank=rank,
+        failed_rank=outcome.rank,
     )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import gc
 import importlib
-import os
+import mmap
 import random
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +20,6 @@ from symmplan.place.ways import overload_named
 from symmplan.planner import plan
 from symmplan.registry import requirements
 from symmplan.torch_private import c10d
-from symmplan.torch_private.c10d import forget_groups
 from symmplan.torch_private.ops import FakeTensorMode, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -35,8 +31,6 @@ __all__ = ["Call", "Job", "Noted", "run_rank"]
 _QUIET = 0.1
 _LONGEST = 2.0
 _POLL = 0.001
-#: Process groups of the process that a rank was forked from.
-_FORGOTTEN: list[object] = []
 #: Accesses of peers' bytes in one call that are put off.
 _PUT_OFF = 6
 #: Calls in which every rank dawdles at random.
@@ -97,57 +91,30 @@ class Call:
     accesses: list[Noted] = field(factory=list)
 
 
-def run_rank(job: Job, rank: int, port: int, progress: Any, results: Any) -> None:
-    """One rank's life; sends ``("calls", [Call, ...])`` or ``("error", text)``.
+def run_rank(rank: int, ranks: int, job: Job, progress: str) -> list[Call]:
+    """What this rank did, call by call.
 
-    Then it waits until its parent ends it.
+    Args:
+        rank: This one.
+        ranks: How many there are.
+        job: What they are asked to do.
+        progress: A file that they share: 8 bytes for the steps of each, then for its ended calls.
+
+    Collective: yes.
     """
-    answer: tuple[str, Any]
-    parent = os.getppid()
-    # Garbage of the parent may be a server whose end waits for threads, which are not here.
-    gc.freeze()
-    gc.enable()
-    try:
-        answer = ("calls", _work(job, rank, port, progress))
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the parent says it)
-        text = "".join(traceback.format_exception_only(error)).strip()
-        where = traceback.extract_tb(error.__traceback__)
-        outside = [f for f in where if "/torch/" not in f.filename]
-        line = f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
-        answer = ("error", text + line)
-    results.send(answer)
-    results.close()
-    while os.getppid() == parent:  # peers that wait for a rank that ended would say that it is lost
-        time.sleep(0.2)
-    os._exit(0)  # what the parent's modules would do at exit is the parent's
-
-
-def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
-    torch.set_num_threads(1)
     if job.setup is not None:
         importlib.import_module(job.setup)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if dist.is_initialized():  # forked from a rank of another group, whose threads are not here
-        _FORGOTTEN.append(forget_groups())
-    timeout = dt.timedelta(seconds=job.timeout)
-    network: Any = dist  # whose stores have no types
-    store = network.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        "gloo",
-        store=network.PrefixStore("declaration", store),
-        rank=rank,
-        world_size=job.ranks,
-        timeout=timeout,
-    )
+    with open(progress, "r+b") as file:  # noqa: PTH123
+        shared = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
     delays: list[_Delay] = [
         (late, at_start)
         for _ in range(job.rounds)
         for at_start in (True, False)
-        for late in range(job.ranks)
+        for late in range(ranks)
     ]
     calls, watching = [], Watching(job.timeout)
     with torch.no_grad():
-        placed = _Rank(job, rank, progress)
+        placed = _LateRank(job, rank, shared)
         for number, delay in enumerate([*delays, *[None] * _RANDOM_CALLS]):
             values = placed.arguments(number)
             with watching:
@@ -155,10 +122,10 @@ def _work(job: Job, rank: int, port: int, progress: Any) -> list[Call]:
     return calls
 
 
-class _Rank:
+class _LateRank:
     """A rank that runs an op with its tensors in placements: also those that are not declared."""
 
-    def __init__(self, job: Job, rank: int, progress: Any) -> None:
+    def __init__(self, job: Job, rank: int, progress: memoryview) -> None:
         spec = requirements(job.op)
         assert spec is not None
         self.job, self.rank, self.spec = job, rank, spec
@@ -296,7 +263,7 @@ class _Rank:
         began = moved = time.monotonic()
         before: list[int] = []
         while time.monotonic() - began < _LONGEST and time.monotonic() - moved < _QUIET:
-            now = self.progress[:]
+            now = self.progress.tolist()
             others = [r for r in range(self.job.ranks) if r != self.rank]
             if all(now[self.job.ranks + r] > self.number for r in others):
                 return

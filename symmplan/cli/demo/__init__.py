@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from symmplan.errors import DemoError
 from symmplan.report.format import count, size, table, visible
+from symmplan.report.progress import Progress
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -29,6 +28,8 @@ __all__ = ["add_arguments", "render", "run"]
 _SHOWN = 5
 #: Ranks. The model's sizes would do for four, but two cores would not.
 WORLD = 2
+#: Seconds that the other ranks get to say what they saw when one of them has failed.
+_GRACE = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,24 +63,36 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, wait for them, put their results together."""
-    from symmplan.cli.demo.launch import run_ranks
+    from symmplan.testing.ranks import run_ranks
 
     begin = time.monotonic()
     out = Path(tempfile.mkdtemp(prefix="symmplan-demo-")) if args.out is None else args.out
     out.mkdir(parents=True, exist_ok=True)
-    setup = {
-        "out": str(out.resolve()),
-        "steps": args.steps,
-        "inner": args.inner,
-        "threads": max(1, (os.cpu_count() or 1) // WORLD),
-    }
+    progress = Progress()
     try:
-        ranks = run_ranks(setup, world=WORLD, timeout=args.timeout)
-    except DemoError as error:
-        if args.debug and error.traceback:
-            print(error.traceback, file=sys.stderr)
-        raise
+        ranks = run_ranks(
+            train,
+            WORLD,
+            {"out": str(out.resolve()), "steps": args.steps, "inner": args.inner},
+            timeout=args.timeout,
+            method="spawn",
+            grace=_GRACE,
+            group_timeout=args.timeout,
+            env={"TORCHINDUCTOR_COMPILE_THREADS": "1"},  # two ranks, and about as many cores
+            threads=max(1, (os.cpu_count() or 1) // WORLD),
+            quiet=True,
+            progress=progress,
+        )
+    finally:
+        progress.close()
     return {**_together(ranks, out), "seconds": round(time.monotonic() - begin, 3)}
+
+
+def train(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
+    """What a rank does."""
+    from symmplan.cli.demo.train import run_rank  # which imports torch
+
+    return run_rank(rank, world, setup)
 
 
 def _together(ranks: list[dict[str, Any]], out: Path) -> dict[str, Any]:

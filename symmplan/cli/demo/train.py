@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import math
 import statistics
 import time
@@ -23,11 +22,10 @@ from symmplan.memory import Arena, realize
 from symmplan.model import Problem
 from symmplan.planner import plan as make_plan
 from symmplan.report import plan_facts
+from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from symmplan.cli.demo.worker import Reporter
 
 __all__ = ["Difference", "relative", "run_rank"]
 
@@ -38,6 +36,8 @@ _PLAIN = {
     "all_reduce": "all_reduce",
 }
 _REPEATS = 25
+#: Seconds that a rank waits for the other in shared memory.
+_TIMEOUT = 60.0
 
 #: Something real to learn from: the opening of Lewis Carroll's Alice's Adventures in Wonderland.
 _TEXT = """\
@@ -52,54 +52,44 @@ getting up and picking the daisies, when suddenly a White Rabbit with pink eyes 
 """
 
 
-def run_rank(setup: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
+def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
     """Train with and without symmplan; what came out, as plain data.
 
     Collective: yes, over the ranks of the demo.
     """
-    torch.set_num_threads(setup["threads"])
-    reporter.mark("meet the other ranks")
-    store = dist.FileStore(setup["store"], setup["world"])  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=setup["rank"],
-        world_size=setup["world"],
-        timeout=dt.timedelta(seconds=setup["timeout"]),
-    )
     assert dist.group.WORLD is not None
     group = dist.group.WORLD.group_name
     inner = setup["inner"]
     if inner == "auto":
         inner = "eager" if cxx_compiler() is None else "inductor"
-    config = Config(world=setup["world"])
-    backend = symmplan.backend(inner=inner, memory="shm", timeout=setup["timeout"])
+    config = Config(world=world)
+    backend = symmplan.backend(inner=inner, memory="shm", timeout=_TIMEOUT)
     # The same inner compiler; "aot_eager" because symmplan's "eager", too, runs what AOTAutograd
     # made of the model. (Dynamo's own "eager" loses these gradients on torch 2.11.)
     without = {"inductor": "inductor", "eager": "aot_eager"}[inner]
-    plain = _Trainee(config, setup["rank"], group, backend=without)
-    planned = _Trainee(config, setup["rank"], group, backend=backend)
+    plain = _Trainee(config, rank, group, backend=without)
+    planned = _Trainee(config, rank, group, backend=backend)
 
     difference = Difference()
     for step, (inputs, targets) in enumerate(_batches(config, setup["steps"]), start=1):
         where = f"step {step} of {setup['steps']}"
         compiling = f", compile with {inner}" if step == 1 else ""
-        reporter.mark(f"{where} without symmplan{compiling}")
+        mark(f"{where} without symmplan{compiling}")
         plain.step(inputs, targets)
-        reporter.mark(f"{where} with symmplan{compiling}")
+        mark(f"{where} with symmplan{compiling}")
         planned.step(inputs, targets)
         difference.losses(plain.losses[-1], planned.losses[-1])
         difference.tensors(plain.gradients(), planned.gradients())
     difference.tensors(plain.parameters(), planned.parameters())
 
-    reporter.mark("verify the plan")
+    mark("verify the plan")
     (plan,) = backend.plans  # of one graph
     plan.verify()
     stats = asdict(backend.stats)
-    reporter.mark("time the collectives against gloo's")
-    timing = _time_collectives(plan, group, timeout=setup["timeout"])
-    reporter.mark("write the plan")
-    if setup["rank"] == 0:
+    mark("time the collectives against gloo's")
+    timing = _time_collectives(plan, group, timeout=_TIMEOUT)
+    mark("write the plan")
+    if rank == 0:
         write_text(Path(setup["out"]) / "plan.json", plan.to_json())
         plan.to_html(Path(setup["out"]) / "plan.html")
     words = ("operation", "op", "where", "reason")
