@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from symmplan.bench import compile as bench_compile
 from symmplan.errors import CommandError
-from symmplan_bench import bench_compile
 
 
 def options(*words):

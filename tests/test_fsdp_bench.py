@@ -10,15 +10,16 @@ import threading
 import pytest
 import torch
 
+from symmplan.bench import fsdp as bench_fsdp
+from symmplan.bench.parts.fsdp_ranks import difference, worst
+from symmplan.bench.parts.fsdp_sides import HostClock, batch_of
+from symmplan.bench.parts.llama import Llama, parts
+from symmplan.bench.parts.pooled import PooledAllGather, install
+from symmplan.bench.parts.profile import beside, gathers_of, summed
+from symmplan.bench.parts.timing import in_turns
 from symmplan.cli import shell
 from symmplan.errors import CommandError
 from symmplan.place.observe import DeviceEvent, kind_of
-from symmplan_bench import bench_fsdp
-from symmplan_bench.fsdp_mixin import PooledAllGather, install
-from symmplan_bench.fsdp_models import Llama, parts
-from symmplan_bench.fsdp_profile import beside, gathers_of, summed
-from symmplan_bench.fsdp_ranks import difference, rounds, worst
-from symmplan_bench.fsdp_sides import HostClock, batch_of
 
 
 def options(*words):
@@ -191,7 +192,7 @@ def test_a_rendered_profile_has_a_column_for_each_side():
 
 def test_every_side_is_first_in_turn():
     names = ["a", "b", "c"]
-    orders = rounds(names, 7)
+    orders = in_turns(names, 7)
     assert all(sorted(order) == names for order in orders)
     assert [order[0] for order in orders] == ["a", "b", "c", "a", "b", "c", "a"]
 

@@ -233,7 +233,7 @@ def llama(rank, world, dim):
     """Two layers of a Llama, of any width."""
     from torch.distributed.fsdp import fully_shard
 
-    from symmplan_bench.fsdp_models import Llama
+    from symmplan.bench.parts.llama import Llama
 
     def build():
         model = Llama(2, dim)

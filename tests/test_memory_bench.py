@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from symmplan.bench import comm as bench_comm
 from symmplan.errors import CommandError
-from symmplan_bench import bench_comm
 
 pytestmark = pytest.mark.ranks
 
@@ -43,7 +43,7 @@ def test_wrong_sizes_are_usage_errors(text, capsys):
 
 
 def test_sizes_have_units():
-    assert options("--sizes", "1,4096,64k,16M").sizes == [64, 4096, 1 << 16, 1 << 24]
+    assert options("--sizes", "1,4096,64k,16M").sizes == (64, 4096, 1 << 16, 1 << 24)
 
 
 def test_one_rank_is_refused():

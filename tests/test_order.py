@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from steps import lines_of
 from strategies import problems
 
+from symmplan.bench.parts.instances import stream_program
 from symmplan.errors import ProblemError
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.items import conflicts_of, items_of
@@ -19,7 +20,6 @@ from symmplan.planner.packing.bound import heaviest_clique, heaviest_moment
 from symmplan.planner.packing.task import task_of
 from symmplan.planner.verify.clocks import Clocks
 from symmplan.testing import conflicts, happens_before, heaviest_set, linear_extensions
-from symmplan_bench.instances import stream_program
 
 PLAIN = {"remote": False, "pins": False, "groups": ("g",)}
 

@@ -7,17 +7,17 @@ import json
 
 import pytest
 
-from symmplan.errors import ProblemError
-from symmplan.model import Problem
-from symmplan.planner import plan
-from symmplan_bench import bench_planner
-from symmplan_bench.instances import (
+from symmplan.bench import planner as bench_planner
+from symmplan.bench.parts.instances import (
     cut_rectangle,
     fsdp_program,
     loosened,
     moe_program,
     tensor_parallel_program,
 )
+from symmplan.errors import ProblemError
+from symmplan.model import Problem
+from symmplan.planner import plan
 
 
 def run(*words):

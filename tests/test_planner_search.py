@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import hard_rows, interval_problems, problems
 
+from symmplan.bench.parts.instances import cut_rectangle
 from symmplan.model import Plan, Problem
 from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, items_of
@@ -19,7 +20,6 @@ from symmplan.planner.packing.greedy import squeak
 from symmplan.planner.packing.search import search
 from symmplan.planner.packing.task import Space, task_of
 from symmplan.testing import lowest_peak
-from symmplan_bench.instances import cut_rectangle
 
 LIMIT = 200_000
 

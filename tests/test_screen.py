@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from symmplan.bench import eager as bench_eager
+from symmplan.bench import moe as bench_moe
 from symmplan.cli import screen
-from symmplan_bench import bench_eager, bench_moe
 
 
 def test_a_terminal_shows_colours_where_rich_is_installed(capsys, monkeypatch):
@@ -33,7 +34,8 @@ def test_a_terminal_shows_colours_where_rich_is_installed(capsys, monkeypatch):
 def test_tables_of_benchmarks_fit_on_eighty_columns():
     times = {"plain_us": 30123.45, "session_us": 30123.45}
     host = {f"{c}_us": 30123.45 for c in ("placed", "overhead", "copies")} | times
-    about = {"ranks": 2, "machine": "cpu", "torch": "2.13.0+cpu", "layers": 1, "width": 512}
+    machine = {"cpu": "cpu", "device": "CPU", "cores": 16, "torch": "2.13.0+cpu", "nccl": None}
+    about = {"ranks": 2, "machine": machine, "layers": 1, "width": 512}
     graphs = {"plain_graph_us": None, "session_graph_us": None}
     message = {"nbytes": 8 << 20, **times, **graphs}
     moe = {

@@ -14,11 +14,11 @@ from steps import lines_of
 from strategies import problems
 
 import symmplan.planner.verify as verify_package
+from symmplan.bench.parts.instances import steady_stream, stream_program
 from symmplan.errors import PlanningError, VerificationError
 from symmplan.model import Access, Barrier, Bound, Buffer, Operation, Placement, Problem
 from symmplan.planner import plan
 from symmplan.testing import conflicts, unsynchronised
-from symmplan_bench.instances import steady_stream, stream_program
 
 
 def rich():

@@ -1,6 +1,6 @@
 """Find a command's module, run it, print its result.
 
-A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan_bench.bench_<name>``) with
+A command is a module ``symmplan.cli.<name>`` (a benchmark: ``symmplan.bench.<name>``) with
 
 - ``add_arguments(parser)``: its options,
 - ``run(args) -> dict``: the work; progress goes to stderr, the result is plain data for JSON;
@@ -70,15 +70,12 @@ def benches() -> dict[str, str]:
     The files are parsed, not imported, so that listing them costs nothing and cannot fail.
     """
     found: dict[str, str] = {}
-    package = importlib.util.find_spec("symmplan_bench")
-    if package is None or package.origin is None:
-        return found
-    for path in sorted(Path(package.origin).parent.glob("bench_*.py")):
+    for path in sorted((Path(__file__).parent.parent / "bench").glob("[!_]*.py")):
         try:
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         except (OSError, SyntaxError, ValueError):
             doc = None
-        found[path.stem.removeprefix("bench_")] = (doc or "").partition("\n")[0]
+        found[path.stem] = (doc or "").partition("\n")[0]
     return found
 
 
@@ -204,7 +201,7 @@ def _find(words: list[str]) -> str:
 
 def _load(command: str) -> ModuleType:
     bench = command.partition(" ")[2]
-    name = f"symmplan_bench.bench_{bench}" if bench else f"symmplan.cli.{command}"
+    name = f"symmplan.bench.{bench}" if bench else f"symmplan.cli.{command}"
     if importlib.util.find_spec(name) is None:
         raise CommandError(
             f"symmplan {command} is not part of this installation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
 __all__ = ["count", "size", "table", "visible"]
 
@@ -49,12 +49,19 @@ def _escape(char: str) -> str:
     return char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines with the columns of ``rows`` aligned; the last column is left ragged."""
+def table(rows: Sequence[tuple[str, ...]], right: Container[int] = ()) -> list[str]:
+    """Lines with the columns of ``rows`` aligned; the last column is left ragged.
+
+    Args:
+        rows: All of one length.
+        right: Columns that are aligned to the right, as numbers are.
+    """
     if not rows:
         return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        padded = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in cells]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return lines

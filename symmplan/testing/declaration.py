@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from symmplan.registry.schema import OpRef
-    from symmplan.testing.late_ranks import Call, Job
+    from symmplan.testing.late_ranks import Job, RankCall
     from symmplan.testing.ranks import RankOutcome
 
 __all__ = ["Contradiction", "DeclarationReport", "Fact", "check_declaration"]
@@ -200,7 +200,7 @@ def check_declaration(
     return _judge(spec, calls, ranks)
 
 
-def _run(job: Job, timeout: float) -> list[list[Call]]:
+def _run(job: Job, timeout: float) -> list[list[RankCall]]:
     """What each rank did, call by call."""
     from symmplan.testing.late_ranks import run_rank
     from symmplan.testing.ranks import RankPool
@@ -257,7 +257,7 @@ def _late(job: Job, missing: list[int], timeout: float) -> PeerTimeoutError:
 # What the calls say. Times are of one clock; an access is at least as late as it was noted.
 
 
-def _judge(spec: Any, ranks: list[list[Call]], size: int) -> DeclarationReport:
+def _judge(spec: Any, ranks: list[list[RankCall]], size: int) -> DeclarationReport:
     declared = {"reads", "writes"}
     declared |= set(_OF_HANDSHAKE) if spec.handshake else set()
     declared |= set(_OF_RELEASE) if spec.release else set()
@@ -272,7 +272,9 @@ def _judge(spec: Any, ranks: list[list[Call]], size: int) -> DeclarationReport:
     return DeclarationReport(spec.op, size, len(ranks[0]), seen, facts)
 
 
-def _contradictions(calls: Sequence[Call], named: set[str]) -> Iterator[tuple[str, Contradiction]]:
+def _contradictions(
+    calls: Sequence[RankCall], named: set[str]
+) -> Iterator[tuple[str, Contradiction]]:
     """What contradicts which fact in one call of all ranks, in the order of time."""
     last = max(range(len(calls)), key=lambda r: calls[r].began)
     first = min(range(len(calls)), key=lambda r: calls[r].ended)

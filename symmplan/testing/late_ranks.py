@@ -25,7 +25,7 @@ from symmplan.torch_private.ops import FakeTensorMode, tree_leaves, tree_map_onl
 if TYPE_CHECKING:
     from symmplan.memory.race_log import Extent
 
-__all__ = ["Call", "Job", "Noted", "run_rank"]
+__all__ = ["Job", "Noted", "RankCall", "run_rank"]
 
 #: Seconds without any progress of the others, after which a late rank goes on: they wait for it.
 _QUIET = 0.1
@@ -83,7 +83,7 @@ class Noted:
 
 
 @define
-class Call:
+class RankCall:
     """One call of one rank: when it began and ended, in seconds, and what it touched meanwhile."""
 
     began: float = 0.0
@@ -91,7 +91,7 @@ class Call:
     accesses: list[Noted] = field(factory=list)
 
 
-def run_rank(rank: int, ranks: int, job: Job, progress: str) -> list[Call]:
+def run_rank(rank: int, ranks: int, job: Job, progress: str) -> list[RankCall]:
     """What this rank did, call by call.
 
     Args:
@@ -136,7 +136,7 @@ class _LateRank:
         self.dice = random.Random(rank)  # noqa: S311
         self.number, self.put_off = 0, 0
         self.delay: _Delay = None
-        self.call: Call | None = None
+        self.call: RankCall | None = None
         values = self.arguments(0)
         self.tensors = {**_tensors(values), **self._results(values)}
         self._place()
@@ -203,7 +203,7 @@ class _LateRank:
         like = zip(names, several, strict=True)
         return {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in like}
 
-    def run(self, values: dict[str, Any], number: int, delay: _Delay) -> Call:
+    def run(self, values: dict[str, Any], number: int, delay: _Delay) -> RankCall:
         """One call, from all ranks' readiness to all ranks' end."""
         self.number, self.delay, self.put_off = number, delay, 0
         (segment,) = self.arena.segments.values()
@@ -216,7 +216,7 @@ class _LateRank:
             names = [a.name for a in op._schema.arguments]
             values = {n: values[n] if n in values else next(outs) for n in names}
         segment.barrier()
-        call = Call()
+        call = RankCall()
         self.wait(at_start=True)
         call.began = time.monotonic()
         self.call = call

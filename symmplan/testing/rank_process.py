@@ -182,7 +182,6 @@ def _begin(rank: int, world_size: int, life: Life, port: int, first: Any) -> Any
 def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
 
     if dist.is_initialized():  # forked from a rank of another group, whose threads are not here
         from symmplan.torch_private.c10d import forget_groups
@@ -199,7 +198,10 @@ def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
             more["pg_options"] = nccl.copy_engine_options()
     timeout = dt.timedelta(seconds=life.group_timeout)
     master = life.rank0_store and rank == 0
-    store = TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False, timeout=timeout)
+    network: Any = dist  # whose stores have no types
+    store = network.TCPStore(
+        "127.0.0.1", port, is_master=master, wait_for_workers=False, timeout=timeout
+    )
     dist.init_process_group(
         life.init, store=store, rank=rank, world_size=world_size, timeout=timeout, **more
     )

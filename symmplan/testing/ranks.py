@@ -203,9 +203,10 @@ class RankPool:
                 connection.send(port)
 
     def _make_store(self, life: Life) -> int:
-        from torch._C._distributed_c10d import TCPStore
+        import torch.distributed as dist
 
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        network: Any = dist  # whose stores have no types
+        store = network.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = None if life.rank0_store else store
         return int(store.port)
 

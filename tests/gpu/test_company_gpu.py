@@ -17,8 +17,8 @@ def _steps(rank, world_size, choose):
     """The choices, whether somebody still listens, and how far results are from FSDP2's."""
     import torch.distributed as dist
 
+    from symmplan.bench.parts.two_groups import TwoGroups
     from symmplan.place import listening, trials
-    from symmplan_bench.company_sides import Sharded
 
     trials.forget()
     other = dist.new_group(range(world_size))
@@ -28,7 +28,7 @@ def _steps(rank, world_size, choose):
     x = torch.randn(1024, 2048, generator=generator).cuda().to(torch.bfloat16)
     found = {}
     for side in ("plain", choose):
-        made = Sharded(side, options, groups, x)
+        made = TwoGroups("FSDP2", side, options, groups, x)
         found[side] = made()
         torch.cuda.synchronize()
         choices = [(c.op, c.nbytes, c.way, c.company, sorted(c.seconds)) for c in made.choices]

@@ -34,7 +34,7 @@ def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, count=LAYE
     import torch.distributed as dist
 
     import symmplan
-    from symmplan_bench.fsdp_sides import Side
+    from symmplan.bench.parts.fsdp_sides import Side
 
     dist.barrier()
     options = {

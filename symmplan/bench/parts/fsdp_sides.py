@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import symmplan
+from symmplan.bench.parts.llama import Llama, mlp, parts
+from symmplan.bench.parts.pooled import SymmetricPool, install
+from symmplan.bench.parts.profile import profile, profile_gathers
+from symmplan.bench.parts.timing import meet
 from symmplan.torch_private import fsdp2, nccl, symm_mem
-from symmplan_bench.fsdp_mixin import Pool, install
-from symmplan_bench.fsdp_models import Llama, mlp, parts
-from symmplan_bench.fsdp_profile import profile, profile_gathers
-from symmplan_bench.processes import meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -157,7 +157,7 @@ class Side:
         dtype = getattr(torch, options["dtype"])
         self.handle: symmplan.fsdp.Handle | None = None
         self.how = ""
-        self._pool: Pool | None = None
+        self._pool: SymmetricPool | None = None
         with self.device:
             self.model = (Llama if options["model"] == "llama" else mlp)(
                 options["layers"], options["dim"]
@@ -191,7 +191,7 @@ class Side:
         if self.name == "pooled":
             if symm_mem.backend_of(self.device) != "NCCL":
                 symm_mem.set_backend("NCCL")
-            self._pool = Pool(self.device)
+            self._pool = SymmetricPool(self.device)
             self.how = install(self._modules(), self._pool)
         elif self.name not in ("plain", "kept"):
             choose: Any = self._options["choose"][0] if self.name == "symmplan" else self.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from symmplan.bench.parts.timing import in_turns
 from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
@@ -12,27 +13,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan_bench.fsdp_sides import Side
+    from symmplan.bench.parts.fsdp_sides import Side
 
-__all__ = ["difference", "measure", "rounds", "worst"]
+__all__ = ["difference", "measure", "worst"]
 
 #: Steps of a new side: the first is recorded, the second makes the plan.
 _WARM_UP = 4
 #: Rounds before the timed ones, for each number of tokens.
 _SETTLE = 2
+_BYTES = ("peak_allocated", "peak_reserved", "device")
 
 
-def rounds(names: Sequence[str], count: int) -> list[list[str]]:
-    """In which order the sides step in each of ``count`` rounds: each is the first in turn.
-
-    >>> rounds(["a", "b"], 3)
-    [['a', 'b'], ['b', 'a'], ['a', 'b']]
-    """
-    turns = [i % len(names) for i in range(count)]
-    return [[*names[turn:], *names[:turn]] for turn in turns]
-
-
-def measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train all sides; what was seen of each, as plain data.
 
     Args:
@@ -42,9 +34,7 @@ def measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     Collective: yes.
     """
     import attrs
-    import torch
 
-    cuda = options["device"] == "cuda"
     sides: dict[str, Side] = {}
     memory = {}
     for name in options["sides"]:
@@ -54,10 +44,6 @@ def measure(rank: int, _ranks: int, options: dict[str, Any]) -> dict[str, Any]:
         "memory": memory,
         "runs": [_run(sides, tokens, options) for tokens in options["tokens"]],
         "how": {name: side.how for name, side in sides.items() if side.how},
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
     }
     handle = sides["symmplan"].handle if "symmplan" in sides else None
     if handle is not None:
@@ -73,32 +59,44 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     """A side after its first steps, and the bytes that it took beside the earlier sides' models."""
     import torch
 
-    from symmplan_bench.fsdp_sides import Side
+    from symmplan.bench.parts.fsdp_sides import Side
 
     look = options["device"] == "cuda" and options["memory"]
     if look:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        free, _ = torch.cuda.mem_get_info()
+    before = _device_bytes() if look else {}
     side = Side(name, rank, options)
-    tokens = max(options["tokens"])
-    for step in range(_WARM_UP):
-        side.step(step, tokens)
-        side.advance()
-    found: dict[str, Any] = {"symmetric": side.symmetric_bytes}
+    _train(side, range(_WARM_UP), options)
     if look:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for step in range(_WARM_UP, _WARM_UP + 2):
-        side.step(step, tokens)
-        side.advance()
+    _train(side, range(_WARM_UP, _WARM_UP + 2), options)
+    found = {"symmetric": side.symmetric_bytes}
     if look:
-        found["peak_allocated"] = torch.cuda.max_memory_allocated() - allocated
-        found["peak_reserved"] = torch.cuda.max_memory_reserved() - reserved
-        # As the driver sees it: with segments, communicators and whatever else.
-        found["device"] = free - torch.cuda.mem_get_info()[0]
+        after = _device_bytes()
+        found |= {key: after[key] - before[key.removeprefix("peak_")] for key in _BYTES}
     return side, found
+
+
+def _train(side: Side, steps: range, options: Mapping[str, Any]) -> None:
+    for step in steps:
+        side.step(step, max(options["tokens"]))
+        side.advance()
+
+
+def _device_bytes() -> dict[str, int]:
+    """Bytes of the device: torch's, and by the driver's number, with whatever else there is."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "device": total - free,
+    }
 
 
 def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
     largest = {name: 0.0 for name in sides if name not in ("plain", "unsharded")}
     # Numbers that no step had before, and the same on all sides.
     begin = 1000 * (1 + options["tokens"].index(tokens))
-    for turn, order in enumerate(rounds(list(sides), _SETTLE + options["steps"])):
+    for turn, order in enumerate(in_turns(list(sides), _SETTLE + options["steps"])):
         for name in order:
             if turn == _SETTLE:
                 sides[name].restart()

@@ -1,4 +1,4 @@
-"""The models that ``symmplan bench fsdp`` trains."""
+"""The models that benchmarks train: layers of a Llama, and a plain stack of linear layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Llama", "mlp", "parts"]
+__all__ = ["Block", "Llama", "mlp", "parts"]
 
 
 def mlp(layers: int, dim: int) -> nn.Module:
@@ -22,28 +22,29 @@ def mlp(layers: int, dim: int) -> nn.Module:
 
 
 class _Attention(nn.Module):
-    """Causal attention with four query heads for each key and value head."""
+    """Causal attention with ``shared`` query heads for each key and value head."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, heads: int, shared: int) -> None:
         super().__init__()
-        self.heads = max(4, dim // 128)
-        self.width = dim // self.heads
-        shared = self.heads // 4 * self.width
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, shared, bias=False)
-        self.value = nn.Linear(dim, shared, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.head, self.grouped = dim // heads, shared > 1
+        few = heads // shared * self.head
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, few, bias=False)
+        self.v = nn.Linear(dim, few, bias=False)
+        self.o = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        batch, length, dim = x.shape
-        query, key, value = (
-            layer(x).view(batch, length, -1, self.width).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+    def forward(self, x: torch.Tensor, turn: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.view(-1, *x.shape[-2:]).shape[:2]  # also of a batch that has no dimension
+        q, k, v = (
+            layer(x).view(*rows, -1, self.head).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
         )
+        if turn is not None:
+            q, k = _turned(q, turn), _turned(k, turn)
         mixed = functional.scaled_dot_product_attention(
-            _turned(query, turn), _turned(key, turn), value, is_causal=True, enable_gqa=True
+            q, k, v, is_causal=True, enable_gqa=self.grouped
         )
-        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        result: torch.Tensor = self.o(mixed.transpose(1, 2).reshape(*x.shape[:-1], -1))
         return result
 
 
@@ -54,21 +55,39 @@ def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
 
 
-class _Layer(nn.Module):
-    def __init__(self, dim: int) -> None:
+class _Mlp(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        hidden = dim * 7 // 2
-        self.before = nn.RMSNorm(dim)
-        self.attention = _Attention(dim)
-        self.between = nn.RMSNorm(dim)
         self.gate = nn.Linear(dim, hidden, bias=False)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.before(x), turn)
-        y = self.between(x)
-        result: torch.Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Block(nn.Module):
+    """A layer of a Llama: ``(..., length, dim)``, in and out.
+
+    Args:
+        dim: Width.
+        heads: Query heads.
+        shared: How many of them share a key and value head.
+        hidden: Width between the matrices of the feed-forward part.
+    """
+
+    def __init__(self, dim: int, *, heads: int, shared: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = _Attention(dim, heads, shared)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = _Mlp(dim, hidden)
+
+    def forward(self, x: torch.Tensor, *turn: torch.Tensor) -> torch.Tensor:
+        """Attention and feed-forward; ``turn`` embeds positions."""
+        x = x + self.attention(self.attention_norm(x), *turn)
+        result: torch.Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
 
@@ -82,9 +101,11 @@ class Llama(nn.Module):
 
     def __init__(self, layers: int, dim: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(dim) for _ in range(layers))
+        heads = max(4, dim // 128)
+        shape = {"heads": heads, "shared": 4, "hidden": dim * 7 // 2}
+        self.layers = nn.ModuleList(Block(dim, **shape) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
-        self.width = dim // max(4, dim // 128)
+        self.width = dim // heads
         self._turns: dict[Any, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

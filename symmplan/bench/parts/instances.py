@@ -135,7 +135,7 @@ def steady_stream(buffers: int, *, seed: int = 0, overlap: int = 100) -> list[In
     ]
 
 
-class _Builder:
+class _ProgramBuilder:
     """Collects a program op by op."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ def fsdp_program(layers: int, *, steps: int = 1, layer_bytes: int = 1 << 20) -> 
         steps: Micro-batches.
         layer_bytes: Bytes of a gathered layer, about.
     """
-    b = _Builder()
+    b = _ProgramBuilder()
     sizes = [layer_bytes * (4 if i in (0, layers - 1) else 1 + i % 3) // 2 for i in range(layers)]
     for s in range(steps):
         for i in range(layers):
@@ -204,7 +204,7 @@ def fsdp_program(layers: int, *, steps: int = 1, layer_bytes: int = 1 << 20) -> 
     return b.problem()
 
 
-def _gather(b: _Builder, name: str, nbytes: int, behind: str) -> None:
+def _gather(b: _ProgramBuilder, name: str, nbytes: int, behind: str) -> None:
     full = b.buffer(f"{name}.full", nbytes, "dp")
     shard = b.buffer(f"{name}.shard", nbytes // 8, "dp")
     b.op(f"{name}.copy", shard, stream="gather", after=[behind] if behind else [])
@@ -219,7 +219,7 @@ def tensor_parallel_program(layers: int, *, steps: int = 1, hidden_bytes: int = 
         steps: Micro-batches.
         hidden_bytes: Bytes of one gathered activation.
     """
-    b = _Builder()
+    b = _ProgramBuilder()
     for s in range(steps):
         for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
             for i in order:
@@ -243,7 +243,7 @@ def moe_program(layers: int, *, steps: int = 1, token_bytes: int = 1 << 18) -> P
         steps: Micro-batches.
         token_bytes: Bytes of all tokens of a rank.
     """
-    b = _Builder()
+    b = _ProgramBuilder()
     for s in range(steps):
         for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
             for i in order:
@@ -272,7 +272,7 @@ def stream_program(operations: int, *, streams: int = 4, seed: int = 0) -> Probl
         seed: Which of many.
     """
     random = _Random(seed)
-    b = _Builder()
+    b = _ProgramBuilder()
     for i in range(operations):
         after = []
         if i >= 16 and i % 3 == 0:

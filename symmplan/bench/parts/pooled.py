@@ -22,10 +22,10 @@ from symmplan.torch_private import c10d, fsdp2, symm_mem
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Pool", "PooledAllGather", "install"]
+__all__ = ["PooledAllGather", "SymmetricPool", "install"]
 
 
-class Pool:
+class SymmetricPool:
     """Torch's pool of symmetric memory for a device."""
 
     def __init__(self, device: torch.device) -> None:

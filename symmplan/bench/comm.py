@@ -1,0 +1,224 @@
+"""Time the one-sided collectives of memory="shm" against gloo's, on this machine.
+
+Both run in the same processes on the same tensors, alternating, so that other load hits both
+alike; a repetition's time is the slowest rank's, and medians are compared. Every result is checked
+against gloo's. Bytes are those of one rank's part: the input of an all-gather, the output of a
+reduce-scatter, the whole tensor of an all-reduce.
+
+With -o, FSDP2's collectives are timed instead in every way that the device's memory has, as a job
+does that measures, and the choices written to a table: for choose= of later jobs, and for
+symmplan simulate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from symmplan.bench.parts import command, timing
+from symmplan.bench.parts.command import Option
+from symmplan.errors import CommandError
+from symmplan.place.table import Table, TuningRow
+from symmplan.report.format import count
+from symmplan.testing.ranks import mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+__all__ = ["OPS", "add_arguments", "compare", "render", "run"]
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_ROW = "op bytes gloo_us shm_us speedup equal"
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Bytes from ``"64K,16M"``, in whole cache lines, so that types and ranks divide them."""
+    sizes = []
+    for part in text.upper().split(","):
+        unit = _UNITS.get(part[-1:], 1)
+        digits = part[:-1] if part[-1:] in _UNITS else part
+        if not digits.isdecimal() or not int(digits):
+            raise argparse.ArgumentTypeError(f"{part!r} is no size; say 4096, 64K or 16M")
+        sizes.append(max(64, int(digits) * unit // 64 * 64))
+    return tuple(sizes)
+
+
+_SIZES = "64K,256K,1M,4M,16M,64M"
+_OPTIONS = (
+    Option(
+        "sizes",
+        f"bytes of one rank's part (default {_SIZES})",
+        None,
+        more={"type": sizes_of, "metavar": "N[K|M],..."},
+    ),
+    Option("repetitions", "timed runs of each", 15),
+    Option("dtype", "", "float32", more={"choices": ("float32", "bfloat16", "float64")}),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``symmplan bench comm``."""
+    command.add_options(parser, _OPTIONS, timeout=300.0)
+    parser.set_defaults(sizes=sizes_of(_SIZES))
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write a table of choices")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks, collect their times, compare.
+
+    Raises:
+        CommandError: A rank failed or did not finish in time.
+    """
+    command.check_peers(args.ranks)
+    settings = command.settings_of(args, _OPTIONS)
+    if args.output is not None:
+        _, ranks = command.measured("comm", _choices, settings, args)
+        memory, rows = ranks[0]["memory"], ranks[0]["rows"]
+        table = Table(memory, tuple(TuningRow(**row) for row in rows))
+        args.output.write_text(table.to_json(), encoding="utf-8")
+        return {"ok": True, "written": str(args.output), "memory": memory, "rows": rows}
+    if args.device != "cpu":
+        raise CommandError("gloo has no collectives of devices", fix="add -o choices.json")
+    about, ranks = command.measured("comm", _times, settings, args)
+    rows = [_row(found) for found in zip(*(rank["rows"] for rank in ranks), strict=True)]
+    return {**about, "ok": all(row["equal"] for row in rows), "results": rows}
+
+
+def _row(found: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One op at one size, over all ranks."""
+    times = timing.slowest([each["seconds"] for each in found])
+    gloo, shm = (statistics.median(times[side]) for side in ("gloo", "shm"))
+    return {
+        "op": found[0]["op"],
+        "bytes": found[0]["bytes"],
+        "gloo_us": round(gloo * 1e6, 1),
+        "shm_us": round(shm * 1e6, 1),
+        "speedup": round(gloo / shm, 2),
+        "best_speedup": round(min(times["gloo"]) / min(times["shm"]), 2),
+        "equal": all(each["difference"] == 0 for each in found),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """A table for people."""
+    if "written" in result:
+        chosen = [(r["op"], r["nbytes"], r["way"]) for r in result["rows"]]
+        return "\n".join([*command.cells("op bytes way", chosen), f"wrote {result['written']}"])
+    what = f"{count(result['threads'], 'thread')} each, {result['dtype']}"
+    rows = [[row[key] for key in _ROW.split()] for row in result["results"]]
+    return "\n".join([command.heading(result, what), *command.cells(_ROW, rows)])
+
+
+# On each rank -------------------------------------------------------------------------------------
+
+
+def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What FSDP2's collectives of some sizes run as, over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.capture.fsdp_recording import Key, Recording
+    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.planning import Planning
+    from symmplan.place.options import Options
+    from symmplan.torch_private.c10d import group_name
+
+    group = dist.group.WORLD
+    assert group is not None
+    memory = Memory(Options(choose="measure"))
+    memory.groups[group_name(group)] = group
+    memory.expect(timing.device_of(settings, rank))
+    dtype = getattr(torch, settings["dtype"])
+    recording = Recording()
+    for kind in ("all_gather", "reduce_scatter"):
+        for size in settings["sizes"]:
+            nbytes = size * group.size()
+            key = Key("bench", kind, nbytes // dtype.itemsize, str(dtype), backward=False)
+            recording.run(recording.begin(key, nbytes), group_name(group))
+    name, choices = Planning(Options(choose="measure"), memory).measured(recording)
+    wanted = ("op", "ranks", "nbytes", "way")
+    rows = [
+        {**{key: getattr(choice, key) for key in wanted}, "seconds": dict(choice.seconds)}
+        for choice in choices
+    ]
+    return {"memory": name, "rows": rows}
+
+
+def _times(_rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What one rank measures."""
+    rows = []
+    for op in OPS:
+        for size in settings["sizes"]:
+            mark(f"{op} of {size} bytes")
+            found = compare(op, size, settings["dtype"], settings["repetitions"])
+            rows.append({"op": op, "bytes": size, **found})
+    return {"rows": rows}
+
+
+def compare(op: str, nbytes: int, dtype_name: str, repetitions: int) -> dict[str, Any]:
+    """Time one collective of the default group in shared memory and by gloo, and compare results.
+
+    Args:
+        op: One of `OPS`.
+        nbytes: Of one rank's part.
+        dtype_name: Of its elements.
+        repetitions: How often it is timed.
+
+    Returns:
+        ``seconds`` of each repetition by side, ``gloo`` and ``shm``, and the largest ``difference``
+        of an element: of small whole numbers, whose sums are exact in any order.
+
+    Collective: yes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from symmplan.memory import realize
+    from symmplan.model import Problem
+    from symmplan.planner import plan
+
+    world, dtype = dist.get_world_size(), getattr(torch, dtype_name)
+    count = nbytes // dtype.itemsize
+    problem = Problem.from_intervals([(name, 0, 1, nbytes * world) for name in ("large", "small")])
+    with realize(plan(problem), memory="shm", timeout=60.0) as arena:
+        (segment,) = arena.segments.values()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        large, small = arena.tensor("large", dtype), arena.tensor("small", dtype)[:count]
+        part = torch.randint(-8, 8, (count,), generator=generator).to(dtype)
+        whole = torch.randint(-8, 8, (count * world,), generator=generator).to(dtype)
+        ours: Any = torch.ops.symmplan
+        shm: Callable[[int], Any]
+        gloo: Callable[[int], Any]
+        want: torch.Tensor
+        if op == "all_gather":
+            want, got = torch.empty_like(large), large
+            gloo = lambda _: dist.all_gather_into_tensor(want, part)  # noqa: E731
+            shm = lambda _: ours.all_gather_out(part, world, "default", out=got)  # noqa: E731
+        elif op == "reduce_scatter":
+            want, got = torch.empty_like(part), torch.empty_like(part)
+            large.copy_(whole)
+            gloo = lambda _: dist.reduce_scatter_tensor(want, large)  # noqa: E731
+            shm = lambda _: ours.reduce_scatter_out(large, "sum", world, "default", out=got)  # noqa: E731
+        else:
+            want, got = part.clone(), small
+            small.copy_(part)
+            gloo = lambda _: dist.all_reduce(want)  # noqa: E731
+            shm = lambda _: ours.all_reduce_out(small, "sum", "default", out=got)  # noqa: E731
+        gloo(0)
+        shm(0)
+        difference = float((want.double() - got.double()).abs().max())
+
+        def begin() -> None:
+            if op == "all_reduce":  # in place: without this sums would overflow
+                want.fill_(1)
+                small.fill_(1)
+            segment.barrier()
+
+        sides = {"gloo": gloo, "shm": shm}
+        seconds = timing.alternate(sides, repetitions, torch.device("cpu"), before=begin)
+    return {"seconds": seconds, "difference": difference}

@@ -1,0 +1,106 @@
+"""Time sides in turn, on each rank and over all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+__all__ = ["alternate", "device_of", "in_turns", "median_ms", "meet", "slowest", "timed"]
+
+
+def device_of(settings: Mapping[str, Any], rank: int) -> torch.device:
+    """This rank's device."""
+    import torch
+
+    return torch.device("cuda", rank) if settings["device"] == "cuda" else torch.device("cpu")
+
+
+def meet() -> None:
+    """A barrier over all ranks, which tells NCCL the device instead of letting it guess.
+
+    Collective: yes.
+    """
+    import torch
+    import torch.distributed as dist
+
+    cuda = dist.get_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
+
+
+def in_turns(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """In which order sides run in each of ``rounds`` rounds: each is the first in turn.
+
+    >>> in_turns(["a", "b"], 3)
+    [['a', 'b'], ['b', 'a'], ['a', 'b']]
+    """
+    turns = [i % len(names) for i in range(rounds)]
+    return [[*names[turn:], *names[:turn]] for turn in turns]
+
+
+def timed(act: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds until all that ``act`` started on ``device`` has ended, and what it returned."""
+    import torch
+
+    wait = torch.cuda.synchronize if device.type == "cuda" else None
+    if wait is not None:
+        wait(device)
+    begin = time.perf_counter()
+    result = act()
+    if wait is not None:
+        wait(device)
+    return time.perf_counter() - begin, result
+
+
+def alternate(
+    sides: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+    device: torch.device,
+    *,
+    warm_up: int = 0,
+    before: Callable[[], Any] = meet,
+    judge: Callable[[dict[str, Any]], Any] = id,
+) -> dict[str, list[float]]:
+    """Run all sides in each round, so that other load hits them alike.
+
+    Args:
+        sides: Each is called with the number of the round.
+        rounds: How many are timed.
+        device: On which they run.
+        warm_up: Rounds before these.
+        before: What ranks do before each side: they meet.
+        judge: Is given what the sides of a round returned.
+
+    Returns:
+        Seconds of each timed round, by side.
+
+    Collective: as the sides and ``before`` are.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn, order in enumerate(in_turns(list(sides), warm_up + rounds)):
+        results = {}
+        for name in order:
+            before()
+            taken, results[name] = timed(lambda side=sides[name]: side(turn), device)  # type: ignore[misc] # noqa: B023
+            if turn >= warm_up:
+                seconds[name].append(taken)
+        judge(results)
+    return seconds
+
+
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Seconds of each round by side: a round is over when its slowest rank is."""
+    return {
+        side: [max(times) for times in zip(*(found[side] for found in ranks), strict=True)]
+        for side in ranks[0]
+    }
+
+
+def median_ms(seconds: Mapping[str, Sequence[float]], digits: int = 3) -> dict[str, float]:
+    """The median of each side, in milliseconds."""
+    return {side: round(statistics.median(times) * 1e3, digits) for side, times in seconds.items()}
