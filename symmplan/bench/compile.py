@@ -17,7 +17,7 @@ from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
 from symmplan.place.choice import CHOOSE
 from symmplan.testing.ranks import mark
-from symmplan.torch_private.benches import settings as inductor_settings
+from symmplan.torch_private.benches import inductor_settings
 
 if TYPE_CHECKING:
     import argparse

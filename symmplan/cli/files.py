@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,19 +15,13 @@ from symmplan.report import plan_facts, plan_summary
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
     from typing import Any
 
-__all__ = [
-    "add_output_arguments",
-    "check_output_arguments",
-    "from_text",
-    "kind_of",
-    "plan_result",
-    "read_text",
-    "render_plan",
-    "write_text",
-]
+__all__ = ["add_output_arguments", "check_output_arguments", "from_text", "import_from_here"]
+__all__ += ["kind_of", "plan_result", "read_text", "render_plan"]
+__all__ += ["write_all", "write_text", "written_lines"]
 
 
 _Read = TypeVar("_Read")
@@ -59,22 +55,47 @@ def check_output_arguments(args: argparse.Namespace) -> None:
         args.parser.error("argument --beside: is drawn in --html, which is not there")
 
 
+def write_all(
+    args: argparse.Namespace, writers: Mapping[str, Callable[[Path], object]]
+) -> dict[str, str]:
+    """Write what the options ask for.
+
+    Args:
+        args: ``html`` and others are paths, or None; ``output`` is where the JSON goes.
+        writers: Write the file of an option; what is no option's name is the JSON's.
+
+    Returns:
+        The paths that were written, by the names of ``writers``.
+    """
+    paths = {name: getattr(args, name, args.output) for name in writers}
+    for name, path in paths.items():
+        if path is not None:
+            writers[name](path)
+    return {name: str(path) for name, path in paths.items() if path is not None}
+
+
+def written_lines(result: Mapping[str, Any]) -> list[str]:
+    """What was written, for people."""
+    return [f"wrote {path}" for path in result["written"].values()]
+
+
+def import_from_here(module: str) -> ModuleType:
+    """Import a user's module as ``python -m`` would: the current folder counts."""
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(module)
+
+
 def plan_result(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """What a command says of a verified plan, once what the options ask for is written."""
-    written: dict[str, Any] = {}
-    if args.html is not None:
-        beside = args.beside and from_text(args.beside, read_text(args.beside), Plan.from_json)
-        plan.to_html(args.html, beside)
-        written["html"] = str(args.html)
-    if args.perfetto is not None:
-        plan.to_perfetto(args.perfetto)
-        written["perfetto"] = str(args.perfetto)
-    if args.memory_viz is not None:
-        plan.to_memory_viz(args.memory_viz)
-        written["memory_viz"] = str(args.memory_viz)
-    if args.output is not None:
-        write_text(args.output, plan.to_json())
-        written["plan"] = str(args.output)
+    beside = args.beside and from_text(args.beside, read_text(args.beside), Plan.from_json)
+    writers: dict[str, Callable[[Path], object]] = {
+        "html": lambda path: plan.to_html(path, beside),
+        "perfetto": plan.to_perfetto,
+        "memory_viz": plan.to_memory_viz,
+        "plan": lambda path: write_text(path, plan.to_json()),
+    }
+    written = write_all(args, writers)
     facts = {"ok": True, **plan_facts(plan), "verified": True}
     return {**facts, "written": written, "summary": plan_summary(plan)}
 
@@ -85,7 +106,7 @@ def render_plan(result: dict[str, Any]) -> str:
     if "plan_s" in result:
         planned, verified = result["plan_s"], result["verify_s"]
         lines.append(f"planned in {planned:.3f} s, verified in {verified:.3f} s")
-    return "\n".join([*lines, *(f"wrote {path}" for path in result["written"].values())])
+    return "\n".join([*lines, *written_lines(result)])
 
 
 def write_text(path: Path, text: str) -> None:

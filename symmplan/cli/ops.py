@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import re
 import sys
 import textwrap
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
 from symmplan.cli import screen
+from symmplan.cli.files import import_from_here
 from symmplan.errors import CommandError, SymmplanError, UnknownOpError
 from symmplan.model import DEFAULT_ALIGN
 
@@ -77,8 +76,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.by_collective:
         return {"collectives": _collectives(args.names)}
-    if args.imports and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as for `python -m`: the current folder counts
     for module in args.imports:
         _import(module)
     import torch
@@ -113,7 +110,7 @@ def _collectives(names: list[str]) -> list[dict[str, Any]]:
 
 def _import(module: str) -> None:
     try:
-        importlib.import_module(module)
+        import_from_here(module)
     except SymmplanError:
         raise
     except Exception as error:

@@ -6,7 +6,6 @@ symmplan.simulate. It runs on fake tensors, on any machine.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import resource
 import sys
@@ -14,8 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import write_text
+from symmplan.cli.files import import_from_here, write_all, write_text, written_lines
 from symmplan.errors import SimulationError
+from symmplan.report.progress import Progress
 
 if TYPE_CHECKING:
     import argparse
@@ -45,26 +45,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from symmplan.simulation import simulate
 
     begin = time.process_time()
-
-    def progress(text: str) -> None:
-        seconds = time.process_time() - begin
-        print(f"{seconds:6.1f} s  {text}", file=sys.stderr, flush=True)
-
     report = simulate(
         _program(args.program),
         ranks=args.ranks,
         rank=args.rank,
         memory=args.memory,
         choices=args.choices,
-        progress=progress,
+        progress=Progress().mark,
     )
-    written: dict[str, str] = {}
-    if args.html is not None:
-        write_text(args.html, report.to_html())
-        written["html"] = str(args.html)
-    if args.output is not None:
-        write_text(args.output, report.to_json())
-        written["report"] = str(args.output)
+    writers: dict[str, Callable[[Path], object]] = {
+        "html": lambda path: write_text(path, report.to_html()),
+        "report": lambda path: write_text(path, report.to_json()),
+    }
+    written = write_all(args, writers)
     return {
         "ok": True,
         **report.facts(),
@@ -78,8 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     """The summary, and what it took."""
     took = f"{result['cpu_s']:.1f} s of CPU, {result['resident_bytes'] / (1 << 30):.2f} GiB"
-    written = (f"wrote {path}" for path in result["written"].values())
-    return "\n".join([result["summary"], f"simulated in {took}", *written])
+    return "\n".join([result["summary"], f"simulated in {took}", *written_lines(result)])
 
 
 def _program(text: str) -> Callable[[], Any]:
@@ -101,9 +93,7 @@ def _program(text: str) -> Callable[[], Any]:
             sys.modules[module.__name__] = module
             spec.loader.exec_module(module)
         else:
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            module = importlib.import_module(name)
+            module = import_from_here(name)
     except (ImportError, FileNotFoundError, ValueError) as error:
         raise SimulationError(
             f"there is no program {text!r}: {error}",
