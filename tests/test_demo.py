@@ -201,10 +201,10 @@ def test_without_a_compiler_the_demo_runs_op_by_op_and_says_so(tmp_path, monkeyp
 def test_a_difference_is_seen():
     import torch
 
-    from symmplan.cli.demo.train import Difference, relative
+    from symmplan.cli.demo.train import LargestDifference, relative
 
     same = {"w": torch.tensor([1.0, 2.0])}
-    difference = Difference()
+    difference = LargestDifference()
     assert not difference.within(sums=1e-6)  # nothing was compared
     difference.losses(1.0, 1.0)
     difference.tensors(same, {"w": torch.tensor([1.0, 2.0])})
@@ -219,10 +219,10 @@ def test_a_difference_is_seen():
         {"w": torch.tensor([1.0])},
         {},
     ):
-        other = Difference()
+        other = LargestDifference()
         other.tensors(same, wrong)
         assert not other.within(sums=1e-6)
-    other = Difference()
+    other = LargestDifference()
     other.losses(1.0, float("nan"))
     assert not other.within(sums=1e-6)
     assert relative(torch.zeros(0), torch.zeros(0)) == 0

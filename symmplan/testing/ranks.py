@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from symmplan.errors import RanksFailedError
+from symmplan.report.progress import Progress
 from symmplan.testing.rank_process import Life, RankError, mark, serve
 
 if TYPE_CHECKING:
@@ -45,9 +46,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from symmplan.report.progress import Progress
-
 __all__ = ["RankError", "RankOutcome", "RankPool", "mark", "raise_if_failed", "run_ranks"]
+__all__ += ["cause_first", "run_shown"]
 
 #: Errors that are about a peer, and so are hardly the cause.
 _CONSEQUENCES = {"PeerLostError", "PeerTimeoutError", "DistBackendError"}
@@ -364,6 +364,18 @@ def run_ranks(
         outcomes = pool.collect()
     raise_if_failed(outcomes, timeout)
     return [outcome.value for outcome in outcomes]
+
+
+def run_shown(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float, **options: Any
+) -> list[Any]:
+    """`run_ranks` for a command: with progress on stderr, and ranks that are told to be quiet.
+
+    Ranks are new processes; when one has failed, the others get a moment to say what they saw.
+    """
+    with contextlib.closing(Progress()) as progress:
+        more = {"method": "spawn", "quiet": True, "grace": _TO_END, "progress": progress}
+        return run_ranks(fn, world_size, *args, timeout=timeout, **more, **options)
 
 
 def raise_if_failed(outcomes: Sequence[RankOutcome], timeout: float) -> None:

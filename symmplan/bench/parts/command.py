@@ -14,8 +14,7 @@ from attrs import field, frozen
 from symmplan.bench.parts.timing import median_ms, meet, slowest
 from symmplan.errors import CommandError
 from symmplan.report.format import count, table
-from symmplan.report.progress import Progress
-from symmplan.testing.ranks import run_ranks
+from symmplan.testing.ranks import run_shown
 
 if TYPE_CHECKING:
     import argparse
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Option", "add_options", "cells", "check_peers", "compared", "hardware", "measured"]
 __all__ += ["choice_lines", "heading", "settings_of", "words_of"]
 
-#: Seconds: for the others when a rank has failed, and for a collective.
-_GRACE, _GROUP_TIMEOUT = 5.0, 120.0
+#: Seconds for a collective.
+_GROUP_TIMEOUT = 120.0
 
 
 @frozen
@@ -123,24 +122,18 @@ def measured(
     Raises:
         RanksFailedError: A rank failed, or did not finish in time. No process is left.
     """
-    progress = Progress()
-    with contextlib.closing(progress):
-        ranks = run_ranks(
-            _act,
-            settings["ranks"],
-            act,
-            settings,
-            timeout=args.timeout,
-            init="nccl" if settings["device"] == "cuda" else "gloo",
-            method="spawn",
-            grace=_GRACE,
-            group_timeout=_GROUP_TIMEOUT,
-            threads=settings["threads"],
-            connect=connect,
-            copy_engines=bool(settings.get("zero_cta")),
-            quiet=True,
-            progress=progress,
-        )
+    ranks = run_shown(
+        _act,
+        settings["ranks"],
+        act,
+        settings,
+        timeout=args.timeout,
+        init="nccl" if settings["device"] == "cuda" else "gloo",
+        group_timeout=_GROUP_TIMEOUT,
+        threads=settings["threads"],
+        connect=connect,
+        copy_engines=bool(settings.get("zero_cta")),
+    )
     about = {"ok": True, "command": words_of(name, args), **settings, "machine": ranks[0][0]}
     return about, [found for _, found in ranks]
 

@@ -13,7 +13,8 @@ it falls back on a collective of torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import functools
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
@@ -22,9 +23,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import symmplan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Config", "Transformer", "peer_max", "sync_replicated"]
 
@@ -56,114 +54,67 @@ def peer_max(x: Tensor, group_name: str) -> Tensor:
     try:
         placed = symmplan.handle(x, group_name)
     except symmplan.errors.RunError:  # not placed: this is the model without symmplan
-        top = torch.ops._c10d_functional.all_reduce(x, "max", group_name)
-        return torch.ops._c10d_functional.wait_tensor(top)  # type: ignore[no-any-return]
+        return _run(x, ("all_reduce", "max", group_name))
     placed.barrier()
-    top = placed.peer(0).clone()
-    for rank in range(1, placed.world_size):
-        torch.maximum(top, placed.peer(rank), out=top)
-    return top
+    return torch.stack([placed.peer(rank) for rank in range(placed.world_size)]).amax(0)
 
 
 @peer_max.register_fake
-def _(x: Tensor, group_name: str) -> Tensor:
-    del group_name
+def _(x: Tensor, _group_name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather the sequence; the gradient is reduced and scattered."""
+def _run(x: Tensor, call: tuple[Any, ...]) -> Tensor:
+    """A functional collective of torch: its name, and what it takes behind the tensor."""
+    started = getattr(torch.ops._c10d_functional, call[0])(x.contiguous(), *call[1:])
+    return cast("Tensor", torch.ops._c10d_functional.wait_tensor(started))
+
+
+class _Collective(torch.autograd.Function):
+    """One collective in the forward pass, another or none for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, world: int, group: str) -> Tensor:
-        ctx.world, ctx.group = world, group
-        return _all_gather(shard, world, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.world, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Sum over the ranks and scatter the sequence; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, world: int, group: str) -> Tensor:
-        ctx.world, ctx.group = world, group
-        return _reduce_scatter(partial, world, group)
+    def forward(ctx: Any, x: Tensor, call: tuple[Any, ...], back: tuple[Any, ...] | None) -> Tensor:
+        ctx.back = back
+        return _run(x, call)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.world, ctx.group), None, None
+        return grad if ctx.back is None else _run(grad, ctx.back), None, None
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over the ranks.
-
-    Every rank goes on to compute the same loss from the sum, so its gradient is already complete.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: str) -> Tensor:
-        del ctx
-        total = torch.ops._c10d_functional.all_reduce(partial.contiguous(), "sum", group)
-        return torch.ops._c10d_functional.wait_tensor(total)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return grad, None
+_collective: Any = _Collective.apply
 
 
-def _all_gather(shard: Tensor, world: int, group: str) -> Tensor:
-    whole = torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), world, group)
-    return torch.ops._c10d_functional.wait_tensor(whole)  # type: ignore[no-any-return]
-
-
-def _reduce_scatter(whole: Tensor, world: int, group: str) -> Tensor:
-    shard = torch.ops._c10d_functional.reduce_scatter_tensor(
-        whole.contiguous(), "sum", world, group
-    )
-    return torch.ops._c10d_functional.wait_tensor(shard)  # type: ignore[no-any-return]
-
-
-# What `apply` returns is untyped.
-_gather: Callable[[Tensor, int, str], Tensor] = _Gather.apply
-_scatter: Callable[[Tensor, int, str], Tensor] = _Scatter.apply
-_sum: Callable[[Tensor, str], Tensor] = _Sum.apply
+_linear = functools.partial(nn.Linear, bias=False)
 
 
 class _Block(nn.Module):
     """Attention and MLP on half the heads and half the hidden units."""
 
-    def __init__(self, config: Config, group: str) -> None:
+    def __init__(self, config: Config, gather: tuple[Any, ...], scatter: tuple[Any, ...]) -> None:
         super().__init__()
-        self.config, self.group = config, group
-        width = config.dim // config.world
-        hidden = config.hidden // config.world
+        self.heads, self.gather, self.scatter = config.heads // config.world, gather, scatter
+        width, hidden = config.dim // config.world, config.hidden // config.world
         self.norm1, self.norm2 = nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)
-        self.qkv = nn.Linear(config.dim, 3 * width, bias=False)
-        self.proj = nn.Linear(width, config.dim, bias=False)
-        self.up = nn.Linear(config.dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.dim, bias=False)
+        self.qkv, self.proj = _linear(config.dim, 3 * width), _linear(width, config.dim)
+        self.mlp = nn.Sequential(
+            _linear(config.dim, hidden), nn.GELU(), _linear(hidden, config.dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._parallel(self._attention, self.norm1(x))
-        return x + self._parallel(self._mlp, self.norm2(x))
+        return x + self._parallel(self.mlp, self.norm2(x))
 
-    def _parallel(self, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        world, group = self.config.world, self.group
-        return _scatter(inner(_gather(x, world, group)), world, group)
+    def _parallel(self, inner: Any, x: Tensor) -> Tensor:
+        whole = _collective(x, self.gather, self.scatter)
+        return cast("Tensor", _collective(inner(whole), self.scatter, self.gather))
 
     def _attention(self, x: Tensor) -> Tensor:
         seq, batch, _ = x.shape
-        heads = self.config.heads // self.config.world
-        q, k, v = self.qkv(x).view(seq, batch, 3, heads, -1).permute(2, 1, 3, 0, 4)
+        q, k, v = self.qkv(x).view(seq, batch, 3, self.heads, -1).permute(2, 1, 3, 0, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return cast("Tensor", self.proj(out.permute(2, 0, 1, 3).reshape(seq, batch, -1)))
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        return cast("Tensor", self.down(F.gelu(self.up(x))))
 
 
 class Transformer(nn.Module):
@@ -172,11 +123,14 @@ class Transformer(nn.Module):
     def __init__(self, config: Config, rank: int, group: str) -> None:
         super().__init__()
         self.config, self.rank, self.group = config, rank, group
+        self.gather = ("all_gather_into_tensor", config.world, group)
+        self.scatter = ("reduce_scatter_tensor", "sum", config.world, group)
         self.tokens = nn.Embedding(config.vocab, config.dim)
         self.places = nn.Embedding(config.seq, config.dim)
-        self.blocks = nn.ModuleList(_Block(config, group) for _ in range(config.blocks))
+        both = self.gather, self.scatter
+        self.blocks = nn.ModuleList(_Block(config, *both) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab // config.world, bias=False)
+        self.head = _linear(config.dim, config.vocab // config.world)
         # Split parameters differ between ranks, replicated ones do not.
         for index, (name, parameter) in enumerate(self.named_parameters()):
             split = not _replicated(name)
@@ -186,7 +140,7 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """``inputs`` and ``targets`` are (seq, batch) bytes, the same on all ranks."""
-        world, length = self.config.world, self.config.seq // self.config.world
+        length = self.config.seq // self.config.world
         begin = self.rank * length
         places = self.places.weight[begin : begin + length].unsqueeze(1)
         x = self.tokens(inputs[begin : begin + length]) + places
@@ -194,7 +148,7 @@ class Transformer(nn.Module):
             # Recomputed in the backward pass: gathered activations live only for a moment, so
             # their bytes can be shared.
             x = checkpoint(block, x, use_reentrant=False)
-        whole = _gather(self.norm(x), world, self.group)
+        whole = _collective(self.norm(x), self.gather, self.scatter)
         return self._loss(self.head(whole), targets)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -205,7 +159,8 @@ class Transformer(nn.Module):
         mine = (local >= 0) & (local < width)
         picked = logits.gather(-1, local.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
         partial = torch.stack([logits.exp().sum(-1), torch.where(mine, picked, 0.0)])
-        total, target = _sum(partial, self.group)
+        # Every rank goes on to compute the same loss, so the sum's gradient is already complete.
+        total, target = _collective(partial, ("all_reduce", "sum", self.group), None)
         return cast("Tensor", (total.log() - target).mean())
 
 
@@ -219,9 +174,6 @@ def sync_replicated(model: nn.Module, group: str) -> None:
 
     Collective: yes.
     """
-    grads = [p.grad for n, p in model.named_parameters() if _replicated(n) and p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    flat = torch.ops._c10d_functional.all_reduce(flat, "sum", group)
-    flat = torch.ops._c10d_functional.wait_tensor(flat)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for name, parameter in model.named_parameters():
+        if _replicated(name):
+            parameter.grad = _run(cast("Tensor", parameter.grad), ("all_reduce", "sum", group))

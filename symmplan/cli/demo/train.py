@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,29 +15,17 @@ from attrs import asdict, define
 from torch import Tensor
 
 import symmplan
+from symmplan.bench.comm import OPS, compare
 from symmplan.cli.demo.model import Config, Transformer, sync_replicated
 from symmplan.cli.doctor import cxx_compiler
 from symmplan.cli.files import write_text
-from symmplan.memory import Arena, realize
-from symmplan.model import Problem
-from symmplan.planner import plan as make_plan
 from symmplan.report import plan_facts
 from symmplan.testing.ranks import mark
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+__all__ = ["LargestDifference", "relative", "run_rank"]
 
-__all__ = ["Difference", "relative", "run_rank"]
-
-#: A collective -> what the model without symmplan runs: torch's functional one.
-_PLAIN = {
-    "all_gather": "all_gather_into_tensor",
-    "reduce_scatter": "reduce_scatter_tensor",
-    "all_reduce": "all_reduce",
-}
 _REPEATS = 25
-#: Seconds that a rank waits for the other in shared memory.
-_TIMEOUT = 60.0
+_COUNTED = ("segment_bytes", "rendezvous", "placed", "bound", "staged")
 
 #: Something real to learn from: the opening of Lewis Carroll's Alice's Adventures in Wonderland.
 _TEXT = """\
@@ -45,10 +33,6 @@ Alice was beginning to get very tired of sitting by her sister on the bank, and 
 do: once or twice she had peeped into the book her sister was reading, but it had no pictures or
 conversations in it, "and what is the use of a book," thought Alice "without pictures or
 conversations?"
-
-So she was considering in her own mind (as well as she could, for the hot day made her feel very
-sleepy and stupid), whether the pleasure of making a daisy-chain would be worth the trouble of
-getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by her.
 """
 
 
@@ -63,31 +47,29 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
     if inner == "auto":
         inner = "eager" if cxx_compiler() is None else "inductor"
     config = Config(world=world)
-    backend = symmplan.backend(inner=inner, memory="shm", timeout=_TIMEOUT)
+    backend = symmplan.backend(inner=inner, memory="shm", timeout=setup["timeout"])
     # The same inner compiler; "aot_eager" because symmplan's "eager", too, runs what AOTAutograd
     # made of the model. (Dynamo's own "eager" loses these gradients on torch 2.11.)
     without = {"inductor": "inductor", "eager": "aot_eager"}[inner]
     plain = _Trainee(config, rank, group, backend=without)
     planned = _Trainee(config, rank, group, backend=backend)
 
-    difference = Difference()
+    difference = LargestDifference()
     for step, (inputs, targets) in enumerate(_batches(config, setup["steps"]), start=1):
-        where = f"step {step} of {setup['steps']}"
         compiling = f", compile with {inner}" if step == 1 else ""
-        mark(f"{where} without symmplan{compiling}")
-        plain.step(inputs, targets)
-        mark(f"{where} with symmplan{compiling}")
-        planned.step(inputs, targets)
+        for trainee, how in ((plain, "without"), (planned, "with")):
+            mark(f"step {step} of {setup['steps']} {how} symmplan{compiling}")
+            trainee.step(inputs, targets)
         difference.losses(plain.losses[-1], planned.losses[-1])
         difference.tensors(plain.gradients(), planned.gradients())
-    difference.tensors(plain.parameters(), planned.parameters())
+    difference.tensors(plain.model.state_dict(), planned.model.state_dict())
 
     mark("verify the plan")
     (plan,) = backend.plans  # of one graph
     plan.verify()
-    stats = asdict(backend.stats)
+    counted = asdict(backend.stats)
     mark("time the collectives against gloo's")
-    timing = _time_collectives(plan, group, timeout=_TIMEOUT)
+    calls = _timed(plan)
     mark("write the plan")
     if rank == 0:
         write_text(Path(setup["out"]) / "plan.json", plan.to_json())
@@ -97,17 +79,19 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     backend.release()
     return {
-        "inner": inner,
-        "losses": {"symmplan": planned.losses, "plain": plain.losses},
-        "step_s": {"symmplan": planned.seconds(), "plain": plain.seconds()},
         "difference": asdict(difference),
-        "parity": difference.within(sums=1e-6) and timing["same"],
-        "timing": timing,
-        "stats": stats,
+        "parity": difference.within(sums=1e-6) and not any(c["difference"] for c in calls),
         "plan": plan_facts(plan),
-        "staged": staged,
-        "summary": plan.summary(),
-        "parameters": sum(p.numel() for p in planned.model.parameters()),
+        "told": {
+            "inner": inner,
+            "losses": {"symmplan": planned.losses, "plain": plain.losses},
+            "parameters": sum(p.numel() for p in planned.model.parameters()),
+            **{name: counted[name] for name in _COUNTED},
+            "staged_because": staged,
+            "collectives": calls,
+            "step_s": {"symmplan": planned.seconds(), "plain": plain.seconds()},
+            "summary": plan.summary(),
+        },
     }
 
 
@@ -139,10 +123,6 @@ class _Trainee:
         """By parameter name."""
         return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
-    def parameters(self) -> dict[str, Tensor]:
-        """By name."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
-
     def seconds(self) -> float:
         """The median time of a step, without the first, which compiles."""
         return statistics.median_high(self._seconds[1:] or self._seconds)
@@ -152,17 +132,14 @@ def _batches(config: Config, steps: int) -> list[tuple[Tensor, Tensor]]:
     """``steps`` times (inputs, targets), each (seq, batch); the same on all ranks."""
     text = torch.frombuffer(bytearray(_TEXT.encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(1)
-    batches = []
-    for _ in range(steps):
-        last = len(text) - config.seq - 1
-        starts = torch.randint(last, (config.batch,), generator=generator).tolist()
-        rows = torch.stack([text[at : at + config.seq + 1] for at in starts], dim=1)
-        batches.append((rows[:-1].contiguous(), rows[1:].contiguous()))
-    return batches
+    last = len(text) - config.seq - 1
+    starts = torch.randint(last, (steps, config.batch), generator=generator).tolist()
+    rows = [torch.stack([text[at : at + config.seq + 1] for at in step], 1) for step in starts]
+    return [(row[:-1].contiguous(), row[1:].contiguous()) for row in rows]
 
 
 @define
-class Difference:
+class LargestDifference:
     """The largest differences seen so far, relative to the largest value of a tensor.
 
     Attributes:
@@ -179,25 +156,24 @@ class Difference:
 
     def losses(self, left: float, right: float) -> None:
         """Take in the losses of one step."""
-        self.compared += 1
-        self.bitwise = self.bitwise and left == right
-        difference = abs(left - right) / max(abs(left), 1e-30)
-        # NaN compares as false with everything, and would be forgotten by max().
-        self.loss = max(self.loss, difference if math.isfinite(difference) else math.inf)
+        one, other = torch.tensor([[left], [right]], dtype=torch.float64)
+        self.loss = max(self.loss, self._of(one, other))
 
-    def tensors(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    def tensors(self, left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         """Take in tensors by name."""
-        if left.keys() != right.keys():
-            self.tensor, self.bitwise = math.inf, False
-            return
-        for name, one in left.items():
-            self.compared += one.numel()
-            self.bitwise = self.bitwise and one.equal(right[name])
-            self.tensor = max(self.tensor, relative(one, right[name]))
+        same = left.keys() == right.keys()
+        found = [self._of(left[name], right[name]) for name in left] if same else [math.inf]
+        self.bitwise = self.bitwise and same
+        self.tensor = max(self.tensor, *found)
 
     def within(self, *, sums: float) -> bool:
         """Whether something was compared and nothing differed by more than ``sums``."""
         return self.compared > 0 and self.loss <= sums and self.tensor <= sums
+
+    def _of(self, one: Tensor, other: Tensor) -> float:
+        self.compared += one.numel()
+        self.bitwise = self.bitwise and one.equal(other)
+        return relative(one, other)
 
 
 def relative(left: Tensor, right: Tensor) -> float:
@@ -214,89 +190,32 @@ def relative(left: Tensor, right: Tensor) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def _calls_of(plan: symmplan.Plan) -> Counter[tuple[str, int]]:
-    """How often a run makes each call: what it does, and the bytes of its larger side on a rank."""
-    nbytes: dict[str, int] = {}
-    sizes = {buffer.name: buffer.nbytes for buffer in plan.problem.buffers}
-    for access in plan.problem.accesses:
-        if access.remote:
-            size = max(nbytes.get(access.operation, 0), sizes[access.buffer])
-            nbytes[access.operation] = size
-    counts: Counter[tuple[str, int]] = Counter()
-    for operation in plan.problem.operations:
-        kind = next((k for k in _PLAIN if f"::{k}" in operation.op), None)
-        if kind is not None and operation.name in nbytes:
-            counts[kind, nbytes[operation.name]] += 1
-    return counts
-
-
-def _time_collectives(plan: symmplan.Plan, group: str, *, timeout: float) -> dict[str, Any]:
-    """Time every distinct call of ``plan`` both ways, and check that the results agree.
-
-    Args:
-        plan: Whose collectives to time.
-        group: Name of the process group.
-        timeout: Seconds that ranks wait for each other.
+def _timed(plan: symmplan.Plan) -> list[dict[str, Any]]:
+    """Every distinct collective of ``plan``, timed in shared memory and by gloo.
 
     Returns:
-        Medians in seconds by call, their sums over a run of the program, and whether gathers were
-        equal bit for bit and sums to 1e-6 of the largest value.
+        Of each its ``kind``, the bytes of its larger side on a rank, how often a run makes it, the
+        medians in seconds and the largest difference of the results: of whole numbers, so that
+        sums are exact in any order.
 
     Collective: yes.
     """
-    counts = _calls_of(plan)
-    calls: list[dict[str, Any]] = []
-    same = True
-    # Memory for the largest call: its larger side, and its smaller one.
-    whole = max((nbytes for _, nbytes in counts), default=256)
-    problem = Problem.from_intervals([("whole", 0, 1, whole), ("part", 0, 1, whole)])
-    with realize(make_plan(problem), memory="shm", timeout=timeout) as arena:
-        for (kind, nbytes), count in sorted(counts.items()):
-            timed = _time(kind, nbytes, arena, group)
-            same = same and timed["difference"] <= (0.0 if kind == "all_gather" else 1e-6)
-            calls.append({"kind": kind, "nbytes": nbytes, "per_step": count, **timed})
-        dist.barrier()
-    ours = sum(c["per_step"] * c["symmplan_s"] for c in calls)
-    theirs = sum(c["per_step"] * c["gloo_s"] for c in calls)
-    return {
-        "calls": calls,
-        "symmplan_s": ours,
-        "gloo_s": theirs,
-        "speedup": theirs / ours if ours else None,
-        "same": bool(calls) and same,
-    }
-
-
-def _time(kind: str, nbytes: int, arena: Arena, group: str) -> dict[str, float]:
-    """Medians of both, and the largest relative difference of the results."""
-    world = dist.get_world_size()
-    count = nbytes // 4
-    small = count if kind == "all_reduce" else count // world
-    whole = arena.tensor("whole", torch.float32, (count,))
-    part = arena.tensor("part", torch.float32, (small,))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    source, target = (part, whole) if kind == "all_gather" else (whole, part)
-    values = torch.randn(source.numel(), generator=generator)
-    source.copy_(values)
-
-    settings = {"all_gather": (world, group), "reduce_scatter": ("sum", world, group)}
-    more = settings.get(kind, ("sum", group))
-    placed = getattr(torch.ops.symmplan, f"{kind}_out")
-    plain = getattr(torch.ops._c10d_functional, _PLAIN[kind])
-
-    def ours() -> Any:
-        return placed(source, *more, out=target)
-
-    def theirs() -> Any:
-        return torch.ops._c10d_functional.wait_tensor(plain(values, *more))
-
-    ours()
-    difference = relative(theirs(), target.clone())
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_REPEATS):  # in turns, so that a busy machine slows both
-        for run, seconds in zip((ours, theirs), times, strict=True):
-            begin = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begin)
-    ours_s, theirs_s = map(statistics.median, times)
-    return {"symmplan_s": ours_s, "gloo_s": theirs_s, "difference": difference}
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.problem.buffers}
+    larger: dict[str, int] = {}
+    for access in plan.problem.accesses:
+        if access.remote:
+            name = access.operation
+            larger[name] = max(larger.get(name, 0), sizes[access.buffer])
+    counts: Counter[tuple[str, int]] = Counter()
+    for operation in plan.problem.operations:
+        for kind in OPS:
+            if f"::{kind}" in operation.op and operation.name in larger:
+                counts[kind, larger[operation.name]] += 1
+    calls = []
+    for (kind, nbytes), count in sorted(counts.items()):
+        part = nbytes if kind == "all_reduce" else nbytes // dist.get_world_size()
+        found = compare(kind, part, "float32", _REPEATS)
+        ours, gloo = (statistics.median(found["seconds"][side]) for side in ("shm", "gloo"))
+        call = {"kind": kind, "nbytes": nbytes, "per_step": count, "symmplan_s": ours}
+        calls.append({**call, "gloo_s": gloo, "difference": found["difference"]})
+    return calls
