@@ -37,7 +37,7 @@ __all__ = ["add_arguments", "render", "run"]
 _SIDES = ("plain", "kept", "pooled", "symmplan", "unsharded")
 _DTYPES = {"type": str, "choices": ("float32", "bfloat16")}
 _NUMBERS = {"type": int, "nargs": "+", "also": ("--sequence",)}
-_OFF = {"action": "store_const", "const": False}
+_ON, _OFF = ({"action": "store_const", "const": value} for value in (True, False))
 _OPTIONS = (
     Option("model", "", "mlp", more={"choices": ("mlp", "llama")}),
     Option("layers", "FSDP modules (default 4; llama 12)", None, more={"type": int}),
@@ -75,12 +75,7 @@ _OPTIONS = (
         None,
         more={"type": int},
     ),
-    Option(
-        "cuda_graph",
-        "replay steps that were captured (cuda; not of torch's pool)",
-        False,
-        more={"action": "store_const", "const": True},
-    ),
+    Option("cuda_graph", "replay captured steps (cuda; not of torch's pool)", False, more=_ON),
     Option("profile", "count no kernels (cuda)", True, more={**_OFF, "flag": "--no-profile"}),
     Option("memory", "count no bytes (cuda)", True, more={**_OFF, "flag": "--no-memory"}),
 )

@@ -172,7 +172,8 @@ class _Plain:
 
     def dispatch(self, rows: torch.Tensor, routes: tuple[list[int], list[int]]) -> torch.Tensor:
         import torch.distributed as dist
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        from symmplan.torch_private.benches import all_to_all_single_autograd
 
         group: Any = dist.group.WORLD
         made: torch.Tensor = all_to_all_single_autograd(rows, routes[1], routes[0], group)

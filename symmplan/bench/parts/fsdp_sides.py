@@ -16,7 +16,7 @@ import symmplan
 from symmplan.bench.parts.llama import Llama, mlp, parts
 from symmplan.bench.parts.pooled import SymmetricPool, install
 from symmplan.bench.parts.profile import profile, profile_gathers
-from symmplan.bench.parts.timing import meet
+from symmplan.bench.parts.timing import device_of, meet
 from symmplan.torch_private import fsdp2, nccl, symm_mem
 
 if TYPE_CHECKING:
@@ -27,13 +27,14 @@ __all__ = ["HostClock", "Side", "batch_of", "missing"]
 
 def missing(side: str, device: str, *, graph: bool = False) -> str | None:
     """Why there is no such side on ``device``, or in CUDA graphs; None if there is."""
-    if side == "pooled" and graph:
+    if side != "pooled":
+        return None
+    if graph:
         return "it meets its peers in every step"
-    if side == "pooled" and device == "cpu":
+    if device == "cpu":
         return "torch has no symmetric memory on the CPU"
-    if side == "pooled" and not nccl.has_copy_engine_policy():
-        return "this torch cannot ask a communicator of NCCL for copy engines"
-    return None
+    known = nccl.has_copy_engine_policy()
+    return None if known else "this torch cannot ask a communicator of NCCL for copy engines"
 
 
 def batch_of(options: Mapping[str, Any], rank: int, step: int, tokens: int) -> torch.Tensor:
@@ -115,13 +116,12 @@ class _Captured:
     """A step, forward and backward, in a CUDA graph."""
 
     def __init__(
-        self, model: Any, batch: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]
+        self, model: Any, batch: torch.Tensor, train: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         self._batch = batch
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._loss = loss_of(batch)
-            self._loss.backward()
+            self._loss = train(batch)
         self._gradients = [(p, p.grad) for p in model.parameters()]
 
     def replay(self, batch: torch.Tensor) -> torch.Tensor:
@@ -147,26 +147,22 @@ class Side:
 
     def __init__(self, name: str, rank: int, options: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
-        self.name = name
-        self._options = options
-        self._rank = rank
-        self.device = torch.device(options["device"])
+        self.name, self._options, self._rank = name, options, rank
+        self.device = device_of(options, rank)
         self.cuda = self.device.type == "cuda"
-        if self.cuda:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        dtype = getattr(torch, options["dtype"])
         self.handle: symmplan.fsdp.Handle | None = None
         self.how = ""
         self._pool: SymmetricPool | None = None
+        make = Llama if options["model"] == "llama" else mlp
         with self.device:
-            self.model = (Llama if options["model"] == "llama" else mlp)(
-                options["layers"], options["dim"]
-            )
+            self.model = make(options["layers"], options["dim"])
+        dtype = getattr(torch, options["dtype"])
         if name == "unsharded":
             self.model.to(dtype)
         else:
             self._shard(dtype)
-        self._clock = HostClock(self._groups())
+        groups = [group for module in self._modules() for group in fsdp2.param_groups(module)]
+        self._clock = HostClock(groups)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._captured: _Captured | None = None
         self.restart()
@@ -183,11 +179,10 @@ class Side:
         policy = MixedPrecisionPolicy()
         if dtype != torch.float32:
             policy = MixedPrecisionPolicy(dtype, getattr(torch, self._options["reduce"]))
+        more: Any = {"mesh": mesh, "mp_policy": policy}
         for part in parts(self.model):
-            fully_shard(
-                part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.name != "kept"
-            )
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+            fully_shard(part, reshard_after_forward=self.name != "kept", **more)
+        fully_shard(self.model, **more)
         if self.name == "pooled":
             if symm_mem.backend_of(self.device) != "NCCL":
                 symm_mem.set_backend("NCCL")
@@ -212,9 +207,6 @@ class Side:
 
     def _modules(self) -> list[FSDPModule]:
         return [m for m in self.model.modules() if isinstance(m, FSDPModule)]
-
-    def _groups(self) -> list[Any]:
-        return [group for module in self._modules() for group in fsdp2.param_groups(module)]
 
     @property
     def collectives(self) -> int:
@@ -248,11 +240,7 @@ class Side:
             begin = time.perf_counter()
             for mark in marks[:1]:
                 mark.record()
-            if self._captured is None:
-                loss = self._loss(batch)
-                loss.backward()
-            else:
-                loss = self._captured.replay(batch)
+            loss = self._trained(batch) if self._captured is None else self._captured.replay(batch)
             for mark in marks[1:]:
                 mark.record()
             issued = time.perf_counter() - begin
@@ -272,10 +260,10 @@ class Side:
         self._captured = None
         batch = batch_of(self._options, self._rank, 0, tokens)
         for _ in range(2):
-            self._loss(batch).backward()
+            self._trained(batch)
             self._optimizer.zero_grad()
         self._synchronize()
-        self._captured = _Captured(self.model, batch, self._loss)
+        self._captured = _Captured(self.model, batch, self._trained)
 
     def advance(self) -> None:
         """Let the parameters follow the gradients, and drop these. Not in any time."""
@@ -299,18 +287,24 @@ class Side:
         losses = []
         meet()
         self._synchronize()
-        found = profile(lambda: self._loss(batch).backward())
+        found = profile(lambda: self._trained(batch))
         self._optimizer.zero_grad()
         meet()
         self._synchronize()
         found["forward"] = profile_gathers(lambda: losses.append(self._loss(batch)))
         losses.pop().backward()  # FSDP2 wants it
         if self.handle is not None:
-            checked = self.handle.check(lambda: self._loss(batch).backward())
-            found["disengaged"] = [list(missed) for missed in checked.missed]
+            missed = self.handle.check(lambda: self._trained(batch)).missed
+            found["disengaged"] = [list(each) for each in missed]
         self._optimizer.zero_grad()
         self._synchronize()
         return found
+
+    def _trained(self, batch: torch.Tensor) -> torch.Tensor:
+        """Forward and backward; the loss."""
+        loss = self._loss(batch)
+        loss.backward()
+        return loss
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.model(batch).float().pow(2).mean()

@@ -11,20 +11,12 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner.packing.greedy import Random
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     Interval = tuple[str, int, int, int]
 
-__all__ = [
-    "cut_rectangle",
-    "fsdp_program",
-    "loosened",
-    "moe_program",
-    "steady_stream",
-    "stream_program",
-    "tensor_parallel_program",
-    "waves",
-]
+__all__ = ["cut_rectangle", "fsdp_program", "loosened", "moe_program", "steady_stream"]
+__all__ += ["stream_program", "tensor_parallel_program", "waves"]
 
 
 class _Random(Random):
@@ -107,12 +99,10 @@ def waves(
     while len(result) < buffers and tries < 400 * buffers:
         tries += 1
         kind = random.below(10)
-        if kind < 1:
-            length = random.between(span // 2, 2 * span)
-        elif kind < 4:
-            length = random.between(span // 10, span // 3)
-        else:
-            length = random.between(2, 2 + span // 16)
+        long, middle = (span // 2, 2 * span), (span // 10, span // 3)
+        length = random.between(
+            *(long if kind < 1 else middle if kind < 4 else (2, 2 + span // 16))
+        )
         begin = random.below(max(1, horizon - length))
         end = min(horizon, begin + length)
         size = random.pick(typical)
@@ -191,12 +181,8 @@ def fsdp_program(layers: int, *, steps: int = 1, layer_bytes: int = 1 << 20) -> 
             grad = b.buffer(f"s{s}.g{i}", sizes[i], "dp")
             # One reduction is in flight: its input is reused by the layer after the next.
             before = [f"s{s}.r{i + 2}"] if i + 2 < layers else []
-            b.op(
-                f"s{s}.b{i}.use",
-                f"s{s}.b{i}.full",
-                grad,
-                after=[f"s{s}.b{i}.gather", *before],
-            )
+            after = [f"s{s}.b{i}.gather", *before]
+            b.op(f"s{s}.b{i}.use", f"s{s}.b{i}.full", grad, after=after)
             b.op(f"s{s}.r{i}", grad, stream="reduce", group="dp", after=[f"s{s}.b{i}.use"])
         b.op(f"s{s}.end", after=[f"s{s}.r0"])
         if s + 1 < steps:
@@ -211,6 +197,13 @@ def _gather(b: _ProgramBuilder, name: str, nbytes: int, behind: str) -> None:
     b.op(f"{name}.gather", shard, full, stream="gather", group="dp")
 
 
+def _passes(layers: int, steps: int) -> Iterator[tuple[str, int, int]]:
+    """Name, layer and micro-batch of each layer's forward, then backward pass."""
+    for s in range(steps):
+        for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
+            yield from ((f"s{s}.{way}{i}", i, s) for i in order)
+
+
 def tensor_parallel_program(layers: int, *, steps: int = 1, hidden_bytes: int = 1 << 20) -> Problem:
     """Tensor parallelism with sequence sharding: gather, matmul, reduce-scatter, twice per layer.
 
@@ -220,18 +213,16 @@ def tensor_parallel_program(layers: int, *, steps: int = 1, hidden_bytes: int = 
         hidden_bytes: Bytes of one gathered activation.
     """
     b = _ProgramBuilder()
-    for s in range(steps):
-        for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
-            for i in order:
-                for part, factor in (("a", 1), ("m", 3)):
-                    name = f"s{s}.{way}{i}{part}"
-                    full = b.buffer(f"{name}.full", hidden_bytes, "tp")
-                    wide = b.buffer(f"{name}.part", hidden_bytes * factor // 2, "tp")
-                    out = b.buffer(f"{name}.out", hidden_bytes // 8, "tp")
-                    b.op(f"{name}.gather", full, group="tp")
-                    b.op(f"{name}.matmul", full, wide)
-                    b.op(f"{name}.scatter", wide, out, group="tp")
-                    b.op(f"{name}.add", out)
+    for layer, _, _ in _passes(layers, steps):
+        for part, factor in (("a", 1), ("m", 3)):
+            name = f"{layer}{part}"
+            full = b.buffer(f"{name}.full", hidden_bytes, "tp")
+            wide = b.buffer(f"{name}.part", hidden_bytes * factor // 2, "tp")
+            out = b.buffer(f"{name}.out", hidden_bytes // 8, "tp")
+            b.op(f"{name}.gather", full, group="tp")
+            b.op(f"{name}.matmul", full, wide)
+            b.op(f"{name}.scatter", wide, out, group="tp")
+            b.op(f"{name}.add", out)
     return b.problem()
 
 
@@ -244,22 +235,19 @@ def moe_program(layers: int, *, steps: int = 1, token_bytes: int = 1 << 18) -> P
         token_bytes: Bytes of all tokens of a rank.
     """
     b = _ProgramBuilder()
-    for s in range(steps):
-        for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
-            for i in order:
-                name = f"s{s}.{way}{i}"
-                load = 4 + (i * 7 + s * 3) % 5
-                weights = b.buffer(f"{name}.w", token_bytes * (3 + i % 2), "dp")
-                sent = b.buffer(f"{name}.sent", token_bytes, "ep")
-                got = b.buffer(f"{name}.got", token_bytes * load // 4, "ep")
-                back = b.buffer(f"{name}.back", token_bytes * load // 4, "ep")
-                merged = b.buffer(f"{name}.merged", token_bytes, "ep")
-                b.op(f"{name}.gather", weights, group="dp")
-                b.op(f"{name}.route", sent)
-                b.op(f"{name}.dispatch", sent, got, group="ep")
-                b.op(f"{name}.experts", got, back, weights)
-                b.op(f"{name}.combine", back, merged, group="ep")
-                b.op(f"{name}.add", merged)
+    for name, i, s in _passes(layers, steps):
+        load = 4 + (i * 7 + s * 3) % 5
+        weights = b.buffer(f"{name}.w", token_bytes * (3 + i % 2), "dp")
+        sent = b.buffer(f"{name}.sent", token_bytes, "ep")
+        got = b.buffer(f"{name}.got", token_bytes * load // 4, "ep")
+        back = b.buffer(f"{name}.back", token_bytes * load // 4, "ep")
+        merged = b.buffer(f"{name}.merged", token_bytes, "ep")
+        b.op(f"{name}.gather", weights, group="dp")
+        b.op(f"{name}.route", sent)
+        b.op(f"{name}.dispatch", sent, got, group="ep")
+        b.op(f"{name}.experts", got, back, weights)
+        b.op(f"{name}.combine", back, merged, group="ep")
+        b.op(f"{name}.add", merged)
     return b.problem()
 
 
