@@ -46,7 +46,7 @@ _OPTIONS = (
     Option("bind", "keep parameters in symmetric memory from step to step", False, more=_SWITCH),
     Option(
         "inductor",
-        "a setting of torch._inductor.config for all sides, the value in JSON; repeatable",
+        "a setting of Inductor for all sides, the value in JSON; repeatable",
         None,
         more={"action": "append", "metavar": "NAME=VALUE"},
     ),
@@ -100,7 +100,7 @@ def _inductor(given: str) -> tuple[str, Any]:
     if name not in inductor_settings().get_config_copy():
         raise CommandError(
             f"this torch's Inductor has no setting {name!r}",
-            expected="--inductor NAME=VALUE, as in torch._inductor.config",
+            expected="--inductor NAME=VALUE, as in Inductor's config",
             got=given,
         )
     try:
