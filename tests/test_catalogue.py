@@ -185,7 +185,7 @@ def run(capsys, monkeypatch):
         yield call
 
 
-def test_the_table_shows_every_row(run):
+def test_the_list_has_every_row(run):
     code, out = run()
     assert code == 0
     for op in LIVE:
@@ -196,7 +196,7 @@ def test_the_table_shows_every_row(run):
 
 
 @pytest.mark.parametrize("columns", [60, 100, 160, 240])
-def test_the_table_keeps_to_the_terminal_where_it_can(run, columns):
+def test_the_list_keeps_to_the_terminal_where_it_can(run, columns):
     _, out = run("--all", columns=columns)
     lines = out.out.splitlines()
     assert all(line == line.rstrip() for line in lines)
@@ -288,12 +288,9 @@ def test_import_shows_what_a_module_declares(run, tmp_path, monkeypatch):
     code, out = run("--import", "symmtest_declares", "symmtest_catalogue")
     sys.modules.pop("symmtest_declares")
     assert code == 0
-    header, _, line = out.out.splitlines()[:3]
-    assert header.split() == [
-        "symmtest_catalogue::",
-        *("symmetric", "group", "pad", "facts", "async", "out", "origin", "note"),
-    ]
-    assert line.split() == ["mine", "x@16,", "return@16", "g", "-", "-", "-", "-", "user"]
+    heading, line = out.out.splitlines()[:2]
+    assert heading == "symmtest_catalogue::"
+    assert line == "mine  x@16, return@16; group g; user"
 
 
 @pytest.mark.parametrize("body", [None, "1 / 0", "import symmtest_nothing_here"])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import fnmatch
 import re
 import sys
-import textwrap
-from itertools import zip_longest
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from symmplan.cli import screen
 from symmplan.cli.files import import_from_here
 from symmplan.errors import CommandError, SymmplanError, UnknownOpError
 from symmplan.model import DEFAULT_ALIGN
@@ -24,20 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
-_HEADINGS = ("symmetric", "group", "pad", "facts", "async", "out", "origin")
 _LEGEND = (
     "pad: uses the signal pad of its segment (+pad: of this tensor's alone). handshake: touches no "
     "symmetric byte before all ranks have started it. release: ends only when all ranks' accesses "
     "are over. meets: ends only after all ranks have started it. enters: peers touch a rank's "
     "bytes only after that rank has started it; releases: and no more after it has ended there. "
-    "async: wait_tensor ends it. out: the variant that writes into given tensors; * is the op's "
-    "name. "
-    "name@16: aligned to 16 bytes instead of 256."
+    "async: wait_tensor ends it. out: the variant that writes into given tensors. name@16: aligned "
+    "to 16 bytes instead of 256."
 )
 _CODE = re.compile(r"\w+::\w+|\b_c10d_functional\b")
-_MAX_SYMMETRIC = 26  # columns
-_MIN_FOLDED = 10  # columns that a folded cell keeps
-_MIN_NOTE = 40  # columns; where fewer are left, a note gets a line of its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,19 +165,19 @@ def _reason(entry: Entry) -> dict[str, str]:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The result as a table for people, as wide as the terminal allows."""
+    """The result as a list for people."""
     if "collectives" in result:
         section = _listed if sys.stdout.isatty() else _section
         return "\n\n".join(map(section, result["collectives"]))
-    columns = screen.columns()
     parts = []
     if result["ops"]:
-        parts += _tables(result["ops"], columns)
-        parts += ["\n".join(textwrap.wrap(_LEGEND, min(columns, 110)))]
+        by_namespace = groupby(result["ops"], lambda op: str(op["op"].partition("::")[0]))
+        parts += ["\n".join([f"{name}::", *map(_op, ops)]) for name, ops in by_namespace]
+        parts.append(_LEGEND)
     if result["not_catalogued"]:
-        parts.append(_reasons("Not declared", result["not_catalogued"], columns))
+        parts.append(_reasons("Not declared", result["not_catalogued"]))
     if result["all"] and result["left_out"]:
-        parts.append(_reasons("Left out", result["left_out"], columns))
+        parts.append(_reasons("Left out", result["left_out"]))
     elif result["left_out"]:
         parts.append(f"{len(result['left_out'])} communication ops are left out: --all says why.")
     return "\n\n".join(parts)
@@ -232,80 +225,18 @@ def _listed(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _tables(ops: list[dict[str, Any]], columns: int) -> list[str]:
-    """One table for each namespace, so that long names widen their own table only."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for op in ops:
-        groups.setdefault(op["op"].partition("::")[0], []).append(op)
-    return [_table(namespace, group, columns) for namespace, group in groups.items()]
+def _op(op: Mapping[str, Any]) -> str:
+    """An op in a line, and its note below."""
+    told = [_symmetric(op["symmetric"]), f"group {op['group'] or 'default'}"]
+    told += ["pad"] if op["signal_pad"] else []
+    told += [", ".join(facts)] if (facts := _facts(op)) else []
+    told += ["async"] if op["asynchronous"] else []
+    told += [f"out {_short(op['out'])}"] if op["out"] else []
+    line = f"{_short(op['op'])}  {'; '.join([*told, op['origin']])}"
+    return f"{line}\n    {op['note']}" if op["note"] else line
 
 
-def _table(namespace: str, ops: list[dict[str, Any]], columns: int) -> str:
-    heading = [f"{namespace}::", *_HEADINGS]
-    rows = [_cells(op) for op in ops]
-    notes = [op["note"] for op in ops]
-    common = ""
-    if _width(heading, rows) > columns:  # what is the same in all lines is said once
-        same = [i for i in range(2, len(heading)) if len({row[i] for row in rows}) == 1]
-        common = ", ".join(f"{heading[i]} {rows[0][i]}" for i in same)
-        heading = [cell for i, cell in enumerate(heading) if i not in same]
-        rows = [[cell for i, cell in enumerate(row) if i not in same] for row in rows]
-    widths = _folded(heading, rows, columns)
-    while sum(widths) + 2 * (len(widths) - 1) > columns and len(widths) > 2:
-        # What a narrow terminal has no column for is in the notes.
-        name = heading.pop()
-        said = [f"{name}: {row.pop()}" for row in rows]
-        notes = [f"{s}; {n}" if n else s for s, n in zip(said, notes, strict=True)]
-        notes = [n.removeprefix(f"{name}: -").removeprefix("; ") for n in notes]
-        widths = _folded(heading, rows, columns)
-    room = columns - sum(widths) - 2 * len(widths)
-    below = room < _MIN_NOTE
-    folded = [i for i, name in enumerate(heading) if i == 1 or name == "facts"]
-    widths.append(0)
-    lines = [_line([*heading, "" if below else "note"], widths)]
-    lines.append("-" * len(lines[0]))
-    for cells, note in zip(rows, notes, strict=True):
-        wrapped = [[cell] for cell in cells]
-        for i in folded:
-            wrapped[i] = textwrap.wrap(cells[i], widths[i])
-        wrapped.append([] if below else textwrap.wrap(note, room))
-        lines += [_line(shown, widths) for shown in zip_longest(*wrapped, fillvalue="")]
-        if below and note:
-            lines += _indented(note, columns)
-    return "\n".join([*textwrap.wrap(f"all: {common}", columns), *lines] if common else lines)
-
-
-def _folded(heading: list[str], rows: list[list[str]], columns: int) -> list[int]:
-    """How wide columns are; those that may be folded, at words, give what is missing."""
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    widths[1] = min(widths[1], _MAX_SYMMETRIC)
-    for i in [1, *(i for i, name in enumerate(heading) if name == "facts")]:
-        over = max(0, sum(widths) + 2 * (len(widths) - 1) - columns)
-        word = max(len(word) for row in rows for word in row[i].split() or [""])
-        widths[i] = max(widths[i] - over, min(widths[i], max(_MIN_FOLDED, word)))
-    return widths
-
-
-def _width(heading: list[str], rows: list[list[str]]) -> int:
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    return sum(widths) + 2 * (len(widths) - 1) - max(0, widths[1] - _MAX_SYMMETRIC)
-
-
-def _cells(op: Mapping[str, Any]) -> list[str]:
-    name, out = _short(op["op"]), _short(op["out"] or "::-")
-    return [
-        name,
-        _symmetric(op["symmetric"]),
-        op["group"] or "default",
-        "yes" if op["signal_pad"] else "-",
-        _facts(op),
-        "yes" if op["asynchronous"] else "-",
-        out.replace(name, "*", 1) if out.startswith(name) else out,
-        op["origin"],
-    ]
-
-
-def _facts(op: Mapping[str, Any]) -> str:
+def _facts(op: Mapping[str, Any]) -> list[str]:
     """What orders ranks, in words; what follows from others is left out."""
     tensors = op["symmetric"]
     shown = [k for k in ("handshake", "release") if op[k]]
@@ -313,7 +244,7 @@ def _facts(op: Mapping[str, Any]) -> str:
     for fact, implied_by in (("enters", "handshake"), ("releases", "release")):
         if tensors and all(t[fact] for t in tensors) and not op[implied_by]:
             shown.append(fact)
-    return " ".join(shown) or "-"
+    return shown
 
 
 def _short(op: str) -> str:
@@ -331,19 +262,8 @@ def _symmetric(tensors: list[dict[str, Any]]) -> str:
     return ", ".join(shown) or "-"
 
 
-def _line(cells: Iterable[str], widths: list[int]) -> str:
-    return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
-
-
-def _reasons(title: str, entries: list[dict[str, str]], columns: int) -> str:
+def _reasons(title: str, entries: list[dict[str, str]]) -> str:
     by_reason: dict[str, list[str]] = {}
     for entry in entries:
         by_reason.setdefault(entry["reason"], []).append(entry["op"].removesuffix(".default"))
-    lines = []
-    for reason, ops in by_reason.items():
-        lines += [f"{title}: {reason}", *_indented(", ".join(ops), columns)]
-    return "\n".join(lines)
-
-
-def _indented(text: str, columns: int) -> list[str]:
-    return textwrap.wrap(text, columns, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(f"{title}: {why}\n    {', '.join(ops)}" for why, ops in by_reason.items())
