@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,6 @@ from attrs import asdict, frozen
 
 from symmplan import __version__
 from symmplan.cli import group
-from symmplan.cli.screen import columns
 from symmplan.report.format import size
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ __all__ = ["Check", "add_arguments", "cxx_compiler", "render", "run"]
 
 #: Where POSIX shared memory lives on Linux.
 _SHM = Path("/dev/shm")  # noqa: S108
-#: Column of what was found.
-_DETAILS = 30
 #: Below this, two ranks' segments of an ordinary model do not fit.
 _SHM_WANTED = 256 << 20
 
@@ -103,15 +99,9 @@ def render(result: dict[str, Any]) -> str:
 def _lines(checks: list[dict[str, Any]]) -> list[str]:
     lines = []
     for check in checks:
-        head = f"  {check['status']:7}  {check['name']}"
-        if len(head) > _DETAILS - 2:
-            lines.append(head)
-            head = ""
-        told = [check["detail"], *([f"fix: {check['fix']}"] if check["fix"] else [])]
-        for text in told:
-            for part in textwrap.wrap(text, max(30, columns() - _DETAILS)):
-                lines.append(f"{head:{_DETAILS}}{part}")
-                head = ""
+        lines.append(f"  {check['status']:7}  {check['name']}  {check['detail']}")
+        if check["fix"]:
+            lines.append(f"           fix: {check['fix']}")
     return lines
 
 

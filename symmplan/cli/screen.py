@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["columns", "fitted", "log_on_stderr", "write"]
+__all__ = ["fitted", "log_on_stderr", "write"]
 
 #: What stands out, and how, in a terminal where rich is installed. Cyan and yellow cannot be read
 #: on white everywhere, nor blue on black.
@@ -25,14 +25,6 @@ _STYLES = {
     "magenta": r"\b(slower|not searched)\b|^  missing\b",
     "red": r"\b(DOES NOT HOLD|DIFFERENT PLANS)\b|^  fix\b",
 }
-
-#: Where nobody looks at a terminal, lines are as long as they are.
-_WIDE = 160
-
-
-def columns() -> int:
-    """How wide stdout is: ``$COLUMNS``, or the terminal's width."""
-    return shutil.get_terminal_size((_WIDE, 24)).columns
 
 
 def fitted(text: str, width: int | None = None, *, stream: TextIO | None = None) -> str:
@@ -47,7 +39,7 @@ def fitted(text: str, width: int | None = None, *, stream: TextIO | None = None)
     if width is None:
         stream = stream or sys.stdout
         if "COLUMNS" in os.environ and stream is sys.stdout:
-            width = columns()
+            width = shutil.get_terminal_size().columns
         elif stream.isatty():
             width = os.get_terminal_size(stream.fileno()).columns
         else:

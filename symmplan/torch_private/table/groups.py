@@ -137,3 +137,11 @@ STREAM_NUMBERS = Seam(
     names("torch._C", "_cuda_getCurrentRawStream"),
     only_with="torch._C:_cuda_getDevice",
 )
+
+ALL_TO_ALL = Seam(
+    "a differentiable all-to-all",
+    "reporting",
+    "what experts are compared with by symmplan bench moe",
+    ("experts",),
+    names("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
+)
