@@ -14,13 +14,14 @@ import signal
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from symmplan.errors import SymmplanError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from multiprocessing.connection import Connection
 
 __all__ = ["Life", "RankError", "mark", "root_of", "serve"]
@@ -31,19 +32,33 @@ _PARENT: list[Connection] = []
 _FORGOTTEN: list[object] = []
 
 
-@frozen
+@frozen(kw_only=True)
 class Life:
-    """What all ranks of a pool are told; see `symmplan.testing.ranks.RankPool`."""
+    """What all ranks of a pool are told.
 
-    init: str | None
-    group_timeout: float
-    env: dict[str, str]
-    threads: int
-    rank0_store: bool
-    connect: bool
-    copy_engines: bool
-    quiet: bool
-    forked: bool
+    Attributes:
+        init: Backend of the default process group, ``"gloo"`` or ``"nccl"`` (a device for each
+            rank), or None to leave torch.distributed alone.
+        group_timeout: Seconds that ranks wait for each other in torch's collectives.
+        env: Environment variables.
+        threads: Torch threads per rank.
+        rank0_store: Let rank 0 host the store, as launchers do, instead of the parent.
+        connect: Let NCCL connect at once. Communicators that are made later are then split from
+            the first one, which those with other options should not be.
+        copy_engines: Let NCCL use no processors for what copy engines can do.
+        quiet: Keep what ranks print, for `symmplan.testing.ranks.RankOutcome.stack`.
+        forked: Whether they have the memory of the process that started them.
+    """
+
+    init: Literal["gloo", "nccl"] | None = "gloo"
+    group_timeout: float = 60.0
+    env: Mapping[str, str] = field(factory=dict)
+    threads: int = 1
+    rank0_store: bool = False
+    connect: bool = False
+    copy_engines: bool = False
+    quiet: bool = False
+    forked: bool = False
 
 
 @frozen

@@ -42,7 +42,7 @@ from symmplan.report.progress import Progress
 from symmplan.testing.rank_process import Life, RankError, mark, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typing_extensions import Self
 
@@ -113,42 +113,26 @@ class RankPool:
 
     Args:
         world_size: How many.
-        init: Backend of the default process group, ``"gloo"`` or ``"nccl"`` (a device for each
-            rank), or None to leave torch.distributed alone.
         call: A function and its arguments, for ranks that begin with it; `collect` gets what comes
             of it. By default ranks have met when the pool is made.
         method: How processes are started, as multiprocessing calls it. Forked ranks know what this
             process knows, also of functions without a name.
         timeout: Seconds that one call may take.
         grace: Seconds that the others get when a rank has failed; None: all that is left.
-        group_timeout: Seconds that ranks wait for each other in torch's collectives.
-        env: Environment variables of the ranks.
-        threads: Torch threads per rank.
-        rank0_store: Let rank 0 host the store, as launchers do, instead of the parent.
-        connect: Let NCCL connect at once. Communicators that are made later are then split from
-            the first one, which those with other options should not be.
-        copy_engines: Let NCCL use no processors for what copy engines can do.
-        quiet: Keep what ranks print, for `RankOutcome.stack`.
         progress: Is told the marks of rank 0, which speaks for all, and that time goes by.
+        life: What ranks are told, as fields of `symmplan.testing.rank_process.Life`.
     """
 
     def __init__(
         self,
         world_size: int,
         *,
-        init: Literal["gloo", "nccl"] | None = "gloo",
         call: tuple[Any, ...] | None = None,
         method: Literal["spawn", "fork", "forkserver"] = "forkserver",
         timeout: float = 60.0,
         grace: float | None = None,
-        group_timeout: float = 60.0,
-        env: Mapping[str, str] | None = None,
-        threads: int = 1,
-        rank0_store: bool = False,
-        connect: bool = False,
-        copy_engines: bool = False,
-        quiet: bool = False,
         progress: Progress | None = None,
+        **life: Any,
     ) -> None:
         self.world_size, self.timeout = world_size, timeout
         self._grace, self._progress = grace, progress
@@ -160,19 +144,8 @@ class RankPool:
         self._dead: dict[int, RankOutcome] = {}
         self._began = time.monotonic()
         self._store: object = None
-        life = Life(
-            init=init,
-            group_timeout=group_timeout,
-            env=dict(env or {}),
-            threads=threads,
-            rank0_store=rank0_store,
-            connect=connect,
-            copy_engines=copy_engines,
-            quiet=quiet,
-            forked=method == "fork",
-        )
         try:
-            self._launch(method, life, call)
+            self._launch(method, Life(**life, forked=method == "fork"), call)
             if call is None:
                 outcomes = self.collect(timeout=max(timeout, 60.0))
                 raise_if_failed(outcomes, timeout)
