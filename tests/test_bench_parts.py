@@ -1,0 +1,108 @@
+"""What the benchmarks share: options and their defaults, commands, sides in turn, rows of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from symmplan.bench.parts import command, timing
+from symmplan.bench.parts.command import Option
+from symmplan.cli import shell
+
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+COMMAS = {"type": lambda text: tuple(map(int, text.split(",")))}
+ON = {"action": "store_const", "const": True}
+OFF = {"action": "store_const", "const": False, "flag": "--no-look"}
+OPTIONS = (
+    Option("sizes", "bytes", (64, 128), more=COMMAS),
+    Option("tokens", "rows", [8], [4096, 2048], {"nargs": "+"}),
+    Option("bind", "keep", False, more=ON),
+    Option("look", "no look", True, more=OFF),
+)
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    command.add_options(parser, OPTIONS, timeout=7.0)
+    return parser, parser.parse_args(words)
+
+
+def test_defaults_are_those_of_the_device():
+    _, args = parsed()
+    found = command.settings_of(args, OPTIONS)
+    assert found.pop("threads") >= 1
+    assert found == {
+        "device": "cpu",
+        "ranks": 2,
+        "sizes": (64, 128),
+        "tokens": [8],
+        "bind": False,
+        "look": True,
+    }
+    parser, args = parsed("--device", "cuda", "--bind", "--no-look", "--sizes", "1,2")
+    found = command.settings_of(args, OPTIONS)
+    assert (found["tokens"], found["bind"], found["look"]) == ([4096, 2048], True, False)
+    assert found["sizes"] == (1, 2)
+    assert "rows (default 8, on cuda 4096 2048)" in " ".join(parser.format_help().split())
+
+
+def test_the_command_of_a_result_does_the_same():
+    words = ("--tokens", "3", "4", "--sizes", "1,2", "--no-look", "--bind", "--ranks", "3")
+    parser, args = parsed(*words)
+    again = shlex.split(command.words_of("x", args))
+    assert again[:3] == ["symmplan", "bench", "x"]
+    assert vars(parser.parse_args(again[3:])) == vars(args)
+
+
+def documented():
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    found = re.findall(r"`(symmplan bench [^`]*)`", text)
+    assert len(found) >= 7
+    return sorted({c for c in found if "..." not in c})
+
+
+@pytest.mark.parametrize("line", documented())
+def test_documented_commands_are_understood(line):
+    words = shlex.split(line)[1:]
+    name = f"bench {words[1]}"
+    parser = shell._parser(name, shell._load(name))
+    _, unknown = parser.parse_known_args(words)
+    assert not unknown
+
+
+def test_sides_take_turns_and_warm_up_untimed(monkeypatch):
+    monkeypatch.setattr(timing.time, "perf_counter", iter(range(100)).__next__)
+    log, judged = [], []
+    sides = {name: lambda turn, name=name: log.append((name, turn)) or name * turn for name in "ab"}
+    seconds = timing.alternate(
+        sides,
+        2,
+        torch.device("cpu"),
+        warm_up=1,
+        before=lambda: log.append("meet"),
+        judge=judged.append,
+    )
+    runs = [entry for entry in log if entry != "meet"]
+    assert log[::2] == ["meet"] * 6
+    assert runs == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert seconds == {"a": [1, 1], "b": [1, 1]}
+    assert judged == [{"a": "", "b": ""}, {"a": "a", "b": "b"}, {"a": "aa", "b": "bb"}]
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank_and_all_must_agree():
+    def rank(times, equal):
+        return {"rows": [{"what": 1, "seconds": {"a": times}, "equal": equal}]}
+
+    about = {"ok": True, "ranks": 2}
+    both = [rank([1.0, 5.0, 3.0], True), rank([2.0, 1.0, 1.0], True)]
+    result = command.compared(about, both, lambda rounds: {"rounds": rounds["a"]})
+    (row,) = result["results"]
+    assert row == {"what": 1, "equal": True, "ms": {"a": 3000.0}, "rounds": [2.0, 5.0, 3.0]}
+    assert result["ok"]
+    both[1] = rank([1.0, 1.0, 1.0], False)
+    assert not command.compared(about, both, lambda _: {})["ok"]
