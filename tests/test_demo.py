@@ -329,7 +329,7 @@ def test_out_must_be_a_folder(tmp_path, capsys):
 def test_a_long_wait_is_no_silence(monkeypatch, capsys):
     from symmplan.report import progress as module
 
-    progress, now = module.Progress(), time.monotonic()
+    progress, now = module.ProgressLine(), time.monotonic()
     progress.mark("compile")
     for later in (1.0, 9.0, 11.0, 12.0, 22.0):
         monkeypatch.setattr(module.time, "monotonic", lambda later=later: now + later)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.cli.files import import_from_here, write_all, write_text, written_lines
 from symmplan.errors import SimulationError
-from symmplan.report.progress import Progress
+from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
     import argparse
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rank=args.rank,
         memory=args.memory,
         choices=args.choices,
-        progress=Progress().mark,
+        progress=ProgressLine().mark,
     )
     writers: dict[str, Callable[[Path], object]] = {
         "html": lambda path: write_text(path, report.to_html()),

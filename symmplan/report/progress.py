@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 #: Seconds after which a line says that what was begun goes on: where nobody looks at a terminal.
 _HEARTBEAT = 10.0
 
 
-class Progress:
+class ProgressLine:
     """Lines with the seconds since the beginning: one that is rewritten on a terminal."""
 
     def __init__(self) -> None:

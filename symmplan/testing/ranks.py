@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import frozen
 
 from symmplan.errors import RanksFailedError
-from symmplan.report.progress import Progress
+from symmplan.report.progress import ProgressLine
 from symmplan.testing.rank_process import Life, RankError, mark, serve
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class RankPool:
         method: Literal["spawn", "fork", "forkserver"] = "forkserver",
         timeout: float = 60.0,
         grace: float | None = None,
-        progress: Progress | None = None,
+        progress: ProgressLine | None = None,
         **life: Any,
     ) -> None:
         self.world_size, self.timeout = world_size, timeout
@@ -346,7 +346,7 @@ def run_shown(
 
     Ranks are new processes; when one has failed, the others get a moment to say what they saw.
     """
-    with contextlib.closing(Progress()) as progress:
+    with contextlib.closing(ProgressLine()) as progress:
         more = {"method": "spawn", "quiet": True, "grace": _TO_END, "progress": progress}
         return run_ranks(fn, world_size, *args, timeout=timeout, **more, **options)
 
