@@ -38,13 +38,15 @@ LAUNCHES = {
     "gathers",
     "in_place",
     "plain",
-    "meet",
+    "barrier",
     "call_own",  # FSDP2's own method
     "scatters",
 }
 #: What decides besides, and asks the ranks itself.
 ASKED = {
     "make": "`Planning.make` agrees the plan with all ranks",
+    "meet": "a step of that",
+    "prepare": "a step of that",
     "loosen": "asks all ranks whether parameters can move",
     "_everywhere": "asks all ranks",
 }
@@ -59,14 +61,14 @@ AGREED = {
         tensor view way
     """,
     "the program's calls, and what was counted of them": """
-        Key _arrived _log _modules _next _reduced _seen
+        Key _arrived _last _unmet itemsize to _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
         current dtype element_size exchanges factor_of gathers group_name in_backward
         kind log numel of_backward pop prod ran replans
         scatters served shape target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Asked Gathered fsdp_params shard_of result_of state_name _all_gather_process_group
+        Asked Gathered fsdp_params shard_of result_of state_name group_of
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
     "where the program runs": "_device _stream",
