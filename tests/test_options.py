@@ -17,7 +17,7 @@ from fsdp_models import DEVICE, Net, shard
 from ranks import RankPool, pool_of
 
 import symmplan
-from symmplan.place.table import Row, Table
+from symmplan.place.table import Table, TuningRow
 
 pytestmark = pytest.mark.ranks
 
@@ -136,7 +136,7 @@ PROGRAMS = {"compiled": compiled, "eager": eager, "fsdp": fsdp, "experts": exper
 
 def _table(path, name, way):
     file = Path(path) / f"{name}.json"
-    file.write_text(Table("shm", (Row("all_gather", 2, 64, way),)).to_json())
+    file.write_text(Table("shm", (TuningRow("all_gather", 2, 64, way),)).to_json())
     return str(file)
 
 
