@@ -326,14 +326,14 @@ class Memory:
         synchronize(self.device)
         engines: dict[str, Engines] = {}
 
-        def meet(arena: Arena) -> None:
+        def with_engines(arena: Arena) -> None:
             choose = self._options.chosen(self.device)
             alone = choose in ("symmetric", "ordinary") or current() is not None
             if plan.segments and not alone:
                 engines.update(self.meet_engines(arena))
             warm_up(self.device)
 
-        arena, rendezvous = self.preparation.obtain(plan, self.device, groups, meet)
+        arena, rendezvous = self.preparation.obtain(plan, self.device, groups, with_engines)
         return Held(arena, engines, rendezvous, bool(plan.segments))
 
     def undo(self, held: Held | None) -> None:
