@@ -8,13 +8,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 # The same examples each time: a change is judged by itself, not by luck.
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
+# That something is wrong is all that `mutants.py` asks.
+settings.register_profile(
+    "mutants", parent=settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

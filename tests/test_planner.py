@@ -76,6 +76,50 @@ MET_UNDER_WAY = Problem(
     accesses=(Access("read", "x", remote=True), Access("push", "y", write=True, remote=True)),
     shared_groups=(("g", "h"),),
 )
+#: Nor does a call that handshakes, before it has ended.
+WRITTEN_UNDER_WAY = Problem(
+    buffers=(Buffer("x", 1, "g", align=1),),
+    operations=(
+        Operation("read"),
+        Operation("start", group="g", handshake=True),
+        Operation("write"),
+        Operation("wait", ends=("start",)),
+    ),
+    accesses=(
+        Access("read", "x", remote=True),
+        Access("start", "x"),
+        Access("write", "x", write=True),
+        Access("wait", "x"),
+    ),
+)
+#: Byte 1 is first a part of what lies over two others, and last what a peer may still read.
+BETWEEN_OTHERS = Problem(
+    buffers=(
+        Buffer("low", 1, "g", align=1, offset=0),
+        Buffer("high", 1, "g", align=1, offset=2),
+        Buffer("over", 3, "g", align=1, offset=0),
+        Buffer("read", 1, "g", align=1, offset=1),
+    ),
+    operations=tuple(Operation(name) for name in ("low", "high", "over", "read")),
+    accesses=(
+        *(Access(name, name, write=True) for name in ("low", "high", "over")),
+        Access("read", "read", remote=True),
+    ),
+)
+#: From run to run a barrier behind the earlier use will do, unless it is another group's.
+OF_ANOTHER_GROUP = Problem(
+    buffers=(Buffer("x", 1, "h", align=1), Buffer("y", 1, "g", align=1)),
+    operations=(
+        *(Operation(name, "main") for name in ("a read y", "b write x", "c read x")),
+        Operation("d write y", "side"),
+    ),
+    accesses=(
+        Access("a read y", "y", remote=True),
+        Access("b write x", "x", write=True),
+        Access("c read x", "x", remote=True),
+        Access("d write y", "y", write=True),
+    ),
+)
 #: A release says nothing of bytes of another group, which the op touches, too.
 ELSEWHERE = Problem(
     buffers=(Buffer("x", 1, "h", align=1), Buffer("y", 1, "g", align=1)),
@@ -89,6 +133,9 @@ ELSEWHERE = Problem(
 @example(UNDER_WAY)
 @example(READ_UNDER_WAY)
 @example(MET_UNDER_WAY)
+@example(WRITTEN_UNDER_WAY)
+@example(BETWEEN_OTHERS)
+@example(OF_ANOTHER_GROUP)
 @example(ELSEWHERE)
 @given(problems(pins=False))
 def test_peers_are_synchronised_wherever_bytes_are_reused(problem):

@@ -154,19 +154,15 @@ class _Track:
             i += 1
         j = bisect_left(self.lows, high)
         old = self.ranges[i:j]
-        new = []
+        new = [(low, high, item)]
         at = low
         for a, b, _ in old:
-            if a > at:
-                self.firsts.append((at, a, item))
+            self.firsts += _bytes(at, a, item)
             at = max(at, b)
-        if at < high:
-            self.firsts.append((at, high, item))
-        if old and old[0][0] < low:
-            new.append((old[0][0], low, old[0][2]))
-        new.append((low, high, item))
-        if old and old[-1][1] > high:
-            new.append((high, old[-1][1], old[-1][2]))
+        self.firsts += _bytes(at, high, item)
+        if old:
+            (begin, _, first), (_, end, last) = old[0], old[-1]
+            new = [*_bytes(begin, low, first), *new, *_bytes(high, end, last)]
         self.ranges[i:j] = new
         self.lows[i:j] = [r[0] for r in new]
         return {r[2] for r in old}
@@ -174,11 +170,14 @@ class _Track:
     def around(self) -> Iterable[tuple[int, int]]:
         """(last, first) item of every byte."""
         for low, high, first in self.firsts:
-            i = max(0, bisect_right(self.lows, low) - 1)
-            while i < len(self.ranges) and self.ranges[i][0] < high:
-                if self.ranges[i][1] > low:
-                    yield self.ranges[i][2], first
-                i += 1
+            begin, end = bisect_right(self.lows, low) - 1, bisect_left(self.lows, high)
+            for _, _, last in self.ranges[begin:end]:
+                yield last, first
+
+
+def _bytes(low: int, high: int, item: int) -> list[tuple[int, int, int]]:
+    """Bytes [low, high) of an item, if there are any."""
+    return [(low, high, item)] if low < high else []
 
 
 def _path(a: _Use, b: _Use, group_a: int, group_b: int) -> Path:
