@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import ExitStack
 
+    from symmplan.capture.threads import ProgramThreads
     from symmplan.integrate.eager.schedule import Event
     from symmplan.integrate.eager.session import Session
 
@@ -47,15 +48,24 @@ class Cursor:
         session: Whose schedule.
         roles: The streams.
         calls: The schedule; empty where nothing takes the short way.
+        threads: Of the program; nobody's calls are caught if None.
 
     Attributes:
+        current: Whether this thread is the program's.
         at: Which call comes next.
         before: How many calls the iterations before this one made.
     """
 
-    def __init__(self, session: Session | None, roles: Roles, calls: Sequence[Event] = ()) -> None:
+    def __init__(
+        self,
+        session: Session | None,
+        roles: Roles,
+        calls: Sequence[Event] = (),
+        threads: ProgramThreads | None = None,
+    ) -> None:
         self.session = session
         self.roles = roles
+        self.current: Callable[[], bool] = bool if threads is None else threads.current
         self.calls = calls
         self.at = 0
         self.before = 0
@@ -68,7 +78,7 @@ class Cursor:
             given: See `Event.short`.
         """
         calls, at = self.calls, self.at  # another thread may take the calls away
-        if at < len(calls) and not OWN.depth:
+        if at < len(calls) and not OWN.depth and self.current():
             event = calls[at]
             short, call = event.short, event.call
             if short is not None and call.op is op and self.roles.fits(call.stream):
@@ -140,7 +150,7 @@ def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         session, behind = cursor.session, keys & after
-        if OWN.depth or session is None:
+        if OWN.depth or session is None or not cursor.current():
             return redispatch(behind, *args, **kwargs)
         result = MISS if kwargs or caught_before else cursor.take(op, behind, args)
         return session._serve(op, behind, args, kwargs) if result is MISS else result

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
+    from symmplan.capture.threads import ProgramThreads
     from symmplan.integrate.eager.schedule import Event
     from symmplan.integrate.eager.streams import Streams
     from symmplan.integrate.eager.tape import Step
@@ -157,9 +158,10 @@ class Recording:
 
     Args:
         settings: Of the session.
+        threads: Of the program.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, threads: ProgramThreads) -> None:
         self._settings = settings
         self._calls = 0
         self._preparation = Preparation(settings.options, "symmplan.eager", "eager session")
@@ -172,6 +174,7 @@ class Recording:
             watch=None if settings.streams is None else settings.streams.watch,
             scratch=self._scratch,
             default_group=settings.group.name,
+            threads=threads,
         )
         self._recorder.__enter__()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import evolve
 
 from symmplan.capture.c10d import functional_form
+from symmplan.capture.threads import ProgramThreads
 from symmplan.errors import SessionError, SymmplanError
 from symmplan.integrate.eager.calls import MISS, counted, make_ready, serve
 from symmplan.integrate.eager.faults import REDO, Faults, public
@@ -62,6 +63,7 @@ class Session:
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
         self._checked = Checked()
+        self._threads: ProgramThreads | None = None  # of the program, once the session is entered
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
 
@@ -112,8 +114,6 @@ class Session:
     def _events(self) -> list[Event]:
         return [] if self._frozen is None else self._frozen.events
 
-    # Recording.
-
     def __enter__(self) -> Self:
         if ACTIVE:
             raise SessionError(
@@ -125,6 +125,7 @@ class Session:
         if self._state != "new":
             raise self._released()
         self._keys = enter_session(self._settings.group)
+        self._threads = ProgramThreads()
         ACTIVE.append(self)
         try:
             self._record(self._keys)
@@ -138,7 +139,8 @@ class Session:
         self._faults = Faults(keys, self._stop_serving, self._rescue)
         self._faults.listen()
         self._state = "recording"
-        self._recording = Recording(self._settings)
+        assert self._threads is not None
+        self._recording = Recording(self._settings, self._threads)
 
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
@@ -187,7 +189,7 @@ class Session:
         self._frozen = frozen
         make_ready(frozen.events, self._faults)
         calls = frozen.events if frozen.arena.races is None else ()  # who watches sees all ops
-        self._cursor = Cursor(self, Roles(self._settings.streams), calls)
+        self._cursor = Cursor(self, Roles(self._settings.streams), calls, self._threads)
         self._leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
         self._state = "frozen"
         install(self, [e.call.op for e in frozen.events if e.call.op is not None], self._serving)
@@ -318,7 +320,7 @@ class Session:
         return event
 
     def _stop_serving(self, error: BaseException) -> None:
-        """The first failure, here or elsewhere: nothing is in its placement any more."""
+        """At the first failure, here or elsewhere."""
         self._cursor.calls = ()
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
@@ -342,7 +344,8 @@ class Session:
         tensor: torch.Tensor = self._cursor.take(None, kind, make, args, kwargs)
         if tensor is not MISS:
             return tensor
-        if OWN.depth or self._state not in ("recording", "frozen"):
+        ours = self._threads is not None and self._threads.current()
+        if OWN.depth or not ours or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
@@ -356,9 +359,7 @@ class Session:
     # The end.
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._state == "released":
-            return
-        if self._settings.group.forked:
+        if self._state == "released" or self._settings.group.forked:
             self.release()
             return
         try:

@@ -53,7 +53,7 @@ class SimulatedSession(Session):
         self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
         self._held.append(frozen.arena)
         self._frozen = evolve(frozen, events=[], tail=[])
-        self._cursor = Cursor(self, Roles(self._settings.streams), [])
+        self._cursor = Cursor(self, Roles(self._settings.streams), [], self._threads)
         self._state = "frozen"
 
     def _memory(

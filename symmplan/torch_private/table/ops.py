@@ -120,6 +120,14 @@ OP_CALLS = Seam(
     undone="when the session ends",
 )
 
+THREAD_MARKS = Seam(
+    "marks of threads",
+    "correctness",
+    "that a session serves its program's threads, autograd's included, and no others",
+    ("sessions",),
+    names("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls"),
+)
+
 BACKWARD = Seam(
     "whether a backward pass runs",
     "correctness",
