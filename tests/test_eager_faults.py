@@ -246,6 +246,59 @@ def test_a_failure_that_was_caught_is_over(pool):
     assert pool.run(_goes_on_after) == [2, 2]
 
 
+def _caught(rank, world_size, when, who):
+    """Rank ``who`` makes another call; whoever hears of it catches that and leaves the session."""
+    import symmplan
+    from symmplan.errors import SymmplanError
+
+    x, heard = torch.ones(4, 8), []
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for turn in range(4):
+            time.sleep(0.1 * (turn == when and rank != who))
+            try:
+                _program(x, "shape" if rank == who and turn == when else "")
+                session.step()
+            except SymmplanError as error:
+                heard.append((turn, type(error).__name__))
+                break
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:  # what was caught is over
+        for _ in range(2):
+            _program(x)
+            session.step()
+    return heard
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_that_was_caught_is_not_raised_again(pool, when, who):
+    kind = "RunError" if when else "AgreementError"
+    assert pool.run(_caught, when, who) == [[(when, kind)]] * 2
+
+
+def _not_heard_of(rank, world_size):
+    """Rank 1 catches its error and leaves; rank 0 makes no other call before it leaves, too."""
+    import symmplan
+    from symmplan.errors import RunError
+
+    x = torch.ones(4, 8)
+    with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        for _ in range(2):
+            _program(x)
+            session.step()
+        if rank == 1:
+            with pytest.raises(RunError, match="other arguments"):
+                _program(x[:2])
+
+
+def test_an_error_that_nobody_has_heard_of_is_raised_at_the_end(pool):
+    first, second = pool.outcomes(_not_heard_of)
+    assert second.ok, second.describe()
+    assert first.error is not None
+    assert first.error.kind == "RunError", first.error.traceback
+    assert "rank 1: call 0, " in first.error.text
+    assert first.error.fields["op"]
+
+
 def _raise(fault):
     if fault == "raise":
         raise ZeroDivisionError("a fault of the program")

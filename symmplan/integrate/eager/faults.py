@@ -74,6 +74,8 @@ class Faults:
 
     Attributes:
         failed: Whether this rank knows of a failure.
+        told: What was raised in one of the program's calls. It has heard of that, and need not hear
+            of it again when it leaves the session.
 
     Collective: no.
     """
@@ -96,6 +98,7 @@ class Faults:
         self._quiet = threading.Event()
         self._raised_there = False
         self.failed = False
+        self.told: BaseException | None = None
         self._listener: threading.Thread | None = None
 
     def listen(self) -> None:
@@ -114,12 +117,13 @@ class Faults:
             return
         self._notice()
         self.rescue()
-        raise self._alarm.heard() or RunError(
+        self.told = self._alarm.heard() or RunError(
             "an eager session was used after it failed",
             fix="call session.replan() on every rank, or leave the session",
             group=self._group.name,
             rank=self._group.rank,
         )
+        raise self.told
 
     def depart(
         self,
@@ -155,6 +159,7 @@ class Faults:
     def fail(self, error: BaseException) -> None:
         """This rank failed, or learnt that another did. Only the first error counts."""
         self._notice()
+        self.told = error
         if not self.failed:
             self.failed = True
             self._alarm.ring(error)
@@ -181,6 +186,15 @@ class Faults:
                 yield
         except BaseException as error:
             self.found(error)
+            raise
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Note what is raised inside: the program hears of it."""
+        try:
+            yield
+        except BaseException as error:
+            self.told = error
             raise
 
     def perform(self, steps: Sequence[Step]) -> None:
@@ -260,6 +274,7 @@ class Faults:
                 if self._quiet.is_set():
                     return
                 self._raised_there = True
+                self.told = told
                 threads.raise_in_thread(self._thread, told)
             self.rescue(alarm.group)
             if not self._quiet.wait(_GRACE):

@@ -30,7 +30,8 @@ from symmplan.report.log import LOG
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
@@ -159,10 +160,17 @@ class Recording:
     Args:
         settings: Of the session.
         threads: Of the program.
+        telling: A context that notes what is raised in the program's calls.
     """
 
-    def __init__(self, settings: Settings, threads: ProgramThreads) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        threads: ProgramThreads,
+        telling: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._settings = settings
+        self._telling = telling
         self._calls = 0
         self._preparation = Preparation(settings.options, "symmplan.eager", "eager session")
         self._lowerings: Lowerings | None = None
@@ -190,7 +198,8 @@ class Recording:
         """
         if self._lowerings is None:
             settings, preparation = self._settings, self._preparation
-            memory = preparation.agree(settings.device, settings.process_groups)
+            with self._telling():
+                memory = preparation.agree(settings.device, settings.process_groups)
             self._lowerings = Lowerings(memory, settings.options.collectives)
             self._scratch.memory = memory if preparation.refusal is None else None
         return self._lowerings
@@ -211,7 +220,8 @@ class Recording:
         args = [x for name, x in zip(names, args, strict=False) if name not in _SPLITS]
         kwargs = {name: x for name, x in kwargs.items() if name not in _SPLITS}
         given = (signature(args), signature(kwargs))
-        meet(self._settings, str(op.name()), repr(public(given)))
+        with self._telling():
+            meet(self._settings, str(op.name()), repr(public(given)))
 
     def memory(self, kind: str, make: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` do meanwhile."""

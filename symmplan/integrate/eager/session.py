@@ -140,7 +140,7 @@ class Session:
         self._faults.listen()
         self._state = "recording"
         assert self._threads is not None
-        self._recording = Recording(self._settings, self._threads)
+        self._recording = Recording(self._settings, self._threads, self._faults.telling)
 
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
@@ -156,7 +156,8 @@ class Session:
         """
         self._usable()
         if self._recording is not None:
-            self._freeze(self._recording)
+            with self._faults.telling():
+                self._freeze(self._recording)
             self._counts["iterations"] += 1
             return
         assert self._frozen is not None
@@ -356,12 +357,11 @@ class Session:
         self._cursor.at += 1
         return tensor
 
-    # The end.
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._state == "released" or self._settings.group.forked:
             self.release()
             return
+        error = error or self._faults.told  # who caught an error has heard of it
         try:
             if error is None:
                 self._usable()
