@@ -1,4 +1,4 @@
-"""One rank departs from the plan of an eager session: an error on every rank, in time."""
+"""One rank diverges from the plan of an eager session: an error on every rank, in time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def pool():
         yield ranks
 
 
-def _gather(x):
+def _gather(x, world=2):
     import torch.distributed as dist
 
     ops = torch.ops._c10d_functional
     name = dist.group.WORLD.group_name
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, world, name))
 
 
 def _reduce(x):
@@ -35,9 +35,9 @@ def _reduce(x):
     return ops.wait_tensor(ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
 
 
-def _program(x, fault="", kept=None):
+def _program(x, fault="", kept=None, world=2):
     """Gather, sum up, gather again in the bytes of the first."""
-    y = _gather(x[:2] if fault == "shape" else x)
+    y = _gather(x[:2] if fault == "shape" else x, world)
     if fault == "keep":
         kept.append(y)
     if fault == "extra":
@@ -50,7 +50,7 @@ def _program(x, fault="", kept=None):
         return z
     w = _reduce(z) if fault != "other" else _gather(z)
     del z
-    return _gather(w).sum()
+    return _gather(w, world).sum()
 
 
 def _run(rank, world_size, fault, who, when):
@@ -70,7 +70,7 @@ def _run(rank, world_size, fault, who, when):
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("fault", ["shape", "extra", "dtype", "less", "other"])
-def test_a_rank_that_departs_ends_in_an_error_on_all(pool, fault, who, when):
+def test_a_rank_that_diverges_ends_in_an_error_on_all(pool, fault, who, when):
     outcomes = pool.outcomes(_run, fault, who, when)
     for outcome in outcomes:
         assert outcome.error is not None, outcome
@@ -197,26 +197,35 @@ def test_a_rank_that_dies(pool, shared_memory_is_left_clean):
     assert first.error.kind == "PeerLostError"
 
 
-def _waits_elsewhere(rank, world_size):
-    """Rank 1 departs while rank 0 waits where nothing of symmplan's can look around."""
+def _waits_elsewhere(rank, world_size, leaves):
+    """The last rank diverges while the others are where nothing of symmplan's can look around."""
     import symmplan
+    from symmplan.errors import RunError
 
     x = torch.ones(4, 8)
     with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
         for turn in range(4):
-            if turn == 2 and rank == 0:
-                for _ in range(1500):
-                    time.sleep(0.05)
-                raise AssertionError("nobody told it")
-            _program(x, "shape" if rank == 1 and turn == 2 else "")
+            last = rank == world_size - 1
+            if turn == 2 and not last:
+                time.sleep(1.0 + 2.0 * rank)
+            if turn == 2 and last and not leaves:
+                with pytest.raises(RunError, match="other arguments"):
+                    _program(x, "shape", world=world_size)
+                time.sleep(5.0)
+                raise ZeroDivisionError("a fault of the program")
+            _program(x, "shape" if last and turn == 2 else "", world=world_size)
             session.step()
 
 
-def test_a_rank_that_waits_elsewhere_is_told(pool):
-    for outcome in pool.outcomes(_waits_elsewhere):
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_waits_elsewhere_hears_of_it_in_its_next_call(ranks, leaves):
+    with RankPool(ranks, timeout=90.0) as pool:
+        outcomes = pool.outcomes(_waits_elsewhere, leaves)
+    for outcome in outcomes if leaves else outcomes[:-1]:
         assert outcome.error is not None, outcome
         assert outcome.error.kind == "RunError", outcome.error.traceback
-        assert "rank 1" in outcome.error.text
+        assert f"rank {ranks - 1}: call 0, " in outcome.error.text
         assert outcome.error.fields["op"]
         assert outcome.error.fields["buffer"]
 
@@ -305,17 +314,16 @@ def _raise(fault):
 
 
 def _waits_in_a_collective(rank, world_size, fault, ahead):
-    """The last rank departs while the others wait in the process group's own collectives."""
+    """The last rank diverges while the others wait in the process group's own collectives."""
+    import datetime as dt
+
     import torch.distributed as dist
 
     import symmplan
     from symmplan.errors import SymmplanError
-    from symmplan.place import ways
 
-    table = ways.Lowerings.table
-    ways.Lowerings.table = property(lambda _: ways._C10D)  # as on devices
     x, kept, started = torch.ones(16), [], []
-    name = dist.group.WORLD.group_name
+    group = dist.new_group(timeout=dt.timedelta(seconds=4))
 
     def wait():
         work, y, z, i = started.pop(0)
@@ -324,46 +332,54 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
         z = torch.ops._c10d_functional.wait_tensor(z)
         assert float(z.sum()) == 16 * world_size * (i + 1), "a wrong number"
 
+    def iteration(mine):
+        for i in range(4):
+            y = symmplan.out(torch.mul, x, i + 1.0)
+            if i == 1:
+                _raise(mine)
+            work = dist.all_reduce(y[:4] if mine == "shape" else y, async_op=True, group=group)
+            z = torch.ops._c10d_functional.all_gather_into_tensor(
+                x + i, world_size, group.group_name
+            )
+            started.append((work, y, z, i))
+            kept.extend([y] if mine == "keep" and i == 0 else [])
+            del work, y, z
+            if i >= ahead:
+                wait()
+        while started:
+            wait()
+
     try:
-        with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
+        with symmplan.eager(
+            group, timeout=TIMEOUT, memory="shm", collectives="process group"
+        ) as session:
             for turn in range(4):
-                mine = fault if rank == world_size - 1 and turn == 2 else ""
-                for i in range(4):
-                    y = symmplan.out(torch.mul, x, i + 1.0)
-                    if i == 1:
-                        _raise(mine)
-                    work = dist.all_reduce(y[:4] if mine == "shape" else y, async_op=True)
-                    z = torch.ops._c10d_functional.all_gather_into_tensor(x + i, world_size, name)
-                    started.append((work, y, z, i))
-                    kept += [y] if mine == "keep" and i == 0 else []
-                    del work, y, z
-                    if i >= ahead:
-                        wait()
-                while started:
-                    wait()
+                iteration(fault if rank == world_size - 1 and turn == 2 else "")
                 session.step()
     except (SymmplanError, ZeroDivisionError):
         for tensor in kept:
             assert bool((tensor == world_size).all()), "a byte that was kept has changed"
+        time.sleep(6.0)  # its peers hear of it from nobody else: its process lives on
         raise
-    finally:
-        ways.Lowerings.table = table
 
 
 @pytest.mark.parametrize(
     ("fault", "ranks", "ahead"),
     [("shape", 2, 0), ("raise", 2, 0), ("keep", 2, 3), ("shape", 3, 0)],
 )
-def test_nobody_is_left_waiting_in_a_collective(fault, ranks, ahead):
-    with RankPool(ranks, timeout=55.0) as pool:  # less than the process group's own
-        outcomes = pool.outcomes(_waits_in_a_collective, fault, ahead)
-    for outcome in outcomes:
+def test_the_process_groups_own_timeout_ends_a_wait_in_its_collective(fault, ranks, ahead):
+    with RankPool(ranks, timeout=55.0) as pool:
+        *peers, last = pool.outcomes(_waits_in_a_collective, fault, ahead)
+    for outcome in (*peers, last):
         assert outcome.error is not None, outcome.describe()
         assert "a wrong number" not in outcome.error.text, outcome.error.traceback
-        if fault == "raise":
-            assert "a fault of the program" in outcome.error.text, outcome.error.traceback
-            continue
-        assert outcome.error.kind == "RunError", outcome.error.traceback
-        assert f"rank {ranks - 1}" in outcome.error.text
-        assert outcome.error.fields["op"]
-        assert outcome.error.fields["buffer"]
+    for outcome in peers:
+        said = (f"rank {ranks - 1}", "imed out", "imeout")
+        assert any(words in outcome.error.text for words in said), outcome.error.traceback
+    if fault == "raise":
+        assert "a fault of the program" in last.error.text, last.error.traceback
+        return
+    assert last.error.kind == "RunError", last.error.traceback
+    assert f"rank {ranks - 1}" in last.error.text
+    assert last.error.fields["op"]
+    assert last.error.fields["buffer"]

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
     from symmplan.capture.threads import ProgramThreads
-    from symmplan.integrate.eager.schedule import Event
+    from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.integrate.eager.streams import Streams
-    from symmplan.integrate.eager.tape import Step
     from symmplan.memory import Arena
     from symmplan.memory.groups import Group
     from symmplan.model import OpSpec, Plan
@@ -103,7 +102,7 @@ class Frozen:
     arena: Arena
     rendezvous: int
     events: list[Event]
-    tail: list[Step]
+    tail: list[Act]
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
     refused: str = ""
@@ -256,7 +255,7 @@ class Recording:
         chosen, arena = prepared.chosen, prepared.arena
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
-            events, tail = events_of(recorder, program, arena, settings.device, lowerings)
+            events, tail = events_of(recorder, program, arena, settings.device)
         preparation.log(plan, program.ways)
         return Frozen(
             plan,
