@@ -225,10 +225,11 @@ def _copy_back(
 def serve_memory(event: Event, make: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
     """What `symmplan.empty` and `symmplan.out` return where the plan expects them."""
     perform(event.before)
-    place = next((lent.tensor for lent in event.lent.values()), None)
-    if place is None:
+    if not event.lent:
         result: torch.Tensor = make(*args, **kwargs)
     else:
+        (lent,) = event.lent.values()
+        place = lent.tensor
         if event.call.kind == "out":
             make(*args, **kwargs, out=place)
         result = place.detach()

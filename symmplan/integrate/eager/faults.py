@@ -124,14 +124,20 @@ class Faults:
             with own_work:
                 yield
         except BaseException as error:
-            ours = isinstance(
-                error, SymmplanError
-            )  # a wait of ours ends before a peer's words come
-            told = self._alarm.heard(_PATIENCE if ours else 0.0)
-            self.fail(told or error)
-            if told is not None:
-                raise told from None
+            self.found(error)
             raise
+
+    def found(self, error: BaseException) -> None:
+        """``error`` came up in what is ours. Returns if it is this rank's own.
+
+        Raises:
+            SymmplanError: What a peer failed with, if that is why.
+        """
+        waited = isinstance(error, SymmplanError)  # and may have ended before the alarm rang
+        told = self._alarm.heard(_PATIENCE if waited else 0.0)
+        self.fail(told or error)
+        if told is not None:
+            raise told from None
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

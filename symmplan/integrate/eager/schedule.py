@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from symmplan.place.observe import Expected
     from symmplan.place.program import PlacedCall
 
-__all__ = ["Act", "Event"]
+__all__ = ["Act", "Event", "name_of"]
 
 #: A barrier, or the overwriting of a dead placement.
 Act: TypeAlias = "Callable[[], None]"
@@ -81,7 +81,7 @@ class Event:
     @property
     def name(self) -> str:
         """For people."""
-        return f"symmplan.{self.call.kind}" if self.call.op is None else str(self.call.op.name())
+        return name_of(self.call.op, self.call.kind)
 
     @property
     def form(self) -> bool:
@@ -144,3 +144,8 @@ class Event:
         if want == have:
             return None
         return (want, have) if want[1] or have[1] else (want[0], have[0])
+
+
+def name_of(op: Any, kind: str) -> str:
+    """What is called, for people."""
+    return f"symmplan.{kind}" if op is None else str(op.name())

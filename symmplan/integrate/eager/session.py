@@ -16,9 +16,10 @@ from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
+from symmplan.integrate.eager.schedule import name_of
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import OWN
+from symmplan.memory.own import OWN, own_work
 from symmplan.memory.sessions import SessionKeys, enter_session
 from symmplan.memory.spares import give_back
 from symmplan.place.observe import Checked, check, checking, launching
@@ -247,8 +248,12 @@ class Session:
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
         expected = evolve(event.expected) if checking() and event.expected else None
-        with launching(expected), self._faults.guarded():
-            result = serve(event, self._faults, behind, args, kwargs, form)
+        try:  # as `guarded` does, whose cost every call would feel
+            with own_work, launching(expected):
+                result = serve(event, self._faults, behind, args, kwargs, form)
+        except BaseException as error:
+            self._faults.found(error)
+            raise
         self._cursor.at += 1
         return result
 
@@ -268,8 +273,8 @@ class Session:
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
         cursor = self._cursor
         assert cursor is not None
-        name = f"symmplan.{kind}" if op is None else op.name()
         if cursor.at >= len(self._events):
+            name = name_of(op, kind)
             self._faults.diverge(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
@@ -279,6 +284,7 @@ class Session:
             )
         event = self._events[cursor.at]
         if op is not event.call.op or kind != event.call.kind:
+            name = name_of(op, kind)
             self._faults.diverge(
                 f"call {cursor.at} is another op than planned",
                 expected=f"{event.name} ({event.call.line})",
@@ -289,14 +295,14 @@ class Session:
         difference = event.differs(args, kwargs)
         if difference is not None:
             self._faults.diverge(
-                f"call {cursor.at}, {name}, has other arguments than planned",
+                f"call {cursor.at}, {event.name}, has other arguments than planned",
                 expected=public(difference[0]),
                 got=public(difference[1]),
                 event=event,
             )
         if not cursor.roles.fits(event.call.stream):
             self._faults.diverge(
-                f"call {cursor.at}, {name}, runs on another stream than planned",
+                f"call {cursor.at}, {event.name}, runs on another stream than planned",
                 expected=f"the stream that was {event.call.stream!r} when it was recorded",
                 got="one that is another in this iteration",
                 event=event,
