@@ -148,9 +148,8 @@ def _reduction_names() -> dict[Any, str]:
 
 def reduction_name(given: Any) -> str | None:
     """``"sum"``, ``"max"``, ... of a boxed or plain ``ReduceOp``; None for a scaled one."""
-    boxed: Any = given
-    op: Any = boxed.op() if isinstance(given, (torch.ScriptObject, dist.ReduceOp)) else given
-    return _reduction_names().get(op)
+    kind = getattr(given, "op", given)
+    return _reduction_names().get(kind() if isinstance(given, torch.ScriptObject) else kind)
 
 
 def premul_factor(op: Any) -> float | None:
