@@ -75,7 +75,7 @@ def test_a_rank_that_diverges_ends_in_an_error_on_all(pool, fault, who, when):
     for outcome in outcomes:
         assert outcome.error is not None, outcome
         assert "SymmplanError" in outcome.error.kinds, outcome.error.traceback
-        assert outcome.error.kind != "PeerTimeoutError", "it waited instead of listening"
+        assert outcome.error.kind != "PeerTimeoutError", "it waited in vain"
         assert outcome.error.fields["op"], outcome.error.text
         assert f"rank {who}" in outcome.error.text or "ranks 0 and 1" in outcome.error.text
         if when:

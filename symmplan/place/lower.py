@@ -1,8 +1,8 @@
 """What a placed call does: copies in, the op or the form that writes where it is told, copies on.
 
 It is written once, for whoever can make a tensor of a placement, copy, and call ops: the emitter of
-compiled graphs, to which values are nodes, and the tape of an eager session, to which they are
-places in a frame.
+compiled graphs, to which values are nodes, and a call of an eager session, to which they are
+tensors.
 """
 
 from __future__ import annotations
