@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
@@ -65,27 +65,37 @@ def of_graph(module: torch.fx.GraphModule) -> list[Any]:
     return found
 
 
-def check_session(session: Any) -> None:
-    """Fail if a frozen eager session on one stream does not run what its plan wants."""
-    frozen = session._frozen
-    found: list[Any] = []
-    apart: set[str] = set()
+def check_session(session: Any, iteration: Callable[[], object]) -> None:
+    """Fail if a frozen eager session on one stream does not run what its plan wants.
+
+    Args:
+        session: The session.
+        iteration: Runs one, with its `step`.
+    """
+    from symmplan.integrate.eager.build import _Barrier
+    from symmplan.integrate.eager.calls import EagerMachine
+
+    frozen, found = session._frozen, []
+    apart, at_waits = set(), set()
     for event in frozen.events:
-        found += _barriers(event.before)
-        tape = event.tape
-        sections = () if tape is None else (tape.begin, tape.late, tape.away)
-        for section in sections:
-            waits = section is not tape.begin and (event.form and event.pends)
-            if waits or section is getattr(tape, "away", None):
-                apart.update(section)
-                continue
-            for operation, steps in section.items():
-                found += _barriers(steps)
-                found.append(operation)
-        found += _barriers(event.after)
-    found += _barriers(frozen.tail)
+        names = {name for _, name in event.copied_at_waits()}
+        if event.placed is not None and event.form and event.pends:
+            names |= {event.placed.copy("copy back", s) for s in event.placed.staged}
+        apart |= names
+        at_waits |= {id(act) for name in names for act in event.due.get(name, ())}
+    doing, barrier = EagerMachine.doing, _Barrier.__call__
+
+    def traced_doing(machine, operation):
+        doing(machine, operation)
+        found.extend([operation] if operation not in found else [])
+
+    def traced_barrier(act):
+        found.extend([("barrier", act.group)] if id(act) not in at_waits else [])
+        barrier(act)
+
+    EagerMachine.doing, _Barrier.__call__ = traced_doing, traced_barrier
+    try:
+        iteration()
+    finally:
+        EagerMachine.doing, _Barrier.__call__ = doing, barrier
     check(frozen.captured, frozen.plan.barriers, found, apart)
-
-
-def _barriers(acts: Sequence[Any]) -> list[Any]:
-    return [("barrier", act.group) for act in acts if type(act).__name__ == "_Barrier"]

@@ -17,6 +17,7 @@ import symmplan
 from symmplan.capture import capture_fx
 from symmplan.capture.graphs import tensor_leaves
 from symmplan.errors import CaptureError
+from symmplan.torch_private.c10d import reduction_name
 
 F = torch.ops._c10d_functional
 
@@ -367,3 +368,11 @@ def test_every_declared_tensor_is_placed_or_explained(groups, program: Program):
         for n in gm.graph.nodes
     )
     assert len({s.node for s in captured.sites}) == declared
+
+
+def test_plain_reductions_have_names_and_scaled_ones_none():
+    kinds = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
+    for kind in kinds:
+        plain = getattr(dist.ReduceOp, kind)
+        assert reduction_name(plain) == reduction_name(dist.ReduceOp(plain)) == kind.lower()
+    assert reduction_name(dist._make_nccl_premul_sum(2.0)) is None

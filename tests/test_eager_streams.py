@@ -216,7 +216,7 @@ def _wrong_stream(rank, world_size):
             session.step()
 
 
-def test_a_call_on_another_stream_is_a_departure(pool):
+def test_a_call_on_another_stream_is_a_divergence(pool):
     with RankPool(2, timeout=60.0) as pool:
         for outcome in pool.outcomes(_wrong_stream):
             assert outcome.error is not None

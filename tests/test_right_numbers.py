@@ -95,14 +95,20 @@ def _eager(
     with symmplan.eager(
         timeout=60.0, memory=memory, choose="placed", debug=debug, collectives=way
     ) as session:
-        for turn in range(turns):
+
+        def iteration(turn):
             got = run(program, _GROUPS, *_inputs(program, rank, turn, device))
             # What is compared is copied first: a wrong number must not hold up this rank alone.
-            wrong += _same([x.clone() for x in got], expected[turn], turn)
+            wrong.extend(_same([x.clone() for x in got], expected[turn], turn))
             del got
             session.step()
-        if not debug:  # then barriers also come behind overwriting
-            check_session(session)
+
+        for turn in range(turns - 1):
+            iteration(turn)
+        if debug:  # then barriers also come behind overwriting
+            iteration(turns - 1)
+        else:
+            check_session(session, lambda: iteration(turns - 1))
         plan = session.plan
     plan.verify()
     return wrong, len(plan.barriers), len(plan.placements)

@@ -7,10 +7,11 @@ recorded call becomes one of those, and capture, registry and lowerings need to 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import define
 
 from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FUNCTIONAL", "NAMES", "Functional", "functional_form"]
 
 
-@frozen
+@define(eq=False)
 class Functional:
     """A call of a functional collective that does what a call of ``c10d::`` does."""
 
@@ -80,6 +81,11 @@ NAMES = tuple(_FORMS)
 FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, _) in _FORMS.items()}
 
 
+@functools.cache
+def _overload(name: str) -> Any:
+    return getattr(torch.ops._c10d_functional, name).default
+
+
 def functional_form(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Functional | None:
@@ -93,5 +99,6 @@ def functional_form(
     if found is None:
         return None
     positional, named, written, listed = found
-    target = getattr(torch.ops._c10d_functional, functional).default
-    return Functional(target, positional, named, written, listed, bool(bound["async_op"]))
+    return Functional(
+        _overload(functional), positional, named, written, listed, bool(bound["async_op"])
+    )

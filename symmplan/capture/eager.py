@@ -29,6 +29,7 @@ from torch import fx
 
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.streams import MAIN, Timeline
+from symmplan.capture.threads import ProgramThreads
 from symmplan.registry import bind_arguments, resolve_group_name
 from symmplan.torch_private import dispatch, works
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map
@@ -107,6 +108,7 @@ class Recorder(TorchDispatchMode):
         watch: Where to learn about streams; None where there are none.
         scratch: Gives declared ops symmetric memory to run on; None to run them on ordinary memory.
         default_group: As for `capture_fx`.
+        threads: Of the program; those that work for this one if None.
 
     Attributes:
         graph: The graph so far.
@@ -125,6 +127,7 @@ class Recorder(TorchDispatchMode):
         watch: Watch | None = None,
         scratch: Scratch | None = None,
         default_group: str | None = None,
+        threads: ProgramThreads | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
@@ -136,13 +139,14 @@ class Recorder(TorchDispatchMode):
         self._watch = watch
         self._scratch = scratch
         self._default_group = default_group
+        self._threads = threads or ProgramThreads()
         self.timeline = Timeline(watch)
         self._inside = contextlib.ExitStack()
         self._works: dict[int, str] = {}  # storage of a pending result -> its mark
         self._handles: list[Any] = []  # the Python halves of works that the program got
         self._storages: dict[int, Storage] = {}
-        self.made: dict[tuple[fx.Node, tuple[int, ...]], Storage] = {}
         self._watches: dict[int, Any] = {}
+        self.made: dict[tuple[fx.Node, tuple[int, ...]], Storage] = {}
         self.writes: dict[fx.Node, Write] = {}
         self._names = 0
         self._closed = False
@@ -246,8 +250,8 @@ class Recorder(TorchDispatchMode):
         if storage is None or not storage.made:
             return
         self.writes[storage.origin] = write
-        args, kwargs, stream = signature(args), signature(kwargs), storage.stream
-        self.calls.append(Recorded(storage.origin, None, None, kind, args, kwargs, _line(), stream))
+        given = signature(args), signature(kwargs), _line(), storage.stream
+        self.calls.append(Recorded(storage.origin, None, None, kind, *given))
 
     def _arguments(self, given: Any) -> Any:
         return tree_map(lambda x: self._of(x) if _is_tensor(x) else x, given)
@@ -293,7 +297,8 @@ class Recorder(TorchDispatchMode):
         return stand_in.set_(storage.meta, *view[:3])
 
     def _released(self, key: int, storage: Storage) -> None:
-        storage.dropped = self.timeline.now()
+        if self._threads.current():  # see [Note: threads of a program]
+            storage.dropped = self.timeline.now()
         if self._storages.get(key) is storage:
             del self._storages[key], self._watches[key]
 
@@ -326,11 +331,11 @@ class Recorder(TorchDispatchMode):
         """End the recording: what is still alive leaves the graph. Idempotent."""
         if self.graph.find_nodes(op="output"):
             return
+        made = dict.fromkeys(x for x in self.made.values() if x.made and not x.dropped)
         # The last view, not the origin: that may return several storages.
-        living = [list(x.nodes.values())[-1] for x in self._storages.values() if x.made]
-        self._watches.clear()
-        output = self.graph.output(tuple(living))
+        output = self.graph.output(tuple(list(x.nodes.values())[-1] for x in made))
         output.meta["val"] = None
+        self._watches.clear()
 
 
 def _run_apart(
@@ -423,9 +428,7 @@ def signature(value: Any) -> Any:
         return {k: signature(v) for k, v in value.items()}
     if isinstance(value, torch.ScriptObject):  # boxed anew for every call
         return None
-    if isinstance(value, float):
-        return float
-    return value
+    return float if isinstance(value, float) else value
 
 
 def _stack() -> list[str]:

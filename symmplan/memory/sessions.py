@@ -17,16 +17,12 @@ Errors travel from rank to rank as plain data, which is never unpickled.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
-
 from symmplan import errors
 from symmplan.errors import AgreementError, RunError, SymmplanError
-from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,48 +110,30 @@ class Alarm:
 
     Args:
         keys: Of the session.
-
-    Attributes:
-        group: The group, with this alarm's connection to its store.
     """
 
     def __init__(self, keys: SessionKeys) -> None:
-        self.group = keys.group
+        self._group = keys.group
         self._key = f"{keys.prefix}/alarm"
 
     @property
     def _silent(self) -> bool:
-        return self.group.size == 1 or self.group.forked
-
-    def key(self, what: str) -> str:
-        """A key in the group's store that is the same on all ranks, and this alarm's own."""
-        return f"{self._key}/{what}"
+        return self._group.size == 1 or self._group.forked
 
     def ring(self, error: BaseException) -> None:
         """Tell the others of ``error``, unless somebody was first. Never raises."""
         if self._silent:
             return
         with contextlib.suppress(Exception):  # the store may be what failed
-            if self.group.store.add(f"{self._key}/rung", 1) == 1:
-                self.group.store.set(self._key, json.dumps(_as_data(error, self.group.rank)))
-
-    def listener(self) -> Alarm:
-        """The same alarm for another thread, over a connection of its own where stores have one.
-
-        A store in a file has none, and lets others in while one of them waits.
-        """
-        other = copy.copy(self)
-        if self.group.size > 1 and c10d.has_connection(self.group.store):
-            with contextlib.suppress(Exception):  # not every kind of store can
-                other.group = evolve(self.group, store=self.group.store.clone())
-        return other
+            if self._group.store.add(f"{self._key}/rung", 1) == 1:
+                self._group.store.set(self._key, json.dumps(_as_data(error, self._group.rank)))
 
     def heard(self, patience: float = 0.0) -> SymmplanError | None:
         """What a peer failed with; None if nobody rang within ``patience`` seconds."""
         deadline = time.monotonic() + patience
         while not self._silent:
             try:
-                error = posted_error(self.group, self._key)
+                error = posted_error(self._group, self._key)
             except Exception:  # noqa: BLE001 (the store may be what failed)
                 return None
             if error is not None or time.monotonic() >= deadline:

@@ -1,12 +1,13 @@
 """What a placed call does: copies in, the op or the form that writes where it is told, copies on.
 
 It is written once, for whoever can make a tensor of a placement, copy, and call ops: the emitter of
-compiled graphs, to which values are nodes, and the tape of an eager session, to which they are
-places in a frame.
+compiled graphs, to which values are nodes, and a call of an eager session, to which they are
+tensors.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attrs import frozen
@@ -107,7 +108,7 @@ def _by_row(
     """The form that writes into given memory, once or for each element of a list."""
     assert call.spec.group is not None  # collectives name theirs
     given = {**given, call.spec.group: call.engine or call.group}
-    target = overload_named(row.target)
+    target = call.target
     elements: dict[tuple[int, ...], dict[str, Any]] = {(): given}
     if row.each:
         elements = {(i,): {**given, "input": x} for i, x in enumerate(given["inputs"])}
@@ -168,9 +169,16 @@ def _as_it_is(
 
 def _arranged(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by name, as an op takes them."""
+    positional, named = _names(op)
+    return tuple([values[name] for name in positional]), {name: values[name] for name in named}
+
+
+@functools.cache
+def _names(op: Any) -> tuple[list[str], list[str]]:
+    """An op's arguments: those that are given by position, and those by name."""
     arguments = op._schema.arguments
-    args = tuple(values[a.name] for a in arguments if not a.kwarg_only)
-    return args, {a.name: values[a.name] for a in arguments if a.kwarg_only}
+    positional = [a.name for a in arguments if not a.kwarg_only]
+    return positional, [a.name for a in arguments if a.kwarg_only]
 
 
 def _put(value: Any, index: tuple[int, ...], new: Any) -> Any:

@@ -19,6 +19,7 @@ from symmplan.capture.sites import Step
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
 from symmplan.place.observe import Expected
+from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class PlacedCall:
             it so.
         prefix: What its operations' names begin with.
         expected: How it is to run, for a check; None if it has no row.
+        staged: The arguments that are copied into their placements.
+        target: The overload that its row calls; None if it has no row.
     """
 
     node: fx.Node
@@ -78,15 +81,20 @@ class PlacedCall:
     results: Mapping[tuple[int, ...], str]
     prefix: str
     expected: Expected | None = None
+    staged: tuple[Site, ...] = field(init=False)
+    target: Any = field(init=False)
+
+    @staged.default
+    def _staged(self) -> tuple[Site, ...]:
+        return tuple(s for s in self.sites if s.kind == "argument" and s.how == "stage")
+
+    @target.default
+    def _target(self) -> Any:
+        return None if self.row is None else overload_named(self.row.target)
 
     def copy(self, kind: CopyKind, site: Site) -> str:
         """Name of the operation that copies one of its tensors."""
         return copy_name(kind, self.prefix, site)
-
-    @property
-    def staged(self) -> tuple[Site, ...]:
-        """The arguments that are copied into their placements."""
-        return tuple(s for s in self.sites if s.kind == "argument" and s.how == "stage")
 
     def reads(self, site: Site) -> bool:
         """Whether it looks at what an argument holds before it writes there."""

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import sys
 from types import FunctionType
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
@@ -109,40 +109,6 @@ def group_store(group: ProcessGroup) -> Store:
     return store
 
 
-def has_connection(store: Any) -> bool:
-    """Whether a store talks to its server over a connection, so that a clone has its own."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return type(store).__name__ == "TCPStore" and hasattr(store, "clone")
-
-
-def group_backend(name: str, device: torch.device) -> Any:
-    """What launches a group's collectives for ``device``; None if its methods are somebody else's.
-
-    Args:
-        name: The group's.
-        device: Where the tensors lie.
-    """
-    try:
-        group = group_by_name(name)
-        if type(group) is not dist.ProcessGroup:
-            return None
-        return group._get_backend(device)
-    except (LookupError, RuntimeError):
-        return None
-
-
-def abort_group(group: Any) -> None:
-    """End what waits in ``group``'s communicators; it cannot be used any more.
-
-    Does nothing where the group cannot be aborted (gloo), or this torch has no way.
-    """
-    abort = getattr(group, "abort", None)
-    if abort is not None:
-        with contextlib.suppress(RuntimeError):
-            abort()
-
-
 def forget_groups() -> object:
     """Be as if there were no process groups, in a process that was forked from one with some.
 
@@ -169,20 +135,21 @@ def unboxed_group(given: Any) -> Any:
         return None
 
 
+@functools.cache
+def _reduction_names() -> dict[Any, str]:
+    """The names of plain reductions, by what a box or a ``ReduceOp`` may give for them."""
+    names = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
+    plain = {name: getattr(dist.ReduceOp.RedOpType, name) for name in names}
+    found: dict[Any, str] = {}
+    for name, kind in plain.items():
+        found[kind] = found[kind.value] = name.lower()
+    return found
+
+
 def reduction_name(given: Any) -> str | None:
     """``"sum"``, ``"max"``, ... of a boxed or plain ``ReduceOp``; None for a scaled one."""
-    boxed: Any = given
-    op: Any = boxed.op() if isinstance(given, torch.ScriptObject) else given
-    plain = dist.ReduceOp.RedOpType
-    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR"):
-        if op in (getattr(plain, name), getattr(plain, name).value):
-            return name.lower()
-    return None
-
-
-def reduction_named(name: object) -> Any:
-    """The reduction with a name such as ``"sum"``; None if it has none."""
-    return getattr(dist.ReduceOp, name.upper(), None) if isinstance(name, str) else None
+    kind = getattr(given, "op", given)
+    return _reduction_names().get(kind() if isinstance(given, torch.ScriptObject) else kind)
 
 
 def premul_factor(op: Any) -> float | None:
@@ -194,101 +161,45 @@ def premul_factor(op: Any) -> float | None:
     return factor if isinstance(factor, float) else None
 
 
-#: The method of a group -> the class of its last argument.
-_GROUP_OPTIONS = {
-    "allreduce": "AllreduceOptions",
-    "broadcast": "BroadcastOptions",
-    "_allgather_base": "AllgatherOptions",
-    "_reduce_scatter_base": "ReduceScatterOptions",
+#: The functional collective that writes a given tensor -> the method of a group that does that,
+#: what newer torch calls it, and the class of its options.
+_METHODS = {
+    "all_reduce_": ("allreduce", "allreduce", "AllreduceOptions"),
+    "broadcast_": ("broadcast", "broadcast", "BroadcastOptions"),
+    "all_gather_into_tensor_out": ("_allgather_base", "all_gather_single", "AllgatherOptions"),
+    "reduce_scatter_tensor_out": (
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "ReduceScatterOptions",
+    ),
 }
 
 
-#: The functional collective that writes a given tensor -> the method of a group that it calls.
-GROUP_METHODS = {
-    "all_reduce_": "allreduce",
-    "broadcast_": "broadcast",
-    "all_gather_into_tensor_out": "_allgather_base",
-    "reduce_scatter_tensor_out": "_reduce_scatter_base",
-}
-
-
-def group_options(method: str) -> Any:
-    """The class of the options of a process group's method."""
-    return getattr(dist.distributed_c10d, _GROUP_OPTIONS[method])
-
-
-def collective_options(name: str, *, reduction: object, root: object) -> tuple[str, Any] | None:
-    """What a functional collective asks of its group.
+def start_collective(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -> Any:
+    """Make a functional collective as torch.distributed does, which gets a work to wait for.
 
     Args:
-        name: The collective's.
-        reduction: The reduction's name, where there is one.
-        root: The root's rank in the group, where there is one.
+        op: The collective, of those that write a given tensor.
+        given: Its arguments by name.
+        asynchronous: Whether it may run on a stream of the group's.
 
     Returns:
-        The method's name and its options; None if this is not known.
+        The work; None if what was started needs no wait.
+
+    Collective: yes.
     """
-    method = GROUP_METHODS.get(name)
-    if method is None:
-        return None
-    options: Any = group_options(method)()
-    options.asyncOp = True
-    if method in ("allreduce", "_reduce_scatter_base"):
-        options.reduceOp = reduction_named(reduction)
-        if options.reduceOp is None:
-            return None
-    if method == "broadcast":
-        options.rootRank, options.rootTensor = root, 0
-    return method, options
-
-
-#: What newer torch calls the same.
-_ALSO = {"_allgather_base": "all_gather_single", "_reduce_scatter_base": "reduce_scatter_single"}
-
-
-def group_method_names(method: str) -> list[str]:
-    """The names by which Python calls a method of process groups, on this torch."""
-    names = (method, _ALSO.get(method, method))
-    return [name for name in dict.fromkeys(names) if name in vars(dist.ProcessGroup)]
-
-
-def replace_group_method(
-    name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Put ``make(original)`` in the place of a method of all process groups.
-
-    Returns:
-        What undoes it. If somebody else replaced the method since, it stays.
-    """
-    return _replace(dist.ProcessGroup, name, make(getattr(dist.ProcessGroup, name)))
-
-
-def replace_op_call(
-    op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> list[Callable[[], None]]:
-    """Put ``make(original)`` in the place of what Python calls when it calls an op.
-
-    Args:
-        op: An overload; also its packet, if it has no other.
-        make: Of what is called so far.
-
-    Returns:
-        What undoes it, as above; nothing where this torch calls something else.
-    """
-    packet = op.overloadpacket
-    owners = [op, packet] if packet.overloads() == [op._overloadname] else [op]
-    return [_replace(o, "_op", make(o._op)) for o in owners if vars(o).get("_op") is not None]
-
-
-def _replace(owner: Any, name: str, ours: Any) -> Callable[[], None]:
-    original = vars(owner)[name]  # what binds; the attribute is what is bound
-    setattr(owner, name, ours)
-
-    def undo() -> None:
-        if vars(owner)[name] is ours:
-            setattr(owner, name, original)
-
-    return undo
+    *methods, kind = _METHODS[op._schema.name.partition("::")[2]]
+    options = getattr(c10d, kind)()
+    options.asyncOp = asynchronous
+    if "reduce_op" in given:
+        options.reduceOp = getattr(dist.ReduceOp, given["reduce_op"].upper())
+    if "src" in given:
+        options.rootRank, options.rootTensor = given["src"], 0
+    group = c10d._resolve_process_group(given["group_name"])
+    start = getattr(group, next(name for name in methods if hasattr(group, name)))
+    if "out" in given:
+        return start(given["out"], given["input"], options)
+    return start([given["input"]], options)
 
 
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:

@@ -19,11 +19,6 @@ def dispatch_key(name: str) -> Any:
     return getattr(torch._C.DispatchKey, name)
 
 
-def dispatch_modes() -> int:
-    """How many dispatch modes are active in this thread."""
-    return torch._C._len_torch_dispatch_stack()
-
-
 def no_modes() -> Any:
     """A context in which no dispatch mode is active."""
     from torch.utils._python_dispatch import _disable_current_modes
@@ -74,27 +69,6 @@ def keyset_below_modes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into others, and cast them; in one kernel where torch has it."""
     torch._foreach_copy_(targets, sources)
-
-
-def nobody_looks() -> Callable[[torch.Tensor], bool]:
-    """Tells of a tensor whether an op on it may go past the dispatcher.
-
-    Not if it is wrapped, if autograd follows it, or if a mode or a transform is active.
-    """
-    kinds, modes = (torch.Tensor, torch.nn.Parameter), torch._C._len_torch_dispatch_stack
-    functions, graded = torch._C._len_torch_function_stack, torch.is_grad_enabled
-    transforms = torch._C._functorch.peek_interpreter_stack
-
-    def alone(tensor: torch.Tensor) -> bool:
-        return (
-            tensor.__class__ in kinds
-            and not modes()
-            and not functions()
-            and transforms() is None
-            and not (tensor.requires_grad and graded())
-        )
-
-    return alone
 
 
 STORAGES.require()

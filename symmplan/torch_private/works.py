@@ -99,10 +99,5 @@ def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -
     Returns:
         It, to be kept as long as the program may get hold of it, and its box.
     """
-    handle = watched_handle(work, waited, written)
+    handle = _Watched(work, waited, written)
     return handle, handle.boxed()
-
-
-def watched_handle(work: Any, waited: Callable[[], None], written: torch.Tensor) -> Any:
-    """The same, for who does not need the box."""
-    return _Watched(work, waited, written)

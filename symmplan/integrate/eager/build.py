@@ -11,38 +11,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import define, field
 
-from symmplan.capture.graphs import at_path, overload_of
+from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
-from symmplan.integrate.eager.calls import is_tensors, stands_for
 from symmplan.integrate.eager.schedule import Event
-from symmplan.integrate.eager.tape import Slot, Tape, getter
 from symmplan.place.loans import Lent, lend
-from symmplan.place.lower import launch
 from symmplan.planner.order import order_of
-from symmplan.torch_private import works
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    import torch
     from torch import fx
 
     from symmplan.capture.eager import Recorded, Recorder
     from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Captured, PlacedStorage
-    from symmplan.integrate.eager.tape import Step
+    from symmplan.integrate.eager.schedule import Act
     from symmplan.memory import Arena
     from symmplan.model import Plan
-    from symmplan.place.lower import Launched
     from symmplan.place.program import Instruction, PlacedCall, PlacedProgram
-    from symmplan.place.ways import Lowerings
     from symmplan.planner.order import Order
 
 __all__ = ["events_of"]
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @define(eq=False)
@@ -51,7 +41,6 @@ class _Builder:
     program: PlacedProgram
     arena: Arena
     device: torch.device
-    lowerings: Lowerings
     order: Order | None = field(init=False)  # None on one stream: all is in order there
     lent: dict[str, Lent] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
@@ -64,7 +53,7 @@ class _Builder:
     def plan(self) -> Plan:
         return self.program.plan
 
-    def build(self) -> tuple[list[Event], list[Step]]:
+    def build(self) -> tuple[list[Event], list[Act]]:
         problem = self.captured.problem
         one_stream = all(o.op != MARK for o in problem.operations)
         self.order = None if one_stream else order_of(problem)
@@ -77,9 +66,8 @@ class _Builder:
         for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
             event = self._event(call, homes.get(call.node, []))
             events.append(event)
-            placed = self.program.calls.get(call.node)
-            if placed is not None and event.overload is not None:
-                self._place(event, placed)
+            if event.placed is not None:
+                self._place(event, event.placed)
         self._claim(events)
         return events, self._between(events, order)
 
@@ -100,102 +88,44 @@ class _Builder:
         return flat.view(like.dtype).view(like.shape)
 
     def _event(self, call: Recorded, homes: list[PlacedStorage]) -> Event:
-        values, spec = self.captured.values, self.captured.specs.get(call.node)
-        event = Event(
-            call,
-            overload_of(call.form) if call.kind == "op" else None,
-            {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)},
-            None if spec is None else self.lowerings.row(spec),
-        )
+        values, overload = self.captured.values, overload_of(call.form)
+        shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
+        placed = None if overload is None else self.program.calls.get(call.node)
+        event = Event(call, self.device, overload, shapes, placed)
         for home in homes:
             event.lent[home.path] = self.lent[home.buffer]
             event.writes.append(home.buffer)
         return event
 
     def _place(self, event: Event, call: PlacedCall) -> None:
-        """Take down what a placed call does."""
-        event.results = {path: lent.tensor for path, lent in event.lent.items()}
-        event.group = call.engine or call.group
-        event.expected = call.expected
-        wants = list(event.recorded.values())
-        event.lists = [i for i, want in enumerate(wants) if is_tensors(want)]
-        tape = event.tape = Tape(
-            lambda buffer, like, contiguous: self._view(event, call, buffer, like, contiguous),
-            self.captured.values.tensors,
-            self.device,
-            len(wants) + sum(len(wants[i]) for i in event.lists) + 1,
-            watched=self.arena.races is not None,
-            direct=not any(x.dtype.is_complex for x in event.shapes.values()),
-            works=event.call.asynchronous or bool(call.engine) if event.form else None,
-        )
-        stands = stands_for(event)
-        launched = launch(call, tape, stands)
+        """Where the tensors of a call lie."""
+        for site in call.staged:
+            assert site.buffer is not None
+            view = self._flat(site.buffer, self.captured.values.tensors[site.value])
+            # Who waits for a tensor waits for all that is under way on its storage.
+            event.views[site.buffer, True] = lend(view) if call.spec.asynchronous else view
+            event.writes.append(site.buffer)
+        for path, buffer in call.results.items():
+            event.views[buffer, False] = self._result(event, call, buffer, path)
         for site in call.sites:
-            if site.kind == "argument" and site.buffer is not None:
-                assert site.source is not None
-                like = self.captured.values.tensors[(site.source, site.path)]
-                begin = 0 if site.how == "stage" else like.storage_offset() * like.element_size()
-                event.arguments[site] = self._flat(site.buffer, like, begin)
-                if site.how == "bind":
-                    slot = at_path(stands[site.head], site.index)
-                    event.bound[slot.index] = site
-        event.copies = len(event.results) - len(event.lent)
+            if site.kind == "argument" and site.how == "bind":
+                assert site.buffer is not None
+                like = self.captured.values.tensors[site.value]
+                begin = like.storage_offset() * like.element_size()
+                event.bound[site] = self._flat(site.buffer, like, begin).data_ptr()
+        event.copies = len(call.results.keys() - event.lent.keys())
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)
-        event.gives = self._finish(event, tape, call, launched)
 
-    def _view(
-        self, event: Event, call: PlacedCall, buffer: str, like: Value, contiguous: bool
+    def _result(
+        self, event: Event, call: PlacedCall, buffer: str, path: tuple[int, ...]
     ) -> torch.Tensor:
-        """The placement of a staged argument (contiguous), or where a result is made."""
-        path = like[1]
-        if not contiguous and path in event.lent:
+        if path in event.lent:
             return event.lent[path].tensor
         event.writes.append(buffer)
-        view = self._flat(buffer, self.captured.values.tensors[like])
-        if contiguous:
-            return view
-        if call.spec.asynchronous and not event.form:
-            lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, like)
-            view = lent.tensor
-        event.results[path] = view
-        return view
-
-    def _finish(
-        self, event: Event, tape: Tape, call: PlacedCall, launched: Launched
-    ) -> Callable[[list[Any]], Any]:
-        """Take down what comes behind the launch; returns what the program gets of the frame."""
-        results, back = dict(launched.results), []
-        tape.part(tape.late)
-        waits = event.form and (call.engine or any(s.writes for s in call.staged))
-        if waits and tape.result is not None and not event.pends:
-            # What ran on this stream has no work.
-            tape.do(lambda work: None if work is None else work.wait(), tape.result)
-        for site in call.sites:
-            if site.leaves:
-                tape.part(tape.away if site.path in event.leaving else tape.late)
-                tape.doing(call.copy("copy out", site))
-                if site.path not in event.leaving:
-                    results[site.path] = tape.do(torch.clone, results[site.path])
-            elif site in call.staged and site.writes:
-                view, source = launched.staged[site]
-                tape.part(tape.late)
-                tape.doing(call.copy("copy back", site))
-                if call.spec.asynchronous and not event.form:
-                    tape.do(_WAIT, view)
-                tape.copy(source, view)
-                back.append((view, source))
-        if event.form:
-            return getter(works.finished() if tape.result is None else tape.result)
-        if tape.result is not None and not call.results:
-            return _raw(tape.result, back)
-        tape.part(tape.late)
-        lent = {**event.leaving, **event.lent}
-        for path, value in results.items():
-            if path in lent:
-                results[path] = tape.do(lent[path].tensor.detach)
-            else:
-                results[path] = next((source for view, source in back if view is value), value)
-        return getter(results[()] if () in results else list(results.values()))
+        if call.spec.asynchronous:
+            lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, (call.node, path))
+            return lent.tensor
+        return self._flat(buffer, self.captured.values.tensors[call.node, path])
 
     def _claim(self, events: list[Event]) -> None:
         """Give every event the last users of the bytes that it writes.
@@ -222,7 +152,7 @@ class _Builder:
                 if not free:
                     break
 
-    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Step]:
+    def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Act]:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
         by_node = {event.call.node: event for event in events}
         barriers: dict[str, list[_Barrier]] = {}
@@ -231,8 +161,8 @@ class _Builder:
                 act = self._barrier(instruction)
                 barriers.setdefault(instruction.operation, []).append(act)
         self.position = {o.name: i for i, o in enumerate(self.captured.problem.operations)}
-        tail: list[Step] = []
-        lazy: list[tuple[str, list[Step]]] = []  # waits for an event behind it
+        tail: list[Act] = []
+        lazy: list[tuple[str, list[Act]]] = []  # waits for an event behind it
         current = -1
         for operation in self.captured.problem.operations:
             if operation.op == MARK:
@@ -275,7 +205,7 @@ class _Builder:
         for act in barriers:
             targets = self._behind(act, events)
             for event in targets:
-                names = event.behind_launch()
+                names = event.copies_behind()
                 later = [n for n in names if self.position[n] > self.position[before]]
                 if later:
                     event.ahead(min(later, key=self.position.__getitem__), [act])
@@ -285,15 +215,15 @@ class _Builder:
                 tail.append(act)
 
     def _ready(
-        self, lazy: list[tuple[str, list[Step]]], operation: str
-    ) -> tuple[list[Step], list[tuple[str, list[Step]]]]:
+        self, lazy: list[tuple[str, list[Act]]], operation: str
+    ) -> tuple[list[Act], list[tuple[str, list[Act]]]]:
         """What is to be overwritten before an operation, and what is not.
 
         It is done on the stream of the operation's event, which must come after the last use: the
         one of that use may be far behind what others wait for. Who writes there next comes after
         it, too.
         """
-        ready: list[Step] = []
+        ready: list[Act] = []
         left, order = [], self.order
         for name, steps in lazy:
             if order is None or order.precedes(order.index[name], order.index[operation]):
@@ -326,7 +256,7 @@ class _Barrier:
     group: str
     buffers: tuple[str, ...]
 
-    def __call__(self, _frame: list[Any]) -> None:
+    def __call__(self) -> None:
         self.segment.barrier(self.group)
 
 
@@ -337,20 +267,9 @@ class _Poison:
     view: torch.Tensor
     lent: Lent | None
 
-    def __call__(self, _frame: list[Any]) -> None:
+    def __call__(self) -> None:
         if self.lent is None or not self.lent.held:
             self.view.fill_(255)
-
-
-def _raw(slot: Slot, back: list[tuple[Any, Any]]) -> Callable[[list[Any]], Any]:
-    """What the op itself returned; the program's own tensor where it is its placement."""
-    pairs = [(view, getter(source)) for view, source in back]
-
-    def give(frame: list[Any]) -> Any:
-        result = frame[slot.index]
-        return next((get(frame) for view, get in pairs if result is view), result)
-
-    return give
 
 
 def events_of(
@@ -358,7 +277,6 @@ def events_of(
     program: PlacedProgram,
     arena: Arena,
     device: torch.device,
-    lowerings: Lowerings,
-) -> tuple[list[Event], list[Step]]:
+) -> tuple[list[Event], list[Act]]:
     """The events of a placed recording in order, and what is to be done when the iteration ends."""
-    return _Builder(recorder, program, arena, device, lowerings).build()
+    return _Builder(recorder, program, arena, device).build()

@@ -30,13 +30,14 @@ from symmplan.report.log import LOG
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
-    from symmplan.integrate.eager.schedule import Event
+    from symmplan.capture.threads import ProgramThreads
+    from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.integrate.eager.streams import Streams
-    from symmplan.integrate.eager.tape import Step
     from symmplan.memory import Arena
     from symmplan.memory.groups import Group
     from symmplan.model import OpSpec, Plan
@@ -101,7 +102,7 @@ class Frozen:
     arena: Arena
     rendezvous: int
     events: list[Event]
-    tail: list[Step]
+    tail: list[Act]
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
     refused: str = ""
@@ -157,10 +158,18 @@ class Recording:
 
     Args:
         settings: Of the session.
+        threads: Of the program.
+        telling: A context that notes what is raised in the program's calls.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        threads: ProgramThreads,
+        telling: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._settings = settings
+        self._telling = telling
         self._calls = 0
         self._preparation = Preparation(settings.options, "symmplan.eager", "eager session")
         self._lowerings: Lowerings | None = None
@@ -172,6 +181,7 @@ class Recording:
             watch=None if settings.streams is None else settings.streams.watch,
             scratch=self._scratch,
             default_group=settings.group.name,
+            threads=threads,
         )
         self._recorder.__enter__()
 
@@ -187,7 +197,8 @@ class Recording:
         """
         if self._lowerings is None:
             settings, preparation = self._settings, self._preparation
-            memory = preparation.agree(settings.device, settings.process_groups)
+            with self._telling():
+                memory = preparation.agree(settings.device, settings.process_groups)
             self._lowerings = Lowerings(memory, settings.options.collectives)
             self._scratch.memory = memory if preparation.refusal is None else None
         return self._lowerings
@@ -208,7 +219,8 @@ class Recording:
         args = [x for name, x in zip(names, args, strict=False) if name not in _SPLITS]
         kwargs = {name: x for name, x in kwargs.items() if name not in _SPLITS}
         given = (signature(args), signature(kwargs))
-        meet(self._settings, str(op.name()), repr(public(given)))
+        with self._telling():
+            meet(self._settings, str(op.name()), repr(public(given)))
 
     def memory(self, kind: str, make: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` do meanwhile."""
@@ -243,7 +255,7 @@ class Recording:
         chosen, arena = prepared.chosen, prepared.arena
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
-            events, tail = events_of(recorder, program, arena, settings.device, lowerings)
+            events, tail = events_of(recorder, program, arena, settings.device)
         preparation.log(plan, program.ways)
         return Frozen(
             plan,

@@ -6,19 +6,20 @@ import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from attrs import evolve
 
 from symmplan.capture.c10d import functional_form
-from symmplan.errors import SessionError, SymmplanError
-from symmplan.integrate.eager.calls import MISS, counted, make_ready, serve
+from symmplan.capture.threads import ProgramThreads
+from symmplan.errors import SessionError
+from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
-from symmplan.integrate.eager.rescue import catch_up
+from symmplan.integrate.eager.schedule import name_of
 from symmplan.integrate.eager.streams import Roles, streams_of
-from symmplan.integrate.eager.tape import in_order
 from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import OWN
+from symmplan.memory.own import OWN, own_work
 from symmplan.memory.sessions import SessionKeys, enter_session
 from symmplan.memory.spares import give_back
 from symmplan.place.observe import Checked, check, checking, launching
@@ -30,11 +31,9 @@ from symmplan.torch_private import c10d
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from typing_extensions import Self
 
     from symmplan.integrate.eager.schedule import Event
-    from symmplan.memory.groups import Group
     from symmplan.model import Plan
     from symmplan.place.choice import Choice
     from symmplan.place.options import Options
@@ -56,14 +55,15 @@ class Session:
         self._recording: Recording | None = None
         self._frozen: Frozen | None = None
         self._serving = contextlib.ExitStack()  # ends what catches the program's calls
-        self._cursor = Cursor(None, Roles(None))
-        #: ``{storage: call}`` of pending results that are copied out when they are waited for.
-        self._leaving: dict[int, Event] = {}
+        self._cursor: Cursor | None = None  # once there is a plan
+        #: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
+        self._leaving: dict[int, tuple[Event, str]] = {}
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
         self._checked = Checked()
+        self._threads: ProgramThreads | None = None  # of the program, once the session is entered
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
-        self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving, self._rescue)
+        self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving)
 
     def __repr__(self) -> str:
         state = "failed" if self._faults.failed else self._state
@@ -78,7 +78,7 @@ class Session:
     def stats(self) -> Stats:
         """See `Stats`."""
         frozen = self._frozen
-        counts: dict[str, Any] = self._counts + counted(self._events[: self._cursor.at])
+        counts: dict[str, Any] = self._counts + counted(self._made)
         if frozen is None:
             return Stats(**counts)
         sites, plan = frozen.captured.sites, frozen.plan
@@ -112,7 +112,10 @@ class Session:
     def _events(self) -> list[Event]:
         return [] if self._frozen is None else self._frozen.events
 
-    # Recording.
+    @property
+    def _made(self) -> list[Event]:
+        """The planned calls that this iteration has made."""
+        return [] if self._cursor is None else self._events[: self._cursor.at]
 
     def __enter__(self) -> Self:
         if ACTIVE:
@@ -125,6 +128,7 @@ class Session:
         if self._state != "new":
             raise self._released()
         self._keys = enter_session(self._settings.group)
+        self._threads = ProgramThreads()
         ACTIVE.append(self)
         try:
             self._record(self._keys)
@@ -135,10 +139,10 @@ class Session:
         return self
 
     def _record(self, keys: SessionKeys) -> None:
-        self._faults = Faults(keys, self._stop_serving, self._rescue)
-        self._faults.listen()
+        self._faults = Faults(keys, self._stop_serving)
         self._state = "recording"
-        self._recording = Recording(self._settings)
+        assert self._threads is not None
+        self._recording = Recording(self._settings, self._threads, self._faults.telling)
 
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
@@ -154,24 +158,28 @@ class Session:
         """
         self._usable()
         if self._recording is not None:
-            self._freeze(self._recording)
+            with self._faults.telling():
+                self._freeze(self._recording)
             self._counts["iterations"] += 1
             return
+        cursor = self._cursor
         assert self._frozen is not None
-        if self._cursor.at != len(self._events):
-            event = self._events[self._cursor.at]
-            self._faults.depart(
-                f"the iteration ended before call {self._cursor.at}, {event.name}",
+        assert cursor is not None
+        if cursor.at != len(self._events):
+            event = self._events[cursor.at]
+            self._faults.diverge(
+                f"the iteration ended before call {cursor.at}, {event.name}",
                 expected=f"{len(self._events)} declared calls",
-                got=self._cursor.at,
+                got=cursor.at,
                 event=event,
             )
-        self._cursor.roles.join()
-        self._faults.perform(self._frozen.tail)
-        self._cursor.roles.part()
+        cursor.roles.join()
+        with self._faults.guarded():
+            perform(self._frozen.tail)
+        cursor.roles.part()
         self._counts += counted(self._events)
         self._counts["iterations"] += 1
-        self._cursor.start_again()
+        cursor.at = 0
 
     def _freeze(self, recording: Recording) -> None:
         self._recording = None
@@ -185,12 +193,11 @@ class Session:
                 "ops` lists those that are, symmplan.symm_args declares others)"
             )
         self._frozen = frozen
-        make_ready(frozen.events, self._faults)
-        calls = frozen.events if frozen.arena.races is None else ()  # who watches sees all ops
-        self._cursor = Cursor(self, Roles(self._settings.streams), calls)
-        self._leaving = {x.storage: e for e in frozen.events for x in e.leaving.values()}
+        assert self._threads is not None
+        self._cursor = Cursor(self, Roles(self._settings.streams), self._threads)
+        self._leaving = {k: (e, name) for e in frozen.events for k, name in e.copied_at_waits()}
         self._state = "frozen"
-        install(self, [e.call.op for e in frozen.events if e.call.op is not None], self._serving)
+        install(self, self._cursor, self._serving)
         if frozen.arena.races is not None:
             names, timeout = declared_names(), self._settings.options.timeout
             self._serving.enter_context(
@@ -213,14 +220,8 @@ class Session:
         Collective: as ``iteration``.
         """
         self._usable()
-        cursor, calls = self._cursor, self._cursor.calls
-        cursor.calls = ()  # all calls come through `serve`
-        try:
-            planned = self._frozen is not None
-            self._checked = check(iteration, self._settings.device if planned else None)
-        finally:
-            if cursor is self._cursor and not self._faults.failed:
-                cursor.calls = calls
+        planned = self._frozen is not None
+        self._checked = check(iteration, self._settings.device if planned else None)
         return self._checked
 
     def replan(self) -> None:
@@ -241,16 +242,18 @@ class Session:
     # Serving.
 
     def _serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
-        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours.
-
-        The long way, which finds out what is wrong; see `symmplan.integrate.eager.calls`.
-        """
+        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours."""
         self._usable()
+        assert self._cursor is not None
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
         expected = evolve(event.expected) if checking() and event.expected else None
-        with launching(expected):
-            result = serve(event, self._faults, behind, args, kwargs, form)
+        try:  # as `guarded` does, whose cost every call would feel
+            with own_work, launching(expected):
+                result = serve(event, self._faults, behind, args, kwargs, form)
+        except BaseException as error:
+            self._faults.found(error)
+            raise
         self._cursor.at += 1
         return result
 
@@ -259,30 +262,31 @@ class Session:
 
         Whoever holds the tensor, as asynchronous tensors of torch do, holds the copy from now on.
         """
-        event = self._leaving.get(tensor.untyped_storage()._cdata)
+        event, operation = self._leaving.get(tensor.untyped_storage()._cdata, (None, ""))
         if event is None:
             return
-        assert event.tape is not None
         with self._faults.guarded():
-            for step in in_order(event.tape.away):
-                step([])
+            perform(event.due.get(operation, ()))
             copy = tensor.clone()
             tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
 
     def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
-        name = f"symmplan.{kind}" if op is None else op.name()
-        if self._cursor.at >= len(self._events):
-            self._faults.depart(
+        cursor = self._cursor
+        assert cursor is not None
+        if cursor.at >= len(self._events):
+            name = name_of(op, kind)
+            self._faults.diverge(
                 f"{name} was called after the last call of the recorded iteration",
                 expected="session.step()",
                 got=name,
                 event=None,
                 op=name,
             )
-        event = self._events[self._cursor.at]
+        event = self._events[cursor.at]
         if op is not event.call.op or kind != event.call.kind:
-            self._faults.depart(
-                f"call {self._cursor.at} is another op than planned",
+            name = name_of(op, kind)
+            self._faults.diverge(
+                f"call {cursor.at} is another op than planned",
                 expected=f"{event.name} ({event.call.line})",
                 got=name,
                 event=event,
@@ -290,15 +294,15 @@ class Session:
             )
         difference = event.differs(args, kwargs)
         if difference is not None:
-            self._faults.depart(
-                f"call {self._cursor.at}, {name}, has other arguments than planned",
+            self._faults.diverge(
+                f"call {cursor.at}, {event.name}, has other arguments than planned",
                 expected=public(difference[0]),
                 got=public(difference[1]),
                 event=event,
             )
-        if not self._cursor.roles.fits(event.call.stream):
-            self._faults.depart(
-                f"call {self._cursor.at}, {name}, runs on another stream than planned",
+        if not cursor.roles.fits(event.call.stream):
+            self._faults.diverge(
+                f"call {cursor.at}, {event.name}, runs on another stream than planned",
                 expected=f"the stream that was {event.call.stream!r} when it was recorded",
                 got="one that is another in this iteration",
                 event=event,
@@ -306,7 +310,7 @@ class Session:
         overdue = event.overdue()
         if overdue is not None:
             buffer, other = overdue
-            self._faults.depart(
+            self._faults.diverge(
                 f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
                 "held",
                 expected="no tensor on it any more, as in the recorded iteration",
@@ -318,16 +322,10 @@ class Session:
         return event
 
     def _stop_serving(self, error: BaseException) -> None:
-        """The first failure, here or elsewhere: nothing is in its placement any more."""
-        self._cursor.calls = ()
+        """At the first failure, here or elsewhere."""
         if self._frozen is not None:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
-
-    def _rescue(self, group: Group, key: str, patience: float) -> None:
-        """Nobody shall wait for a planned collective that this rank did not come to."""
-        made = self._cursor.before + self._cursor.at
-        catch_up(group, key, made, self._events, self._settings.device, patience)
 
     # Memory.
 
@@ -339,28 +337,24 @@ class Session:
         kwargs: Any,
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
-        tensor: torch.Tensor = self._cursor.take(None, kind, make, args, kwargs)
-        if tensor is not MISS:
-            return tensor
-        if OWN.depth or self._state not in ("recording", "frozen"):
+        ours = self._threads is not None and self._threads.current()
+        if OWN.depth or not ours or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
         self._usable()
         event = self._expect(None, (make, *args), kwargs, kind)
-        assert event.run is not None
-        tensor = event.run(make, args, kwargs)
+        assert self._cursor is not None
+        with self._faults.guarded():
+            tensor = serve_memory(event, make, args, kwargs)
         self._cursor.at += 1
         return tensor
 
-    # The end.
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._state == "released":
-            return
-        if self._settings.group.forked:
+        if self._state == "released" or self._settings.group.forked:
             self.release()
             return
+        error = error or self._faults.told  # who caught an error has heard of it
         try:
             if error is None:
                 self._usable()
@@ -371,8 +365,7 @@ class Session:
                     )
                 meet(self._settings, "leave the session")
             else:
-                with contextlib.suppress(SymmplanError):  # a peer's: the program has its own
-                    self._faults.give_up(error)
+                self._faults.give_up(error)
         except BaseException as failure:
             if error is None:
                 self._faults.give_up(failure)
@@ -381,11 +374,14 @@ class Session:
             self.release()
 
     def _let_go(self) -> None:
-        self._faults.close()
         self._forget()
-        frozen = self._frozen
-        if frozen is None or not self._faults.at_rest(self._settings.device):
+        frozen, device = self._frozen, self._settings.device
+        if frozen is None:
             return
+        if device.type == "cuda":
+            if self._faults.failed:
+                return  # a kernel may wait for a peer for ever, in memory that must not go
+            torch.cuda.synchronize(device)
         lent = [x for e in frozen.events for x in (*e.lent.values(), *e.leaving.values())]
         if self._faults.failed or any(x.held for x in lent):
             frozen.arena.release()
@@ -398,8 +394,8 @@ class Session:
             self._recording.stop()
             self._recording = None
         self._serving.close()
-        self._counts += counted(self._events[: self._cursor.at])
-        self._cursor = Cursor(None, Roles(None))
+        self._counts += counted(self._made)
+        self._cursor = None
         self._leaving = {}
 
     def release(self) -> None:

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import evolve
 
-from symmplan.integrate.eager.kernels import Cursor
 from symmplan.integrate.eager.session import Session
-from symmplan.integrate.eager.streams import Roles
 from symmplan.memory.spares import give_back
 
 if TYPE_CHECKING:
@@ -53,7 +51,6 @@ class SimulatedSession(Session):
         self._counts["recorded"] += sum(e.call.kind == "op" for e in frozen.events)
         self._held.append(frozen.arena)
         self._frozen = evolve(frozen, events=[], tail=[])
-        self._cursor = Cursor(self, Roles(self._settings.streams), [])
         self._state = "frozen"
 
     def _memory(
@@ -68,7 +65,6 @@ class SimulatedSession(Session):
         return super()._memory(kind, make, args, kwargs)
 
     def _let_go(self) -> None:
-        self._faults.close()
         self._forget()  # the segment stays: others may make theirs only at the end
 
     def _simulated_plans_(self) -> tuple[Plan, ...]:

@@ -72,15 +72,14 @@ WAITS = Seam(
 
 GROUP_METHODS = Seam(
     "methods of process groups",
-    "speed",
-    "host time of a session's calls of torch.distributed",
+    "correctness",
+    "that what a session's program asks of torch.distributed runs in its placements",
     ("sessions",),
     names(
         f"{_C10D}:ProcessGroup",
         "allreduce broadcast _allgather_base|all_gather_single "
         "_reduce_scatter_base|reduce_scatter_single",
     ),
-    undone="when the session ends",
     only_with=_BUILT,
 )
 

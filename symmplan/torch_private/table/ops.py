@@ -101,23 +101,25 @@ NODE_NAMES = Seam(
 MODES = Seam(
     "active modes",
     "correctness",
-    "that no call goes past a mode or a transform that looks at it",
+    "that ops of a program that is watched for races run below its modes",
     ("sessions",),
-    names(
-        "torch._C",
-        "_len_torch_dispatch_stack _len_torch_function_stack _functorch.peek_interpreter_stack",
-    )
-    + names("torch.utils._python_dispatch", "_disable_current_modes"),
+    names("torch.utils._python_dispatch", "_disable_current_modes"),
 )
 
 OP_CALLS = Seam(
-    "what Python calls when it calls an op",
+    "what Python calls when it hands on an op",
     "speed",
     "host time of each declared call of a session",
     ("sessions",),
-    names("torch._ops:OpOverload", "_op _handle _pyobj_dispatcher|redispatch")
-    + names("torch._ops", "OpOverloadPacket._op"),
-    undone="when the session ends",
+    names("torch._ops:OpOverload", "_handle _pyobj_dispatcher|redispatch"),
+)
+
+THREAD_MARKS = Seam(
+    "marks of threads",
+    "correctness",
+    "that a session serves its program's threads, autograd's included, and no others",
+    ("sessions",),
+    names("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls"),
 )
 
 BACKWARD = Seam(
