@@ -231,12 +231,16 @@ class _Side:
 
     def is_full(self, phase: str) -> bool:
         """Whether the last rank has posted, by its own word. Raises what a peer failed with."""
-        if self._store.check([f"{self.prefix}/{phase}/full"]):
+        full = [f"{self.prefix}/{phase}/full"]
+        if self._store.check(full):
             return True
         error = posted_error(self.group, f"{self.prefix}/error")
-        if error is not None:
-            raise error
-        return False
+        if error is None:
+            return False
+        # What a peer failed with behind the round is not what this rank finds in it.
+        if self._store.check(full):
+            return True
+        raise error
 
     def is_complete(self, phase: str) -> bool:
         """The same by looking for each rank's value: the last rank may have ended before its word.
