@@ -287,7 +287,8 @@ def drawn(seed, ranks=None):
         program = evolve(program, reshard=2)  # in groups of two
     if program.live_gathers is not None and _writes(program):
         # More of them stay as with `reshard_after_forward=False`: what is written is seen later.
-        return evolve(program, live_gathers=1)
+        alone = ("order", ()) in program.acts or all(unit.wrap == "none" for unit in units)
+        return evolve(program, live_gathers=None if alone else 1)
     return program
 
 

@@ -125,6 +125,12 @@ def test_modules_make_room_while_graphs_have_views_of_their_parameters(two, then
         assert 1 <= result["counts"]["replans"] <= 3
 
 
+def test_modules_stay_unsharded_while_graphs_of_others_have_views_of_their_bytes(two):
+    acts = (("train",), ("postpone",), ("train",), ("train", 3, True, False), ("catch_up",))
+    for result in check(two, Program(2, (Unit(),) * 3, (*acts, ("train",)))):
+        assert result["refused"] is None
+
+
 @pytest.mark.parametrize(
     ("others", "postponed", "refused"),
     [

@@ -71,6 +71,7 @@ class ZeroCopyUnshard:
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
         self._looked = False
+        self._by_hand = False  # whether it was unsharded outside of its passes
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         ours = (self.unshard, self.wait_for_unshard, self.to_sharded)
@@ -170,7 +171,8 @@ class ZeroCopyUnshard:
         if home is None or not (result is None or isinstance(result, Gathered)):
             self._methods.call_own(fsdp2_in_place.WAIT)
             return
-        in_backward = fsdp2_in_place.state_name(group) == "PRE_BACKWARD"
+        state = fsdp2_in_place.state_name(group)
+        in_backward = state == "PRE_BACKWARD"
         if result is None:
             if in_backward and group.is_unsharded:
                 self._runtime.counts.reused += self._kept is not None
@@ -184,6 +186,7 @@ class ZeroCopyUnshard:
             home.move_in(group.fsdp_params)
         else:
             self._put_back(home)
+        self._by_hand = state not in ("FORWARD", "PRE_BACKWARD")
         fsdp2_in_place.has_unsharded(group)
         fsdp2_in_place.set_result(group, None)
 
@@ -238,7 +241,7 @@ class ZeroCopyUnshard:
         if home is None or not self.has_bytes:
             self._drop()
             return True
-        if group.is_unsharded and home.viewed and not fsdp2.only_backward_needs(group):
+        if group.is_unsharded and home.viewed and not self._waits():
             return False
         self._runtime.memory.displaced += 1
         result = fsdp2_in_place.result_of(group)
@@ -371,6 +374,12 @@ class ZeroCopyUnshard:
         else:
             home.put_elsewhere(group.fsdp_params, saved)
             self._saved = saved if home.viewed else None  # its graph reads where it has views
+
+    def _waits(self) -> bool:
+        """Whether nobody has views of the parameters but graphs that wait for a backward pass."""
+        if fsdp2_in_place.state_name(self._group) in ("FORWARD", "PRE_BACKWARD"):
+            return False
+        return not self._by_hand or fsdp2.only_backward_needs(self._group)
 
     def _reads(self, home: ParameterStorage) -> bool:
         """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
