@@ -42,7 +42,7 @@ from symmplan.report.progress import ProgressLine
 from symmplan.testing.rank_process import Life, RankError, mark, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from typing_extensions import Self
 
@@ -216,23 +216,27 @@ class RankPool:
         """Send a signal to a rank."""
         os.kill(self._processes[rank].pid, number)
 
-    def collect(self, timeout: float | None = None) -> list[RankOutcome]:
+    def collect(
+        self, timeout: float | None = None, ranks: Collection[int] | None = None
+    ) -> list[RankOutcome]:
         """Wait for all pending ranks. One that exceeds the timeout is killed and told as hung.
 
         Args:
             timeout: Seconds since `start`, if not those of the pool.
+            ranks: Wait for these only; the others stay pending.
 
         Returns:
             The outcomes of the ranks that were pending or are dead, by rank.
         """
+        asked = set(range(self.world_size) if ranks is None else ranks)
         deadline = self._began + (self.timeout if timeout is None else timeout)
         done: dict[int, RankOutcome] = {}
-        while self._pending:
+        while pending := self._pending & asked:
             left = deadline - time.monotonic()
             if left <= 0:
-                done.update(self._give_up())
+                done.update(self._give_up(pending))
                 break
-            for rank in self._ready(left):
+            for rank in self._ready(pending, left):
                 outcome = self._receive(rank)
                 if outcome is None:
                     continue
@@ -258,12 +262,12 @@ class RankPool:
         self._connections, self._processes, self._store = [], [], None
         self._folder.cleanup()
 
-    def _ready(self, left: float) -> list[int]:
-        """Ranks that say something, or have died; none after a while, if somebody is told so."""
+    def _ready(self, pending: set[int], left: float) -> list[int]:
+        """Those that say something, or have died; none after a while, if somebody is told so."""
         if self._progress is not None:
             self._progress.beat()
             left = min(left, 0.2)
-        by_connection = {self._connections[rank]: rank for rank in sorted(self._pending)}
+        by_connection = {self._connections[rank]: rank for rank in sorted(pending)}
         return [by_connection[c] for c in wait([*by_connection], left)]  # type: ignore[index]
 
     def _receive(self, rank: int) -> RankOutcome | None:
@@ -286,15 +290,15 @@ class RankPool:
             self._progress.mark(told)
         return None
 
-    def _give_up(self) -> dict[int, RankOutcome]:
-        for rank in self._pending:
+    def _give_up(self, pending: set[int]) -> dict[int, RankOutcome]:
+        for rank in pending:
             with contextlib.suppress(OSError):
                 self.kill(rank, signal.SIGUSR1)  # faulthandler writes the stacks
         time.sleep(_TO_WRITE)
-        for rank in sorted(self._pending):
+        for rank in sorted(pending):
             self._dead[rank] = self._outcome(rank, hung=self._written(rank) or "(no stack)")
             self._end(rank)
-        self._pending.clear()
+        self._pending -= pending
         return self._dead
 
     def _outcome(self, rank: int, **found: Any) -> RankOutcome:
