@@ -43,6 +43,14 @@ class SimulatedSession(Session):
         give_back(self._held)
         super().replan()
 
+    def step(self) -> None:
+        """End an iteration; the first one is planned here. Collective: no."""
+        if self._recording is not None:
+            super().step()
+            return
+        self._usable()
+        self._counts["iterations"] += 1
+
     def _freeze(self, recording: Recording) -> None:
         """Plan. What comes later is not served, and so not compared with what was recorded."""
         self._recording = None
