@@ -299,6 +299,16 @@ def test_what_a_module_exports_is_there_and_documented(name):
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
 
 
+def test_a_class_name_means_one_class():
+    """Who greps for a name finds one class, or learns of none."""
+    where = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
 def test_no_file_is_much_too_long():
     """About 400 lines is the wish; this only stops the growth beyond it."""
     long = {

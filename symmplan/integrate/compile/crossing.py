@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Collection, Iterable, Mapping
 
-    from symmplan.integrate.compile.parts import Part
+    from symmplan.integrate.compile.parts import PlannedPart
     from symmplan.model import Placement
 
-__all__ = ["Given", "Loan", "Loans", "Reservation", "overlap", "reasons"]
+__all__ = ["CrossingLoan", "Given", "Loans", "Reservation", "overlap", "reasons"]
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -101,7 +101,7 @@ def overlap(a: Placement, b: Placement) -> bool:
 
 
 @define(eq=False)
-class Loan(Lent):
+class CrossingLoan(Lent):
     """The bytes of a crossing buffer, uint8, as a storage of their own.
 
     Attributes:
@@ -156,7 +156,7 @@ class Loan(Lent):
                 tensor.data = _like(tensor, to, tensor.storage_offset())
         self._out = [reference for reference in self._out if reference() is not None]
 
-    def move_to(self, loan: Loan) -> None:
+    def move_to(self, loan: CrossingLoan) -> None:
         """Let everything that was handed out lie in other bytes, whose loan takes it over."""
         if self.held:
             loan.tensor.copy_(self.tensor)
@@ -199,17 +199,19 @@ class Loans:
 
     segments: Mapping[str, Any]
     copies: Counter[str]
-    by_place: dict[Placement, Loan] = field(init=False, factory=dict)
-    _overlaps: dict[Part, tuple[int, list[Loan]]] = field(init=False, factory=dict)
+    by_place: dict[Placement, CrossingLoan] = field(init=False, factory=dict)
+    _overlaps: dict[PlannedPart, tuple[int, list[CrossingLoan]]] = field(init=False, factory=dict)
 
-    def _at(self, place: Placement) -> Loan:
+    def _at(self, place: Placement) -> CrossingLoan:
         loan = self.by_place.get(place)
         if loan is None:
             segment = self.segments[place.segment].tensor
-            loan = self.by_place[place] = Loan(lend(segment[place.offset : place.end]), place)
+            loan = self.by_place[place] = CrossingLoan(
+                lend(segment[place.offset : place.end]), place
+            )
         return loan
 
-    def enter(self, part: Part, args: list[Any]) -> None:
+    def enter(self, part: PlannedPart, args: list[Any]) -> None:
         """Before a part runs: what others saved makes room, what it needs in place is put there."""
         for place in part.saved.values():
             self._at(place)
@@ -227,7 +229,7 @@ class Loans:
             elif tensor.is_cuda:  # it may have been copied on another stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def _evacuate(self, part: Part, here: Collection[Placement]) -> None:
+    def _evacuate(self, part: PlannedPart, here: Collection[Placement]) -> None:
         """Copy out of the bytes that a part writes what was saved, but for this run of it."""
         count, loans = self._overlaps.get(part, (0, []))
         if count != len(self.by_place):
@@ -242,7 +244,7 @@ class Loans:
                 loan.evacuate()
                 self.copies["again" if loan.owner is part.record else "other"] += 1
 
-    def _keep(self, part: Part, args: list[Any]) -> None:
+    def _keep(self, part: PlannedPart, args: list[Any]) -> None:
         """Another backward will need what this one overwrites: let it have copies."""
         overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
         for place, indices in self._together(overwritten, args).items():
@@ -252,7 +254,7 @@ class Loans:
             for i in indices:
                 args[i] = loan.view(args[i])
 
-    def hand_over(self, part: Part, results: list[Any]) -> list[Any]:
+    def hand_over(self, part: PlannedPart, results: list[Any]) -> list[Any]:
         """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
         hooks = has_saved_tensor_hooks()
         saved = ((place, i) for i, place in part.saved.items())

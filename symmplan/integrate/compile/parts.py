@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     _Compiled: TypeAlias = Callable[[list[Any]], Any]
 
 __all__ = [
-    "Part",
     "PartName",
+    "PlannedPart",
     "Record",
     "alike",
     "bound",
@@ -56,7 +56,7 @@ PartName: TypeAlias = Literal["forward", "backward", "inference"]
 
 
 @define(eq=False)
-class Part:
+class PlannedPart:
     """A part that follows a plan.
 
     Attributes:
@@ -109,7 +109,7 @@ class Part:
         inputs: tuple[SegmentInput, ...],
         *,
         fixed: bool,
-    ) -> Part:
+    ) -> PlannedPart:
         """A part that was rewritten to follow a program.
 
         Where ``fixed``, what its forward left in placements has to lie there again: a CUDA graph
@@ -208,7 +208,7 @@ class Record:
         self.plans.clear()
         self.sites = [(name, op, where, None, why) for name, op, where, _, _ in self.sites]
 
-    def ran(self, part: Part) -> None:
+    def ran(self, part: PlannedPart) -> None:
         """Count a run."""
         self.runs += 1
         self.served += part.calls
@@ -272,7 +272,7 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def inserted(plan: Plan, parts: Iterable[Part]) -> list[tuple[int, str]]:
+def inserted(plan: Plan, parts: Iterable[PlannedPart]) -> list[tuple[int, str]]:
     """``(place in the plan's order, group)`` of the barriers that its parts run.
 
     Also of those that a part may run on its entry, or make all later ones run. See
@@ -349,7 +349,7 @@ def bound(module: fx.GraphModule, pool: Pool, record: Record) -> None:
             )
 
 
-def keeps(parts: Iterable[Part], before: Plan, plan: Plan) -> bool:
+def keeps(parts: Iterable[PlannedPart], before: Plan, plan: Plan) -> bool:
     """Whether the parts that are already compiled are right under the new plan, too."""
     if any(plan.placements[name] != place for name, place in before.placements.items()):
         return False

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     from symmplan.memory.arena import Arena
 
-__all__ = ["Copy", "Place", "Places", "check_others"]
+__all__ = ["Place", "Places", "RunCopy", "check_others"]
 
 #: Uses of a storage that only one tensor has: that tensor's, and the one of who asks.
 _OWN_USES = 2
 
 
 @frozen(eq=False)
-class Copy:
+class RunCopy:
     """A tensor that was copied into a placement for one run.
 
     Attributes:
@@ -111,7 +111,7 @@ class Place:
         """Whether anybody uses a storage on its bytes."""
         return not self._left.is_set()
 
-    def admit(self, tensor: torch.Tensor, *, written: bool) -> tuple[Copy | None, str]:
+    def admit(self, tensor: torch.Tensor, *, written: bool) -> tuple[RunCopy | None, str]:
         """Let a tensor live here from now on, or copy it in for one run. See [Note: moving in].
 
         Args:
@@ -143,7 +143,7 @@ class Place:
                 return None, ""
             saved = self.bytes.clone() if self.taken else None
             placed = self._filled(tensor, lend(self.bytes))
-        return Copy(self, tensor, placed, saved, written), stays
+        return RunCopy(self, tensor, placed, saved, written), stays
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor begins in its bytes."""
@@ -257,7 +257,7 @@ class Places:
             arena.release()
 
 
-def check_others(copies: Sequence[Copy], args: Sequence[Any]) -> None:
+def check_others(copies: Sequence[RunCopy], args: Sequence[Any]) -> None:
     """A run must not be given the old resident of a placement beside a copy.
 
     Raises:

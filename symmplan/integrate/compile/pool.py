@@ -52,7 +52,7 @@ from symmplan.planner.fingerprint import visible
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from symmplan.integrate.compile.parts import Part
+    from symmplan.integrate.compile.parts import PlannedPart
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
     from symmplan.place.prepare import Preparation
@@ -94,7 +94,7 @@ class Shared:
     _vacate: Callable[[], None] | None = field(init=False, default=None)
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
 
-    def enter(self, part: Part, args: list[Any]) -> None:
+    def enter(self, part: PlannedPart, args: list[Any]) -> None:
         """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
 
         Raises:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.capture.sites import Kept
-    from symmplan.integrate.compile.places import Copy, Place
+    from symmplan.integrate.compile.places import Place, RunCopy
     from symmplan.integrate.compile.pool import Pool
     from symmplan.memory import Arena
     from symmplan.model import Barrier, Plan, Problem
@@ -151,7 +151,7 @@ class Residents:
             if not is_registered(place.process_group):
                 del self._places[key]
 
-    def enter(self, part: str, args: list[Any]) -> list[Copy]:
+    def enter(self, part: str, args: list[Any]) -> list[RunCopy]:
         """Before a part runs: see that its kept inputs lie in their placements.
 
         Where one cannot live in its placement, a copy there replaces it, which `leave` has to end.
@@ -161,7 +161,7 @@ class Residents:
             return []
         if self.pool.released:
             raise released()
-        copies: list[Copy] = []
+        copies: list[RunCopy] = []
         for kept, place in known.places or ():
             if args[kept.index].data_ptr() != place.address:
                 self._admit(part, args, place, kept, copies)
@@ -170,7 +170,7 @@ class Residents:
         return copies
 
     def _admit(
-        self, part: str, args: list[Any], place: Place, kept: _Input, copies: list[Copy]
+        self, part: str, args: list[Any], place: Place, kept: _Input, copies: list[RunCopy]
     ) -> None:
         copy, reason = place.admit(args[kept.index], written=kept.kept.written)
         name, row = kept.key[0], None
@@ -183,7 +183,7 @@ class Residents:
             torch.cuda.current_stream(self.device).synchronize()
         self.pool.places.note((id(self), part, name), row)
 
-    def leave(self, copies: Sequence[Copy], results: Any) -> Any:
+    def leave(self, copies: Sequence[RunCopy], results: Any) -> Any:
         """After a part ran: end its copies. Returns the results as they would be without them."""
         for copy in reversed(copies):
             copy.end()

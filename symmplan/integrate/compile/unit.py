@@ -15,7 +15,7 @@ from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.compile.crossing import Reservation
 from symmplan.integrate.compile.parts import (
-    Part,
+    PlannedPart,
     Record,
     alike,
     bound,
@@ -77,7 +77,7 @@ class Unit:
     pool: Pool
     on_idle: Callable[[], None]
     record: Record = field(init=False, factory=Record)
-    parts: dict[str, Part] = field(init=False, factory=dict)
+    parts: dict[str, PlannedPart] = field(init=False, factory=dict)
     lowerings: Lowerings | None = field(init=False, default=None)
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
     engines: set[str] = field(init=False, factory=set)
@@ -142,7 +142,7 @@ class Unit:
 
     def rewrite(
         self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool = False
-    ) -> Part | None:
+    ) -> PlannedPart | None:
         """Make one part follow its plan; None if it has nothing in symmetric memory.
 
         Where ``fixed``, what its forward saved must have the same addresses in each run.
@@ -174,7 +174,7 @@ class Unit:
             barriers = [Barrier(before, group) for before, group in points]
             program = place(captured, plan, lowerings, engines, barriers)
             inputs = rewrite(module, program, fake_mode)
-            self.parts[name] = Part.of(
+            self.parts[name] = PlannedPart.of(
                 name, self.record, module.graph, program, points, inputs, fixed=fixed
             )
             return self.parts[name]
@@ -311,7 +311,7 @@ class Unit:
         self,
         compiled: Callable[[list[Any]], Any],
         name: PartName,
-        part: Part | None = None,
+        part: PlannedPart | None = None,
         plain: Callable[[], Callable[[list[Any]], Any]] | None = None,
     ) -> Callable[[list[Any]], Any]:
         """Compiled code of a part as it is to be called; ``part`` is what `rewrite` returned.
@@ -338,7 +338,7 @@ class Unit:
 
         return takes_a_list(watch if part is not None and self.watches else run)
 
-    def _run(self, part: Part, compiled: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def _run(self, part: PlannedPart, compiled: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a part in the segments, and see that all is where it has to be.
 
         Collective: the first time, over the groups of the plan; it agrees and allocates.
@@ -373,7 +373,7 @@ class Unit:
         if self.reservation is not None:
             self.reservation.due = name == "forward" or keeps_graph()
 
-    def _settled(self, part: Part, args: list[Any]) -> Shared | None:
+    def _settled(self, part: PlannedPart, args: list[Any]) -> Shared | None:
         """The segments of a part, found or made before it first runs; None if there are none."""
         if self.record.refused:
             return None
@@ -392,7 +392,7 @@ class Unit:
             part.groups = [group for group in groups if group is not None]
         return shared
 
-    def _take(self, part: Part) -> Shared | None:
+    def _take(self, part: PlannedPart) -> Shared | None:
         assert self.lowerings is not None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from symmplan.place.chooser import Chosen
     from symmplan.place.options import Options
 
-__all__ = ["Frozen", "Recording", "Settings", "meet"]
+__all__ = ["Frozen", "IterationRecording", "Settings", "meet"]
 
 #: More declared calls than an iteration has.
 _LONG = 10_000
@@ -153,7 +153,7 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
     exchange.finish()
 
 
-class Recording:
+class IterationRecording:
     """An iteration that is being recorded, from its construction to `freeze` or `stop`.
 
     Args:

@@ -15,7 +15,7 @@ from symmplan.errors import SessionError
 from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
-from symmplan.integrate.eager.recording import Frozen, Recording, Settings, meet
+from symmplan.integrate.eager.recording import Frozen, IterationRecording, Settings, meet
 from symmplan.integrate.eager.schedule import name_of
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.groups import resolve_groups
@@ -52,7 +52,7 @@ class Session:
         groups = resolve_groups([name])
         self._settings = Settings(groups, device, streams_of(device), options)
         self._state: Literal["new", "recording", "frozen", "released"] = "new"
-        self._recording: Recording | None = None
+        self._recording: IterationRecording | None = None
         self._frozen: Frozen | None = None
         self._serving = contextlib.ExitStack()  # ends what catches the program's calls
         self._cursor: Cursor | None = None  # once there is a plan
@@ -142,7 +142,7 @@ class Session:
         self._faults = Faults(keys, self._stop_serving)
         self._state = "recording"
         assert self._threads is not None
-        self._recording = Recording(self._settings, self._threads, self._faults.telling)
+        self._recording = IterationRecording(self._settings, self._threads, self._faults.telling)
 
     def step(self) -> None:
         """End an iteration. The first one is planned here, and its memory rendezvoused.
@@ -181,7 +181,7 @@ class Session:
         self._counts["iterations"] += 1
         cursor.at = 0
 
-    def _freeze(self, recording: Recording) -> None:
+    def _freeze(self, recording: IterationRecording) -> None:
         self._recording = None
         frozen = recording.freeze()
         self._counts["rendezvous"] += frozen.rendezvous

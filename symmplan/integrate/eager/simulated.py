@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.integrate.eager.recording import Recording
+    from symmplan.integrate.eager.recording import IterationRecording
     from symmplan.memory import Arena
     from symmplan.memory.simulated import World
     from symmplan.model import Plan, WayName
@@ -51,7 +51,7 @@ class SimulatedSession(Session):
         self._usable()
         self._counts["iterations"] += 1
 
-    def _freeze(self, recording: Recording) -> None:
+    def _freeze(self, recording: IterationRecording) -> None:
         """Plan. What comes later is not served, and so not compared with what was recorded."""
         self._recording = None
         frozen = recording.freeze()
