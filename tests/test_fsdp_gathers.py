@@ -67,7 +67,7 @@ def test_every_gather_of_the_plain_program_runs_in_its_order(two):
         assert planned == plain
 
 
-@pytest.mark.parametrize(("live", "kept"), [(4, 2), (5, 4), (9, 4)])
+@pytest.mark.parametrize(("live", "kept"), [(4, 2), (3, 0), (5, 4), (9, 4)])
 def test_modules_that_are_to_stay_are_gathered_once(two, live, kept):
     """Besides the root's two blocks have bytes; of more the last ones stay."""
     options = {"live_gathers": live}

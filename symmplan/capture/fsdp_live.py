@@ -70,9 +70,10 @@ def kept_after_forward(
     Args:
         recordings: What the program did.
         direct: Names of the modules whose parameters live in placements.
-        live: How many of these may be unsharded at once; None: as many as the program has.
+        live: How many of these may be unsharded at once; None: as many as the program has, and
+            then, or where it has no fewer, none stays.
     """
-    if live is None:
+    if live is None or live <= most_alive(recordings, direct, None):
         return ()
     again: dict[str, None] = {}
     for recording in recordings:
