@@ -68,6 +68,7 @@ def test_interference_is_exact(problem):
     task = task_of(items, np.arange(len(items)))
     found = conflicts_of(task)
     a, b = found.pairs()
+    assert (a < b).all()
     clashes = conflicts(problem)
     assert {
         frozenset((x, y))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import hard_rows, interval_problems, problems
+from strategies import gap_rows, hard_rows, interval_problems, problems
 
 from symmplan.bench.parts.instances import cut_rectangle
 from symmplan.model import Plan, Problem
@@ -156,6 +157,33 @@ def test_gluing_takes_a_perfect_packing_to_few_blocks():
     assert len(last.size) < 60
 
 
+def test_without_work_nothing_is_searched_or_glued(monkeypatch):
+    task, conflicts = prepared(Problem.from_intervals(gap_rows()))
+    space, stages = Space(task, conflicts), []
+
+    def glued(*args):
+        for blocks in glue(*args):
+            stages.append(improver.work)
+            yield blocks
+
+    monkeypatch.setattr(improve, "glue", glued)
+
+    def improver_of(work):
+        return improve.Improver(space, np.zeros(len(space), dtype=np.int64), 8, 7, work)
+
+    improver = improver_of(0)
+    assert not any(found is not None for found in improver._searches(7, 1))
+    assert not stages
+    assert improver.work == 0
+    improver = improver_of(LIMIT)
+    list(improver._glued(7, Style(), 100))
+    first, second = stages[:2]
+    del stages[:]
+    improver = improver_of(LIMIT - second)  # what there is to do before the second stage
+    list(improver._glued(7, Style(), 100))
+    assert stages == [first - second]
+
+
 def test_a_plan_says_how_its_search_ended(monkeypatch, caplog):
     problem = Problem.from_intervals(hard_rows())
     said = {}
@@ -166,6 +194,7 @@ def test_a_plan_says_how_its_search_ended(monkeypatch, caplog):
         less.setitem(solve.MAX_SEARCHED, "optimal", 9)
         said["skipped"] = plan(problem, effort="optimal")
     monkeypatch.setattr(improve, "_SAID", 0)
+    monkeypatch.setattr(improve, "time", SimpleNamespace(monotonic=lambda: 5.0))
     with caplog.at_level(logging.INFO, "symmplan"):
         said["complete"] = plan(problem, effort="optimal")
     assert "of the work done" in caplog.text

@@ -108,12 +108,12 @@ class Improver:
             self._say()
             if candidate is not None:
                 return self._accept(candidate)
-            if self.work <= 0 or target < self.bound:
+            if target < self.bound:
                 return False
         return False
 
     def _accept(self, offset: Ints) -> bool:
-        full = np.where(self.task.pin >= 0, self.task.pin, 0)
+        full = np.maximum(self.task.pin, 0)
         full[self.space.free] = offset
         peak = int((full + self.task.size).max())
         if peak >= self.peak:
