@@ -101,6 +101,14 @@ def test_all_modules_are_unsharded_in_the_middle_of_a_pass(two):
         assert result["refused"] is None
 
 
+def test_a_module_that_is_computed_again_in_its_own_backward_keeps_its_bytes(two):
+    """No hook of FSDP2's comes before that graph is read, so nothing could be put back."""
+    acts = (("train",), ("order", (3, 5, 4)), ("train",), ("train",))
+    units = (Unit(wrap="parts", recompute=True), *[Unit()] * 3)
+    for result in check(two, Program(2, units, acts, stages=((1, 2),), live_gathers=2)):
+        assert result["refused"] is None
+
+
 FOUR = {"ranks": 2, "units": (Unit(),) * 4}
 USUAL = (("train",), ("train",))
 

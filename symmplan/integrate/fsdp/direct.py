@@ -377,9 +377,14 @@ class ZeroCopyUnshard:
 
     def _waits(self) -> bool:
         """Whether nobody has views of the parameters but graphs that wait for a backward pass."""
-        if fsdp2_in_place.state_name(self._group) in ("FORWARD", "PRE_BACKWARD"):
+        state = fsdp2_in_place.state_name(self._group)
+        if state in ("FORWARD", "PRE_BACKWARD"):
             return False
-        return not self._by_hand or fsdp2.only_backward_needs(self._group)
+        if not self._by_hand:
+            return True
+        # Of a module that is computed again after its own backward pass, for another of its uses,
+        # the graph is read without a hook of FSDP2's.
+        return state == "IDLE" and fsdp2.only_backward_needs(self._group)
 
     def _reads(self, home: ParameterStorage) -> bool:
         """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
