@@ -68,7 +68,7 @@ AGREED = {
         scatters served shape target
     """,
     "FSDP2's own state, which its calls alone change": """
-        Asked Gathered _by_hand fsdp_params shard_of result_of state_name group_of
+        Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
     "where the program runs": "_device _stream",

@@ -93,6 +93,14 @@ def test_a_prefetch_that_was_forgotten_is_not_put_back_later(two, units, acts):
         assert result["refused"] is None
 
 
+def test_a_block_is_recomputed_twice_while_others_need_its_bytes(two):
+    """The second time FSDP2 has no hook before the graph reads the parameters."""
+    units = (Unit(wrap="parts", recompute=True), *(Unit(),) * 3)
+    acts = (("train",), ("order", (0, 1, 0)), ("train",), ("train",))
+    for result in check(two, Program(2, units, acts, stages=((1, 2),), live_gathers=1)):
+        assert result["refused"] is None
+
+
 def test_all_modules_are_unsharded_in_the_middle_of_a_pass(two):
     """Some of those that are done with forward have graphs with views of bytes in use."""
     whole = ("inside", "forward", 1, ("unshard_all", False, True))

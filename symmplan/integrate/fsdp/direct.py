@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeroCopyUnshard"]
 
+#: What a parameter group does while its module uses the parameters.
+_PASSES = ("FORWARD", "PRE_BACKWARD")
+
 
 class ZeroCopyUnshard:
     """An FSDP2 parameter group whose parameters may live in a placement.
@@ -71,7 +74,8 @@ class ZeroCopyUnshard:
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
         self._looked = False
-        self._by_hand = False  # whether it was unsharded outside of its passes
+        # In which states it was wanted outside of its passes since it was unsharded.
+        self._outside: set[str] = set()
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
         ours = (self.unshard, self.wait_for_unshard, self.to_sharded)
@@ -173,6 +177,8 @@ class ZeroCopyUnshard:
             return
         state = fsdp2_in_place.state_name(group)
         in_backward = state == "PRE_BACKWARD"
+        if state not in _PASSES:
+            self._outside.add(state)
         if result is None:
             if in_backward and group.is_unsharded:
                 self._runtime.counts.reused += self._kept is not None
@@ -186,7 +192,6 @@ class ZeroCopyUnshard:
             home.move_in(group.fsdp_params)
         else:
             self._put_back(home)
-        self._by_hand = state not in ("FORWARD", "PRE_BACKWARD")
         fsdp2_in_place.has_unsharded(group)
         fsdp2_in_place.set_result(group, None)
 
@@ -312,6 +317,7 @@ class ZeroCopyUnshard:
     def _let_go(self, *, after_forward: bool = False) -> None:
         """The module does not use its bytes any more."""
         self._saved = None
+        self._outside.clear()
         self._drop()
         self._runtime.released(self.site, after_forward=after_forward)
 
@@ -376,15 +382,14 @@ class ZeroCopyUnshard:
             self._saved = saved if home.viewed else None  # its graph reads where it has views
 
     def _waits(self) -> bool:
-        """Whether nobody has views of the parameters but graphs that wait for a backward pass."""
-        state = fsdp2_in_place.state_name(self._group)
-        if state in ("FORWARD", "PRE_BACKWARD"):
+        """Whether nobody has views of the parameters but graphs that wait for a backward pass.
+
+        Of a block that FSDP2 has unsharded to be recomputed once more, behind a backward pass,
+        the graph reads without a further call of FSDP2's.
+        """
+        if fsdp2_in_place.state_name(self._group) in _PASSES or "POST_BACKWARD" in self._outside:
             return False
-        if not self._by_hand:
-            return True
-        # Of a module that is computed again after its own backward pass, for another of its uses,
-        # the graph is read without a hook of FSDP2's.
-        return state == "IDLE" and fsdp2.only_backward_needs(self._group)
+        return not self._outside or fsdp2.only_backward_needs(self._group)
 
     def _reads(self, home: ParameterStorage) -> bool:
         """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
