@@ -314,3 +314,16 @@ def test_aliases_that_cannot_be_followed_are_copied(groups, other):
     assert decided(found)["peer_mean_default.x"] == ("stage", "its aliases cannot be followed")
     found = capture_fx(fx.symbolic_trace(plain), [torch.ones(4, 8)])
     assert decided(found)["peer_mean_default.x"] == ("bind", "")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_lies_elsewhere_than_symmetric_memory_is_left_out(groups, device):
+    def gathered(x):
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(x * 2, 2, groups[0])) + 1
+
+    found = captured(gathered, torch.ones(4, 4), device=torch.device(device))
+    reasons = {site.reason for site in found.sites if site.buffer is None}
+    elsewhere = "it is on device cpu, and symmetric memory is on meta"
+    assert (elsewhere in reasons) == (device == "meta")
+    assert any(site.buffer is not None for site in found.sites) == (device == "cpu")
