@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from symmplan.integrate.fsdp.apply import Handle, apply
-from symmplan.place.choice import Choice
-from symmplan.place.stats import Stats
+from symmplan.runtime.choice import Choice
+from symmplan.runtime.stats import Stats
 
 __all__ = ["Choice", "Handle", "Stats", "apply"]

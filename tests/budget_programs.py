@@ -25,9 +25,9 @@ STAGES = {
 }
 #: The same where ways are measured.
 MEASURING = {
-    "register": ("symmplan.place.trials", "register"),
-    "clock": ("symmplan.place.trials", "clock_of"),
-    "engines": ("symmplan.place.trials", "engines_of"),
+    "register": ("symmplan.runtime.trials", "register"),
+    "clock": ("symmplan.runtime.trials", "clock_of"),
+    "engines": ("symmplan.runtime.trials", "engines_of"),
 }
 KINDS = ("OutOfSharedMemoryError", "MemoryError", "OSError", "RuntimeError", "BackendError")
 
@@ -71,7 +71,7 @@ def failing(stage, kind="OutOfSharedMemoryError", *, here=True, after=0):
 def fsdp(rank, world, choose="placed", build=None, **apply):
     """An FSDP2 model both ways, what it warned of, and what it still holds when it is removed."""
     import symmplan
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     trials.forget()
 
@@ -188,7 +188,7 @@ def _reported(stats, plans, said):
 def eager(rank, world, capacities, choose="placed"):
     """A session, each rank with a capacity of its own; in which steps its results were wrong."""
     import symmplan
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     trials.forget()
     want = [_collectives(*_inputs(rank, step)) for step in range(4)]
@@ -224,7 +224,7 @@ def _overlapped(x, weight):
 def compiled(rank, world, capacities, choose="placed", inner="eager", body=None):
     """The same compiled, with gradients."""
     import symmplan
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     trials.forget()
     torch._dynamo.reset()
@@ -285,8 +285,8 @@ def mesh_failing(rank, world, stage, victim):
 def measured_small(rank, world, name, room):
     """Measure with so little room that only parts fit; what was measured, and in how many bytes."""
     from symmplan.integrate.fsdp.apply import Handle
-    from symmplan.place import trials
-    from symmplan.place.clock import clock_bytes
+    from symmplan.runtime import trials
+    from symmplan.runtime.clock import clock_bytes
 
     taken, choices = [], []
     borrowed, beyond, remove = trials.borrowed, trials.BEYOND, Handle.remove

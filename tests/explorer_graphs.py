@@ -27,13 +27,13 @@ from symmplan.capture.steps import plan_poison
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.model import Barrier
-from symmplan.place.program import place
-from symmplan.place.ways import Lowerings
+from symmplan.runtime.program import place
+from symmplan.runtime.ways import Lowerings
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
 from symmplan.torch_private.compilers import fake_mode_of
 
 if TYPE_CHECKING:
-    from symmplan.place.program import PlacedProgram
+    from symmplan.runtime.program import PlacedProgram
     from symmplan.testing import Verdict
 
 F = torch.ops._c10d_functional

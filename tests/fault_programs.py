@@ -86,7 +86,7 @@ class Fault:
     @contextlib.contextmanager
     def on_the_way(self):
         """While ranks agree or get their memory, this rank may fail, die or stop."""
-        from symmplan.memory.exchange import Exchange
+        from symmplan.coordination.exchange import Exchange
 
         original = Exchange.round
 
@@ -290,7 +290,7 @@ def run(rank, world, integration, what, moment, timeout):
         How many of its collectives ran in placements and how many did not, and how often memory
         could not be had on this rank.
     """
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     trials.forget()
     fault = Fault(what, moment, here=rank == world - 1)

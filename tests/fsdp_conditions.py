@@ -48,7 +48,7 @@ def forced(rank, world, way, program, *args):
 def forced_kind(kind, rank):
     """A measurement in which torch's own way wins for one kind of collective, and no other."""
     from symmplan.integrate.fsdp import choice as fsdp_choice
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     measure, seconds_of = fsdp_choice.measure, trials.seconds_of
 

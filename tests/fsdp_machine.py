@@ -38,7 +38,7 @@ from fsdp_programs import Program, Unit, built, drawn
 from ranks import RankPool, RanksFailed
 
 from symmplan.errors import SymmplanError
-from symmplan.place.table import Table, TuningRow
+from symmplan.runtime.table import Table, TuningRow
 
 
 class _Sleeps:

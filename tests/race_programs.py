@@ -150,7 +150,7 @@ def seed():
     """On this rank: collectives as `PROCESS_GROUP` says, and plans without their barriers."""
     import symmplan.integrate.compile.unit as unit
     from symmplan.model import Plan
-    from symmplan.place import prepare, ways
+    from symmplan.runtime import prepare, ways
 
     load()
     ways.Lowerings.table = property(lambda _: ways._C10D if PROCESS_GROUP[0] else ways._SHM)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from memory_plans import hand_made, two_segments
 from ranks import RankPool, pool_of
 
-from symmplan.memory.agreement import first_difference
+from symmplan.coordination.agreement import first_difference
 
 pytestmark = pytest.mark.ranks
 

@@ -8,8 +8,8 @@ from ranks import pool_of
 
 import symmplan
 from symmplan.errors import BackendError
-from symmplan.place.choice import CHOOSE, Choice, fastest
-from symmplan.place.options import Options
+from symmplan.runtime.choice import CHOOSE, Choice, fastest
+from symmplan.runtime.options import Options
 
 F = torch.ops._c10d_functional
 
@@ -71,7 +71,7 @@ def _setup(rank, size):
     """Groups that stand for copy engines: gloo has none, but their way through symmplan is one."""
     import torch.distributed as dist
 
-    from symmplan.place import engines, trials
+    from symmplan.runtime import engines, trials
 
     made = engines.Engines(dist.new_group([0, 1]), dist.new_group([0, 1]))
 
@@ -88,7 +88,7 @@ pair = pool_of(2, setup=_setup, timeout=120.0)
 
 def _on_engines():
     """How many collectives have run over copy engines."""
-    from symmplan.place import engines
+    from symmplan.runtime import engines
 
     made = engines._MADE.get((0, 1))
     groups = () if made is None else (made.gather, made.exchange)
@@ -132,7 +132,7 @@ def _ways(rank, size, how, choose, program):
     """Run a program five times; what was chosen, and how often over copy engines."""
     import torch.distributed as dist
 
-    from symmplan.place import engines, trials
+    from symmplan.runtime import engines, trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -217,7 +217,7 @@ def test_every_way_is_measured_and_what_was_chosen_runs(pair, how, program, way)
 
 def _measured(rank, size, how, way, program):
     """The same, whatever is measured; the measurement's own collectives are not counted."""
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     def chosen(seconds, **_):
         return way if way in seconds else "symmetric"

@@ -14,8 +14,8 @@ from ranks import RankPool, pool_of
 import symmplan
 from symmplan.capture.sites import Step
 from symmplan.model import Operation, Problem
-from symmplan.place.choice import Choice
-from symmplan.place.company import company_of
+from symmplan.runtime.choice import Choice
+from symmplan.runtime.company import company_of
 
 F = torch.ops._c10d_functional
 
@@ -138,7 +138,7 @@ _TABLE = {
 
 def _timed(asked):
     """What takes the place of the timer: all runs, in company where it has some; what is said."""
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     def seconds_of(clock, acts, group, nbytes, *, beside, enough, company=None):
         kind = "reduce" if asked["reduces"](nbytes) else "gather"
@@ -155,7 +155,7 @@ def _timed(asked):
 
 def _chosen(rank, size, name, inner):
     """What was timed beside whom, what was chosen, and whether results are right."""
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -220,7 +220,7 @@ def _mesh(rank, size):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     trials.forget()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

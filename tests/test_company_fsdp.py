@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import pool_of
 from torch import nn
 
-from symmplan.place.company import company_heard
+from symmplan.runtime.company import company_heard
 
 four = pool_of(4, timeout=120.0)
 pair = pool_of(2, timeout=120.0)
@@ -56,7 +56,7 @@ def timed(rank, size, loses):
 
     Yields what was timed beside what. ``loses`` says whether it then loses.
     """
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     original, seen, turn = trials.seconds_of, [], [0]
 
@@ -80,7 +80,7 @@ def timed(rank, size, loses):
 
 
 def look(handle):
-    from symmplan.place import listening
+    from symmplan.runtime import listening
 
     return {
         "choices": [

@@ -15,7 +15,7 @@ _STORE: list = []
 
 def _setup(rank, size):
     """Imports take longer than all the rest. Whatever is measured, symmetric memory is chosen."""
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     torch.compile(torch.sin, backend="eager")(torch.ones(2))
     trials.fastest = lambda *_, **__: "symmetric"
@@ -52,7 +52,7 @@ def _uneven(rank, size, inner, dynamic, choose):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -241,7 +241,7 @@ def _in_ordinary_memory(rank, size, first):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     torch._dynamo.reset()
     trials.forget()
@@ -338,7 +338,7 @@ def _renamed(rank, size, choose, bind):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     torch._dynamo.reset()
     trials.forget()

@@ -214,7 +214,7 @@ def _cached(rank, size, directory):
 
     import symmplan
     from symmplan.integrate.compile import unit
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
     autograd_cache_wanted()

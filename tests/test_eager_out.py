@@ -88,7 +88,7 @@ def _same(rank, world_size, program, c10d):
 
     import symmplan
     from symmplan.memory import locate
-    from symmplan.place import ways
+    from symmplan.runtime import ways
 
     kept = ways.Lowerings.table
     if c10d:  # as on devices

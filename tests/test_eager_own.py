@@ -24,8 +24,8 @@ def _with_own_collectives(rank, world_size, when):
     import torch.distributed as dist
 
     import symmplan
+    from symmplan.coordination.groups import resolve_groups
     from symmplan.integrate.fsdp.ops import exchanges
-    from symmplan.memory.groups import resolve_groups
     from symmplan.memory.torch_symm import CollectiveRendezvous
 
     name = dist.group.WORLD.group_name

@@ -94,14 +94,14 @@ def _together():
     """No rank hears of what another does next before it has come as far."""
     import torch.distributed as dist
 
-    from symmplan.memory.own import own_work
+    from symmplan.coordination.own import own_work
 
     with own_work:
         dist.barrier()
 
 
 def _rows(c10d):
-    from symmplan.place.ways import _C10D, _SHM, Lowerings
+    from symmplan.runtime.ways import _C10D, _SHM, Lowerings
 
     Lowerings.table = property(lambda _: _C10D if c10d else _SHM)
 
@@ -110,7 +110,7 @@ def _steady(rank, world_size, name, c10d):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.own import own_work
+    from symmplan.coordination.own import own_work
 
     _rows(c10d)
     program, group = PROGRAMS[name], dist.group.WORLD.group_name

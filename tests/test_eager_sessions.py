@@ -48,7 +48,7 @@ def another_group():
 def fails(rank, world, how, who, when):
     """A session in which rank ``who`` fails in iteration ``when``; the others hear of it."""
     import symmplan
-    from symmplan.place import prepare
+    from symmplan.runtime import prepare
 
     other = another_group() if how == "planning" else None
     planned = prepare.plan_problem
@@ -113,7 +113,7 @@ def caught(rank, world):
     """The failure is caught inside the session, and the session planned again."""
     import symmplan
     from symmplan.errors import SymmplanError
-    from symmplan.place import prepare
+    from symmplan.runtime import prepare
 
     planned = prepare.plan_problem
 

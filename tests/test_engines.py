@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from symmplan.model import SegmentSpec
-from symmplan.place.engines import register
-from symmplan.place.guests import CarveOut
+from symmplan.runtime.engines import register
+from symmplan.runtime.guests import CarveOut
 
 
 def _arena(names, met):

@@ -19,7 +19,7 @@ from symmplan.bench.parts.profile import beside, gathers_of, summed
 from symmplan.bench.parts.timing import in_turns
 from symmplan.cli import shell
 from symmplan.errors import CommandError
-from symmplan.place.observe import DeviceEvent, kind_of
+from symmplan.runtime.observe import DeviceEvent, kind_of
 
 
 def options(*words):

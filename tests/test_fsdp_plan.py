@@ -15,8 +15,8 @@ from symmplan.capture.fsdp import Planned, Way, problem_of
 from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.model import Requirement
-from symmplan.place.loans import Ledger, Loan, lend
 from symmplan.planner import plan as plan_problem
+from symmplan.runtime.loans import Ledger, Loan, lend
 
 
 def key(site, kind="all_gather", numel=64, *, backward=False):

@@ -358,7 +358,7 @@ def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train
     import symmplan
     from symmplan.integrate.fsdp import choice as fsdp_choice
     from symmplan.integrate.fsdp import planning as fsdp_planning
-    from symmplan.place import trials
+    from symmplan.runtime import trials
 
     trials.forget()
 

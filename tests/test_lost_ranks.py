@@ -56,8 +56,8 @@ def over_two_groups(rank, world):
     """Rank 2 is lost to a group in which it has number 1, and rank 0 hears of it in another."""
     import torch.distributed as dist
 
-    from symmplan.memory.exchange import Exchange
-    from symmplan.memory.groups import resolve_groups
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import resolve_groups
 
     members = {"left": [0, 1], "right": [1, 2]}
     made = {name: dist.new_group(ranks) for name, ranks in members.items()}

@@ -16,6 +16,7 @@ from memory_plans import hand_made, two_segments
 from steps import lines_of
 
 import symmplan
+from symmplan.coordination.groups import Group, is_gone, this_process
 from symmplan.errors import (
     BackendError,
     OutOfSharedMemoryError,
@@ -33,7 +34,6 @@ from symmplan.memory import (
     spares,
 )
 from symmplan.memory.calls import OPS, describe, note
-from symmplan.memory.groups import Group, is_gone, this_process
 from symmplan.memory.local import LocalBackend
 from symmplan.memory.room import agreed_room
 from symmplan.memory.segment import Health
@@ -332,7 +332,7 @@ def test_processes_are_recognised():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     import attrs
 
-    from symmplan.memory.groups import _state
+    from symmplan.coordination.groups import _state
 
     other = attrs.evolve(me, pid=child.pid, started=_state(child.pid)[1])
     assert not is_gone(other)

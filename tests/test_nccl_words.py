@@ -16,8 +16,8 @@ from symmplan.capture.fsdp_recording import Call, Key
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.place.options import Options
-from symmplan.place.ways import Lowerings
+from symmplan.runtime.options import Options
+from symmplan.runtime.ways import Lowerings
 
 F = torch.ops._c10d_functional
 

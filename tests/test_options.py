@@ -17,7 +17,7 @@ from fsdp_models import DEVICE, Net, shard
 from ranks import RankPool, pool_of
 
 import symmplan
-from symmplan.place.table import Table, TuningRow
+from symmplan.runtime.table import Table, TuningRow
 
 pytestmark = pytest.mark.ranks
 
@@ -367,8 +367,8 @@ def mesh_differing(rank, size, program, victim):
                 return torch.equal(torch.compile(body, backend=backend)(x), body(x))
             finally:
                 backend.release()
-        from symmplan.place.options import Options
-        from symmplan.place.prepare import Preparation
+        from symmplan.runtime.options import Options
+        from symmplan.runtime.prepare import Preparation
 
         preparation = Preparation(Options(timeout=TIMEOUT, **options), "a test", "a test")
         return preparation.agree(x.device, {g.group_name: g for g in groups}) == "shm"

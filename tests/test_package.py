@@ -23,10 +23,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "symmplan"
 TESTS = ROOT / "tests"
 
-#: What each layer may import, besides itself. DESIGN: cli -> integrate -> capture, memory ->
-#: planner -> model, errors; registry and report stand on model. `torch_private` has torch's private
-#: names, on which anything but the pure layers may stand.
+#: What each layer may import, besides itself. DESIGN: cli, bench -> simulation -> integrate ->
+#: runtime -> capture, memory -> coordination -> planner -> model, errors; registry and report stand
+#: on model. `torch_private` has torch's private names; all but the pure layers may stand on it.
 BASE = {"model", "errors", "torch_private"}
+PLANS = BASE | {"registry", "planner", "coordination"}
+RUNS = PLANS | {"capture", "memory", "report"}
+INTEGRATES = RUNS | {"runtime", "integrate"}
 ALLOWED = {
     "errors": set(),
     "model": {"errors"},
@@ -34,22 +37,18 @@ ALLOWED = {
     "report": {"model", "errors"},
     "planner": {"model", "errors"},
     "registry": BASE,
+    "coordination": BASE | {"planner"},
     "capture": BASE | {"registry", "planner"},
-    "memory": BASE | {"planner", "registry"},
-    "place": BASE | {"registry", "planner", "capture", "memory", "report"},
-    "integrate": BASE | {"registry", "planner", "capture", "memory", "place", "report"},
-    "simulation": BASE
-    | {"report", "registry", "planner", "capture", "memory", "place", "integrate"},
-    "testing": BASE | {"registry", "planner", "capture", "memory", "place", "integrate", "report"},
-    "fsdp": BASE | {"place", "integrate"},
+    "memory": PLANS,
+    "runtime": RUNS,
+    "integrate": RUNS | {"runtime"},
+    "simulation": INTEGRATES,
+    "testing": INTEGRATES,
+    "fsdp": BASE | {"runtime", "integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},
-    "bench": BASE
-    | {"registry", "planner", "capture", "memory", "place", "integrate"}
-    | {"report", "testing", "api", "fsdp", ""},
-    "cli": BASE
-    | {"registry", "planner", "capture", "memory", "place", "integrate"}
-    | {"report", "simulation", "testing", "bench", "api", ""},
+    "bench": INTEGRATES | {"testing", "api", "fsdp", ""},
+    "cli": INTEGRATES | {"simulation", "testing", "bench", "api", ""},
 }
 #: `Problem` and `Plan` have methods that belong to later stages. These imports are inside
 #: functions, and nothing else may look ahead.
@@ -144,11 +143,12 @@ def test_layers_import_in_one_direction():
         ("registry/x.py", "from symmplan.planner import plan", "registry must not import"),
         ("report/x.py", "if True:\n    import symmplan.integrate", "report must not import"),
         ("memory/x.py", "from symmplan.capture import fx", "memory must not import"),
+        ("coordination/x.py", "from symmplan.memory import arena", "coordination must not import"),
         ("errors.py", "from symmplan import model", "errors must not import"),
         ("torch_private/x.py", "from symmplan import model", "torch_private must not import"),
         ("model/x.py", "from symmplan.planner import plan", "model must not import"),
         ("model/x.py", "def f():\n    from symmplan.memory import x", "model must not import"),
-        ("place/x.py", "from symmplan.integrate.eager import streams", "place must not import"),
+        ("runtime/x.py", "from symmplan.integrate.eager import streams", "runtime must not import"),
         ("integrate/x.py", "import symmplan.cli", "integrate must not import"),
         ("integrate/eager/x.py", "import symmplan.integrate.compile.emit", "eager must not import"),
         ("integrate/fsdp/x.py", "from symmplan.integrate.eager import x", "fsdp must not import"),
@@ -164,7 +164,7 @@ def test_the_check_of_the_direction_can_fail(path, source, says):
 
 
 #: Where files must not import each other in a circle, when they are run.
-WITHOUT_CIRCLES = ("torch_private", "memory", "capture", "place", "integrate")
+WITHOUT_CIRCLES = ("torch_private", "coordination", "memory", "capture", "runtime", "integrate")
 
 
 @functools.cache
@@ -197,12 +197,12 @@ def circles(files: dict[str, str]) -> list[list[str]]:
 def test_no_files_import_each_other_in_a_circle():
     assert circles(_sources()) == []
     more = {
-        "place/x.py": "from symmplan.place.y import z",
-        "place/y.py": "def f():\n    from symmplan.place import x",
-        "place/u.py": "if TYPE_CHECKING:\n    from symmplan.place.v import a",
-        "place/v.py": "from symmplan.place.u import b",
+        "runtime/x.py": "from symmplan.runtime.y import z",
+        "runtime/y.py": "def f():\n    from symmplan.runtime import x",
+        "runtime/u.py": "if TYPE_CHECKING:\n    from symmplan.runtime.v import a",
+        "runtime/v.py": "from symmplan.runtime.u import b",
     }
-    assert circles({**_sources(), **more}) == [["place/x.py", "place/y.py"]]
+    assert circles({**_sources(), **more}) == [["runtime/x.py", "runtime/y.py"]]
 
 
 def _python(code: str) -> str:

@@ -17,8 +17,8 @@ def attempted(rank, size, victim):
     import torch.distributed as dist
 
     from symmplan.errors import BackendError
-    from symmplan.place.options import Options
-    from symmplan.place.prepare import Preparation
+    from symmplan.runtime.options import Options
+    from symmplan.runtime.prepare import Preparation
 
     preparation = Preparation(Options(timeout=20.0), "a program", "a program")
     groups, undone, asked = {"0": dist.group.WORLD}, [], []
@@ -60,8 +60,8 @@ def failed_in_it(rank, size):
 
     import symmplan
     from symmplan.errors import BackendError
-    from symmplan.place.options import Options
-    from symmplan.place.prepare import Preparation
+    from symmplan.runtime.options import Options
+    from symmplan.runtime.prepare import Preparation
 
     preparation = Preparation(Options(timeout=20.0), "a program", "a program")
     device, groups = torch.device("cpu"), {"0": dist.group.WORLD}

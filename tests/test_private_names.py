@@ -152,7 +152,7 @@ def test_patches_of_torch_are_in_one_place():
     ],
 )
 def test_the_check_of_patches_can_fail(source):
-    assert patches({"place/x.py": source})
+    assert patches({"runtime/x.py": source})
     assert not patches({"torch_private/x.py": source})
 
 
@@ -188,7 +188,7 @@ def test_the_check_of_rows_can_fail(source):
     ],
 )
 def test_the_check_of_private_names_can_fail(source):
-    assert private_names({"place/x.py": source})
+    assert private_names({"runtime/x.py": source})
     assert not private_names({"torch_private/x.py": source})
 
 

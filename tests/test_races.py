@@ -107,7 +107,7 @@ def _one_sided(rank, world_size, between):
 
     import symmplan
     from symmplan.memory import realize
-    from symmplan.place.watching import Watching
+    from symmplan.runtime.watching import Watching
 
     name = dist.group.WORLD.group_name
     problem = symmplan.Problem(

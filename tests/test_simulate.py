@@ -33,7 +33,7 @@ from symmplan.cli import main
 from symmplan.cli.simulate import _program as program_of
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
-from symmplan.place.table import Table, TuningRow
+from symmplan.runtime.table import Table, TuningRow
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")

@@ -22,7 +22,7 @@ def _counted(rank, size):
     from torch.distributed.fsdp import fully_shard
 
     import symmplan
-    from symmplan.place.stats import Stats
+    from symmplan.runtime.stats import Stats
 
     group = dist.group.WORLD.group_name
     backend = symmplan.backend(inner="eager", timeout=30.0, choose="placed")
@@ -66,6 +66,6 @@ def test_all_count_alike():
 
 
 def test_they_show_what_there_is():
-    from symmplan.place.stats import Stats
+    from symmplan.runtime.stats import Stats
 
     assert repr(Stats(plans=1, reasons=(("late", 2),))) == "Stats(plans=1, reasons=(('late', 2),))"

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
-from symmplan.place.table import Table, TuningRow
 from symmplan.report.format import count
+from symmplan.runtime.table import Table, TuningRow
 from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.integrate.fsdp.planning import Planning
-    from symmplan.place.options import Options
+    from symmplan.runtime.options import Options
     from symmplan.torch_private.c10d import group_name
 
     group = dist.group.WORLD

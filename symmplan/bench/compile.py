@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
-from symmplan.place.choice import CHOOSE
+from symmplan.runtime.choice import CHOOSE
 from symmplan.testing.ranks import mark
 from symmplan.torch_private.benches import inductor_settings
 

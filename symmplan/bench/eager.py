@@ -273,7 +273,7 @@ def _memory(device: torch.device) -> Any:
 
 def _meet() -> None:
     """Let ranks start together, unseen by a session."""
-    from symmplan.memory.own import own_work
+    from symmplan.coordination.own import own_work
 
     with own_work:
         timing.meet()

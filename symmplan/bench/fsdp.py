@@ -24,8 +24,8 @@ from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.bench.parts.fsdp_ranks import measure, worst
 from symmplan.errors import CommandError
-from symmplan.place.choice import CHOOSE
 from symmplan.report.format import size
+from symmplan.runtime.choice import CHOOSE
 
 if TYPE_CHECKING:
     import argparse

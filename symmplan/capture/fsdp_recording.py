@@ -69,9 +69,9 @@ class Recording:
         collectives: Every buffer that FSDP2 asked for, in order.
         events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
             ``"release"``: the module is done with the parameters that this all-gather gathered;
-            and ``("guest", number)``: a guest runs, see `symmplan.place.guests`.
+            and ``("guest", number)``: a guest runs, see `symmplan.runtime.guests`.
         heard: Of collectives that are not FSDP2's how many of its had run before, and what they
-            are; see `symmplan.place.listening`.
+            are; see `symmplan.runtime.listening`.
         after_forward: The all-gathers whose modules FSDP2 released because forward was done.
         carried: Those that ran before the stretch, and whose modules were not released since.
     """

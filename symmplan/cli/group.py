@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.place.collectives import Support
+    from symmplan.runtime.collectives import Support
 
 __all__ = ["examine", "render"]
 
@@ -65,11 +65,11 @@ def examine() -> dict[str, Any] | None:
 def _examined(device: torch.device) -> dict[str, Any] | None:
     import torch.distributed as dist
 
+    from symmplan.coordination.groups import resolve_groups
+    from symmplan.coordination.tell import tell
     from symmplan.memory import resolve_backend
-    from symmplan.memory.groups import resolve_groups
-    from symmplan.memory.tell import tell
     from symmplan.memory.topology import survey
-    from symmplan.place.collectives import verdicts
+    from symmplan.runtime.collectives import verdicts
 
     groups = resolve_groups(["default"])
     world = {"default": dist.group.WORLD}

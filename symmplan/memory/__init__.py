@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from symmplan.coordination.agreement import agree as agree
 from symmplan.errors import NotSymmetricError as NotSymmetricError
 from symmplan.memory import ops as ops  # registers torch.ops.symmplan.*
-from symmplan.memory.agreement import agree as agree
 from symmplan.memory.arena import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from symmplan.memory.arena import Arena as Arena
 from symmplan.memory.arena import realize as realize

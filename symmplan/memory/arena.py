@@ -6,13 +6,13 @@ import itertools
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from symmplan.coordination.agreement import compare_notes
+from symmplan.coordination.exchange import Exchange
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.errors import ReleasedError, RunError
-from symmplan.memory.agreement import compare_notes
 from symmplan.memory.backends import resolve_backend
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
 from symmplan.memory.local import LocalBackend
-from symmplan.memory.own import own_work
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Health, Segment
 from symmplan.memory.shm import ShmBackend

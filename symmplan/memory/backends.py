@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from attrs import frozen
 
+from symmplan.coordination.world import current
 from symmplan.errors import BackendError
-from symmplan.memory.simulated import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from symmplan.memory.exchange import Exchange
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
@@ -35,7 +35,7 @@ class Kind:
         devices: Whether its memory is a device's.
         collectives: Whether it runs collectives by itself, see `symmplan.memory.ops`.
         races: Whether races in it can be found, see `symmplan.memory.races`.
-        engines: Whether copy engines can run collectives in it, see `symmplan.place.engines`.
+        engines: Whether copy engines can run collectives in it, see `symmplan.runtime.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
         reach: The farthest apart that the ranks of a group may be; see
             [Note: who can be served] in `symmplan.memory.topology`.

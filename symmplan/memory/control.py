@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from symmplan.coordination.groups import ProcessIdentity, is_gone, listed
 from symmplan.errors import PeerLostError, RunError
-from symmplan.memory.groups import ProcessIdentity, is_gone, listed
 from symmplan.memory.segment import Rendezvous
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.groups import Group
     from symmplan.memory.races import Meetings
 
 __all__ = ["ControlArea", "Meeting", "layout"]

@@ -15,10 +15,10 @@ from symmplan.memory.segment import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.memory.exchange import Exchange
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import Group
+    from symmplan.coordination.world import World
     from symmplan.memory.segment import Allocation, Health, Segment
-    from symmplan.memory.simulated import World
     from symmplan.model import SegmentSpec
 
 __all__ = ["LocalBackend", "SimulatedBackend"]

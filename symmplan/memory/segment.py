@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field, frozen
 
+from symmplan.coordination.groups import Group, group_key
+from symmplan.coordination.world import current
 from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
-from symmplan.memory.groups import Group, group_key
-from symmplan.memory.simulated import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import asdict, define, evolve, field, frozen
 
+from symmplan.coordination.groups import ProcessIdentity, is_gone, this_process
 from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
-from symmplan.memory.groups import ProcessIdentity, is_gone, this_process
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.shm_file import (
@@ -33,8 +33,8 @@ from symmplan.memory.shm_file import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.memory.exchange import Exchange
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.tell import leaders, tell
 from symmplan.memory import agree, realize
-from symmplan.memory.groups import resolve_groups
 from symmplan.memory.streams import synchronize
-from symmplan.memory.tell import leaders, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
+from symmplan.coordination.groups import host
+from symmplan.coordination.tell import tell
+from symmplan.coordination.world import current
 from symmplan.memory.backends import BACKENDS, REACHES
-from symmplan.memory.groups import host
-from symmplan.memory.simulated import current
-from symmplan.memory.tell import tell
 from symmplan.torch_private import nccl
 
 if TYPE_CHECKING:

@@ -39,16 +39,16 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, OutOfSharedMemoryError
-from symmplan.memory.own import own_work
 from symmplan.memory.segment import Rendezvous
 from symmplan.torch_private import nccl, symm_mem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from symmplan.memory.exchange import Exchange
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from symmplan.coordination.own import OWN
+from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
-from symmplan.memory.own import OWN
-from symmplan.memory.simulated import SimulatedCall, World, current, enter, leave
-from symmplan.place.table import read_table, ruled
+from symmplan.runtime.table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world

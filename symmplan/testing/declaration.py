@@ -9,7 +9,7 @@
     does then contradicts the declaration: a fact. That no call contradicted a fact is no proof, but
     an op that waits waits in every schedule.
 
-    Accesses are seen as by the race detector (`symmplan.place.watching`): those of ops that an
+    Accesses are seen as by the race detector (`symmplan.runtime.watching`): those of ops that an
     op calls. What a kernel does with bare pointers is not seen.
 """
 

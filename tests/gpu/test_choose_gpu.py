@@ -164,7 +164,7 @@ def _late_host(rank, world_size):
 
     import torch.distributed as dist
 
-    from symmplan.place.clock import clock_of, seconds_of
+    from symmplan.runtime.clock import clock_of, seconds_of
 
     def late(beside):
         time.sleep(0.01)

@@ -18,7 +18,7 @@ def _steps(rank, world_size, choose):
     import torch.distributed as dist
 
     from symmplan.bench.parts.two_groups import TwoGroups
-    from symmplan.place import listening, trials
+    from symmplan.runtime import listening, trials
 
     trials.forget()
     other = dist.new_group(range(world_size))

@@ -72,7 +72,7 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
 
     from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
     from symmplan.integrate.fsdp.home import ParameterStorage
-    from symmplan.place.loans import Loan
+    from symmplan.runtime.loans import Loan
 
     cycles = 2_000_000
     undo = []

@@ -111,7 +111,7 @@ def communicators(rank, world):
     from fsdp_models import Trace
 
     import symmplan
-    from symmplan.place import engines as fsdp_engines
+    from symmplan.runtime import engines as fsdp_engines
 
     seen = []
     for _ in range(2):
@@ -206,7 +206,7 @@ def fail_alone(rank, world, where):
 
 def loans(rank, world, waits):
     """Somebody reads late on one stream; the next user of the bytes writes on another."""
-    from symmplan.place.loans import Ledger, Loan
+    from symmplan.runtime.loans import Ledger, Loan
 
     def fill():
         users, bytes_ = Ledger(), torch.zeros(1 << 20, device="cuda")

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from symmplan.place.observe import DeviceEvent, kind_of, profiled
+from symmplan.runtime.observe import DeviceEvent, kind_of, profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -17,7 +17,7 @@ from symmplan.testing.rank_process import root_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.place.choice import Choice
+    from symmplan.runtime.choice import Choice
 
 __all__ = ["FORCED", "TwoGroups"]
 

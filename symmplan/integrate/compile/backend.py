@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen
 from attrs.converters import optional
 
+from symmplan.coordination.groups import group_key
+from symmplan.coordination.world import current
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.crossing import reasons
@@ -21,15 +23,13 @@ from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
 from symmplan.memory import DEFAULT_TIMEOUT
-from symmplan.memory.groups import group_key
-from symmplan.memory.simulated import current
-from symmplan.place.observe import Checked, check
-from symmplan.place.options import Options, known
-from symmplan.place.prepare import Preparation
-from symmplan.place.stats import Stats
 from symmplan.report.format import count
 from symmplan.report.log import LOG
 from symmplan.report.text import reasons_line
+from symmplan.runtime.observe import Checked, check
+from symmplan.runtime.options import Options, known
+from symmplan.runtime.prepare import Preparation
+from symmplan.runtime.stats import Stats
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.compile.parts import Record
     from symmplan.model import Plan, WayName
-    from symmplan.place.choice import Choice, Choose
-    from symmplan.place.ways import Collectives
+    from symmplan.runtime.choice import Choice, Choose
+    from symmplan.runtime.ways import Collectives
 
 __all__ = ["CompileBackend", "CompileOptions", "backend", "default_backend", "symmplan"]
 
@@ -182,7 +182,7 @@ class CompileBackend:
         return reasons(self._pool.copies)
 
     def _simulated_plans_(self) -> tuple[Plan, ...]:
-        """See `symmplan.memory.simulated`."""
+        """See `symmplan.coordination.world`."""
         return self.plans
 
     def _simulated_way_(self, call: Any) -> WayName:  # noqa: ARG002
@@ -190,7 +190,7 @@ class CompileBackend:
         return "symmetric"
 
     def _simulated_end_(self) -> None:
-        """See `symmplan.memory.simulated`."""
+        """See `symmplan.coordination.world`."""
         self.release()
 
     def release(self) -> None:
@@ -384,7 +384,7 @@ def _compile_eager(
 ) -> Callable[..., Any]:
     """Split and rewrite one Dynamo graph; nothing is fused, every op is called as it stands."""
     from symmplan.integrate.compile.refresh import refresh_values
-    from symmplan.place.watching import run_by_nodes
+    from symmplan.runtime.watching import run_by_nodes
     from symmplan.torch_private import compilers
 
     def compiler(name: Any) -> Callable[..., Any]:

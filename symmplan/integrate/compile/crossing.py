@@ -33,7 +33,7 @@ from attrs import define, field, frozen
 from torch.utils.weak import TensorWeakRef
 
 from symmplan.errors import RunError
-from symmplan.place.loans import Lent, lend
+from symmplan.runtime.loans import Lent, lend
 from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:

@@ -41,14 +41,14 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
-from symmplan.place.loans import lend
+from symmplan.runtime.loans import lend
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.capture.sites import Captured, PlacedStorage, Site
-    from symmplan.place.program import PlacedProgram
+    from symmplan.runtime.program import PlacedProgram
 
 __all__ = ["Emitter", "SegmentInput"]
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.coordination.world import current
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.refresh import note, refresh_changed
-from symmplan.memory.simulated import current
-from symmplan.place.watching import run_by_nodes
+from symmplan.runtime.watching import run_by_nodes
 from symmplan.torch_private import compilers, inductor
 
 if TYPE_CHECKING:

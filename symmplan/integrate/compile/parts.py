@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.emit import SegmentInput
     from symmplan.integrate.compile.pool import Pool, Shared
     from symmplan.model import Barrier, OpSpec, Placement, Plan
-    from symmplan.place.choice import Choice
-    from symmplan.place.observe import Expected
-    from symmplan.place.program import PlacedProgram
+    from symmplan.runtime.choice import Choice
+    from symmplan.runtime.observe import Expected
+    from symmplan.runtime.program import PlacedProgram
 
     _Compiled: TypeAlias = Callable[[list[Any]], Any]
 

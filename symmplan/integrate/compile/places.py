@@ -30,7 +30,7 @@ import torch
 from attrs import define, field, frozen
 
 from symmplan.errors import RunError
-from symmplan.place.loans import lend
+from symmplan.runtime.loans import lend
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:

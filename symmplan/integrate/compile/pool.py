@@ -36,18 +36,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field
 
+from symmplan.coordination.agreement import agree
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.world import current
 from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import Loans, Reservation
 from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
-from symmplan.memory.agreement import agree
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.simulated import current
 from symmplan.memory.spares import give_back
 from symmplan.memory.streams import capture_of, synchronize
-from symmplan.place.engines import known_of, register, register_known
-from symmplan.place.guests import CarveOut, let_go, ran
 from symmplan.planner.fingerprint import visible
+from symmplan.runtime.engines import known_of, register, register_known
+from symmplan.runtime.guests import CarveOut, let_go, ran
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.parts import PlannedPart
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
-    from symmplan.place.prepare import Preparation
+    from symmplan.runtime.prepare import Preparation
 
 __all__ = ["Pool", "Shared", "group_names", "is_unmet", "released", "structure_of"]
 
@@ -150,7 +150,7 @@ class Shared:
         return alone and not (self.released or self.crosses or self.arena.races)
 
     def move_in(self, carved: CarveOut) -> None:
-        """Live there from now on; see [Note: guests] in `symmplan.place.guests`."""
+        """Live there from now on; see [Note: guests] in `symmplan.runtime.guests`."""
         self.progress.add(carved)
         if self.engines:
             register_known(carved)

@@ -24,7 +24,7 @@
     an agreement. Groups of several hosts have no board: to look at their store in each run would
     cost them a round trip.
 
-    Backends that are guests in one segment (see [Note: guests] in `symmplan.place.guests`) count
+    Backends that are guests in one segment (see [Note: guests] in `symmplan.runtime.guests`) count
     apart, so only the first to come speaks there.
 
     Where all collectives of a group were measured to be faster in ordinary memory there are no
@@ -42,11 +42,11 @@ from weakref import WeakKeyDictionary
 
 from attrs import define, field
 
+from symmplan.coordination.exchange import Exchange, processes_of
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.tell import tell
 from symmplan.errors import AgreementError, SymmplanError
 from symmplan.memory import realize
-from symmplan.memory.exchange import Exchange, processes_of
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.tell import tell
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import LOG
@@ -54,10 +54,10 @@ from symmplan.report.log import LOG
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from symmplan.coordination.groups import Group
     from symmplan.memory.arena import Arena
-    from symmplan.memory.groups import Group
     from symmplan.memory.segment import Rendezvous
-    from symmplan.place.guests import CarveOut
+    from symmplan.runtime.guests import CarveOut
 
 __all__ = ["Progress"]
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.tell import tell
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.pool import group_names, released
 from symmplan.memory import realize
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.tell import tell
-from symmplan.place.prepare import checked_plan
+from symmplan.runtime.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered
 from symmplan.torch_private.compilers import static_inputs
 

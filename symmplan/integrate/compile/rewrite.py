@@ -16,17 +16,17 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.compile.emit import Emitter, SegmentInput
 from symmplan.integrate.compile.ops import without_returns
 from symmplan.integrate.compile.order import keep_order, poison
-from symmplan.place.lower import launch
-from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
+from symmplan.runtime.lower import launch
+from symmplan.runtime.ways import overload_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from symmplan.capture.graphs import Value
     from symmplan.capture.sites import PlacedStorage, Site
-    from symmplan.place.lower import Launched
-    from symmplan.place.program import PlacedCall, PlacedProgram
+    from symmplan.runtime.lower import Launched
+    from symmplan.runtime.program import PlacedCall, PlacedProgram
 
 __all__ = ["rewrite"]
 

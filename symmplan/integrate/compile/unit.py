@@ -12,6 +12,8 @@ from attrs import define, field
 from symmplan.capture import Captured, capture_fx, join
 from symmplan.capture.graphs import hidden_calls
 from symmplan.capture.producers import writes_eager, writes_inductor
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, CaptureError
 from symmplan.integrate.compile.crossing import Reservation
 from symmplan.integrate.compile.parts import (
@@ -32,19 +34,17 @@ from symmplan.integrate.compile.pool import structure_of
 from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import own_work
 from symmplan.memory.topology import survey
 from symmplan.model import Barrier
-from symmplan.place.fitting import Fitting
-from symmplan.place.observe import launching_from
-from symmplan.place.prepare import checked_plan
-from symmplan.place.program import place
-from symmplan.place.watching import Watching
-from symmplan.place.ways import Lowerings
 from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
+from symmplan.runtime.fitting import Fitting
+from symmplan.runtime.observe import launching_from
+from symmplan.runtime.prepare import checked_plan
+from symmplan.runtime.program import place
+from symmplan.runtime.watching import Watching
+from symmplan.runtime.ways import Lowerings
 from symmplan.torch_private import c10d
 from symmplan.torch_private.autograd import keeps_graph
 from symmplan.torch_private.compilers import keep_inputs, saved_outputs, takes_a_list

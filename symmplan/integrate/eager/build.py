@@ -16,8 +16,8 @@ from attrs import define, field
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.schedule import Event
-from symmplan.place.loans import Lent, lend
 from symmplan.planner.order import order_of
+from symmplan.runtime.loans import Lent, lend
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.eager.schedule import Act
     from symmplan.memory import Arena
     from symmplan.model import Plan
-    from symmplan.place.program import Instruction, PlacedCall, PlacedProgram
     from symmplan.planner.order import Order
+    from symmplan.runtime.program import Instruction, PlacedCall, PlacedProgram
 
 __all__ = ["events_of"]
 

@@ -1,6 +1,6 @@
 """Planned calls of a frozen session, made when the program makes them.
 
-What a placed call does is written once, in `symmplan.place.lower`. A compiled graph has it as
+What a placed call does is written once, in `symmplan.runtime.lower`. A compiled graph has it as
 nodes; here the values are the program's tensors and their placements, and what the machine is told
 to do is done at once.
 """
@@ -15,9 +15,9 @@ from attrs import define, field
 
 from symmplan.capture.graphs import at_path
 from symmplan.errors import RunError
-from symmplan.place.lower import launch
-from symmplan.place.watching import watched
 from symmplan.registry import bind_arguments
+from symmplan.runtime.lower import launch
+from symmplan.runtime.watching import watched
 from symmplan.torch_private import c10d, works
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Site
     from symmplan.integrate.eager.faults import Faults
     from symmplan.integrate.eager.schedule import Act, Event
-    from symmplan.place.lower import Launched
-    from symmplan.place.program import PlacedCall
+    from symmplan.runtime.lower import Launched
+    from symmplan.runtime.program import PlacedCall
 
 __all__ = ["EagerMachine", "counted", "perform", "serve", "serve_memory"]
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from symmplan.coordination.world import current
 from symmplan.integrate.eager.session import ACTIVE, Session
-from symmplan.memory.simulated import current
-from symmplan.place.options import Options, here
+from symmplan.runtime.options import Options, here
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.place.choice import Choose
-    from symmplan.place.ways import Collectives
+    from symmplan.runtime.choice import Choose
+    from symmplan.runtime.ways import Collectives
 
 __all__ = ["eager", "empty", "out"]
 

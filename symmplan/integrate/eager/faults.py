@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from symmplan.coordination.own import own_work
+from symmplan.coordination.sessions import Alarm, SessionKeys
 from symmplan.errors import RunError, SymmplanError
-from symmplan.memory.own import own_work
-from symmplan.memory.sessions import Alarm, SessionKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

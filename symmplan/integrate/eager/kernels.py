@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.capture.c10d import NAMES
-from symmplan.memory.own import OWN
-from symmplan.place.listening import silence
-from symmplan.place.ways import overload_named
+from symmplan.coordination.own import OWN
 from symmplan.registry import all_specs
+from symmplan.runtime.listening import silence
+from symmplan.runtime.ways import overload_named
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:

@@ -12,21 +12,21 @@ from attrs import frozen
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import out_overload
+from symmplan.coordination.exchange import Exchange
+from symmplan.coordination.own import OWN, own_work
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.scratch import ScratchMemory
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.own import OWN, own_work
 from symmplan.memory.spares import give_back
-from symmplan.place.engines import register_known
-from symmplan.place.fitting import Fitting
-from symmplan.place.prepare import Preparation
-from symmplan.place.program import place
-from symmplan.place.stats import Copy
-from symmplan.place.ways import Lowerings
 from symmplan.registry import spec_for
 from symmplan.report.log import LOG
+from symmplan.runtime.engines import register_known
+from symmplan.runtime.fitting import Fitting
+from symmplan.runtime.prepare import Preparation
+from symmplan.runtime.program import place
+from symmplan.runtime.stats import Copy
+from symmplan.runtime.ways import Lowerings
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
     from symmplan.capture.threads import ProgramThreads
+    from symmplan.coordination.groups import Group
     from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.integrate.eager.streams import Streams
     from symmplan.memory import Arena
-    from symmplan.memory.groups import Group
     from symmplan.model import OpSpec, Plan
-    from symmplan.place.choice import Choice
-    from symmplan.place.chooser import Chosen
-    from symmplan.place.options import Options
+    from symmplan.runtime.choice import Choice
+    from symmplan.runtime.chooser import Chosen
+    from symmplan.runtime.options import Options
 
 __all__ = ["Frozen", "IterationRecording", "Settings", "meet"]
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
-    from symmplan.place.loans import Lent
-    from symmplan.place.observe import Expected
-    from symmplan.place.program import PlacedCall
+    from symmplan.runtime.loans import Lent
+    from symmplan.runtime.observe import Expected
+    from symmplan.runtime.program import PlacedCall
 
 __all__ = ["Act", "Event", "name_of"]
 

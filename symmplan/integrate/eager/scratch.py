@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.memory import realize
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import own_work
 from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem

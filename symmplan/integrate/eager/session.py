@@ -11,6 +11,9 @@ from attrs import evolve
 
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.threads import ProgramThreads
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import OWN, own_work
+from symmplan.coordination.sessions import SessionKeys, enter_session
 from symmplan.errors import SessionError
 from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
 from symmplan.integrate.eager.faults import REDO, Faults, public
@@ -18,14 +21,11 @@ from symmplan.integrate.eager.kernels import Cursor, declared_names, install, ov
 from symmplan.integrate.eager.recording import Frozen, IterationRecording, Settings, meet
 from symmplan.integrate.eager.schedule import name_of
 from symmplan.integrate.eager.streams import Roles, streams_of
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import OWN, own_work
-from symmplan.memory.sessions import SessionKeys, enter_session
 from symmplan.memory.spares import give_back
-from symmplan.place.observe import Checked, check, checking, launching
-from symmplan.place.stats import Copy, Stats
-from symmplan.place.watching import Watching
 from symmplan.report.log import LOG
+from symmplan.runtime.observe import Checked, check, checking, launching
+from symmplan.runtime.stats import Copy, Stats
+from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.eager.schedule import Event
     from symmplan.model import Plan
-    from symmplan.place.choice import Choice
-    from symmplan.place.options import Options
+    from symmplan.runtime.choice import Choice
+    from symmplan.runtime.options import Options
 
 __all__ = ["ACTIVE", "Session"]
 

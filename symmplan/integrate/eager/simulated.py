@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.coordination.world import World
     from symmplan.integrate.eager.recording import IterationRecording
     from symmplan.memory import Arena
-    from symmplan.memory.simulated import World
     from symmplan.model import Plan, WayName
-    from symmplan.place.options import Options
+    from symmplan.runtime.options import Options
 
 __all__ = ["SimulatedSession"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
+from symmplan.coordination.world import current
 from symmplan.errors import CaptureError, PlanningError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
@@ -12,10 +13,9 @@ from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.simulated import SimulatedRuntime
 from symmplan.memory import DEFAULT_TIMEOUT
-from symmplan.memory.simulated import current
-from symmplan.place.observe import Checked, check
-from symmplan.place.options import Options
-from symmplan.place.stats import Stats
+from symmplan.runtime.observe import Checked, check
+from symmplan.runtime.options import Options
+from symmplan.runtime.stats import Stats
 from symmplan.torch_private import fsdp2, fsdp2_in_place
 from symmplan.torch_private.table import require
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from symmplan.model import Plan
-    from symmplan.place.choice import Choice, Choose
+    from symmplan.runtime.choice import Choice, Choose
 
 __all__ = ["Handle", "apply"]
 

@@ -1,4 +1,4 @@
-"""The way that each of FSDP2's collectives runs; see `symmplan.place.choice`."""
+"""The way that each of FSDP2's collectives runs; see `symmplan.runtime.choice`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from attrs import evolve
 
 from symmplan.capture.fsdp import Way
+from symmplan.coordination.world import on_device
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
-from symmplan.memory.simulated import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.place.cases import often_of, runs_ordinary
-from symmplan.place.choice import GAVE_WAY, Choice
-from symmplan.place.table import ruled
-from symmplan.place.trials import Company, Trial, choices_of, measure, room_for
 from symmplan.planner.budget import Stake
+from symmplan.runtime.cases import often_of, runs_ordinary
+from symmplan.runtime.choice import GAVE_WAY, Choice
+from symmplan.runtime.table import ruled
+from symmplan.runtime.trials import Company, Trial, choices_of, measure, room_for
 from symmplan.torch_private import fsdp2, nccl
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.model import Problem, WayName
-    from symmplan.place.cases import Case
-    from symmplan.place.clock import Act
-    from symmplan.place.engines import Engines
-    from symmplan.place.options import Options
+    from symmplan.runtime.cases import Case
+    from symmplan.runtime.clock import Act
+    from symmplan.runtime.engines import Engines
+    from symmplan.runtime.options import Options
 
 __all__ = ["Choices"]
 
@@ -54,7 +54,7 @@ class Choices:
     Attributes:
         all: What was measured of the calls seen so far, in the order of the program.
         company: ``{kind and size of a collective: (another group's, how many of it for each)}`` of
-            what is also measured beside that; see [Note: company] in `symmplan.place.company`.
+            what is also measured beside that; see [Note: company] in `symmplan.runtime.company`.
         beside: ``{name: process group}`` of those others, whose ranks all come to measure.
     """
 

@@ -11,8 +11,8 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.capture.fsdp_recording import Key
+from symmplan.coordination.world import current
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
-from symmplan.memory.simulated import current
 from symmplan.torch_private import autograd, fsdp2
 
 if TYPE_CHECKING:

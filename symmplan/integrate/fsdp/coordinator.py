@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.integrate.fsdp.occupancy import Occupancy, Occupant
     from symmplan.integrate.fsdp.slots import Counts
-    from symmplan.place.observe import Expected
-    from symmplan.place.options import Options
+    from symmplan.runtime.observe import Expected
+    from symmplan.runtime.options import Options
 
 __all__ = ["Coordinator"]
 

@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.coordination.tell import everywhere
 from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
-from symmplan.memory.tell import everywhere
-from symmplan.place.loans import Loan
-from symmplan.place.observe import launching
+from symmplan.runtime.loans import Loan
+from symmplan.runtime.observe import launching
 from symmplan.torch_private import autograd, c10d, fsdp2, fsdp2_in_place
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.memory.tell import leaders, tell
+from symmplan.coordination.tell import leaders, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

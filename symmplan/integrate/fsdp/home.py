@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from symmplan.coordination.own import own_work
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
-from symmplan.memory.own import own_work
 from symmplan.memory.streams import off_default_stream, synchronize
-from symmplan.place.loans import lend
+from symmplan.runtime.loans import lend
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.integrate.fsdp.layout import Layout
-    from symmplan.place.loans import Ledger
+    from symmplan.runtime.loans import Ledger
 
 __all__ = ["ParameterStorage"]
 

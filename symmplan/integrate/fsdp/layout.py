@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from symmplan.capture.fsdp_recording import Key
-from symmplan.memory.simulated import on_device
+from symmplan.coordination.world import on_device
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.torch_private import fsdp2, fsdp2_in_place
 

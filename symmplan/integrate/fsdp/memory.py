@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.world import current
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.simulated import current
 from symmplan.memory.spares import fits, give_back
 from symmplan.memory.streams import current_stream, synchronize
-from symmplan.place.engines import Engines, engines_of, register, require
-from symmplan.place.guests import CarveOut, overlapping, parts_of
-from symmplan.place.loans import Ledger, Loan
-from symmplan.place.prepare import Preparation
+from symmplan.runtime.engines import Engines, engines_of, register, require
+from symmplan.runtime.guests import CarveOut, overlapping, parts_of
+from symmplan.runtime.loans import Ledger, Loan
+from symmplan.runtime.prepare import Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.schedule import Spot
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
-    from symmplan.place.guests import Guest
-    from symmplan.place.options import Options
+    from symmplan.runtime.guests import Guest
+    from symmplan.runtime.options import Options
 
 __all__ = ["Held", "Memory"]
 
@@ -74,7 +74,7 @@ class Memory:
         unreached: ``{name: why}`` of those that no segment can serve.
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
-        guests: Who was seen to run, in that order; see `symmplan.place.guests`.
+        guests: Who was seen to run, in that order; see `symmplan.runtime.guests`.
         displaced: How often something else was in the bytes of a guest that ran, or parameters
             in those of others.
         captured: Whether a CUDA graph may have the addresses.

@@ -13,18 +13,18 @@ from attrs import evolve
 from symmplan.capture.fsdp import GuestBytes, Way, problem_of
 from symmplan.capture.fsdp_live import kept_after_forward, most_alive, with_kept
 from symmplan.capture.fsdp_recording import Recording
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.tell import tell, telling, throughout
+from symmplan.coordination.world import current
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.simulated import current
-from symmplan.memory.tell import tell, telling, throughout
 from symmplan.memory.topology import unreached
 from symmplan.model import Alternative
-from symmplan.place.company import company_heard
 from symmplan.planner.budget import within
 from symmplan.planner.homes import plan_with_homes
+from symmplan.runtime.company import company_heard
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
     from symmplan.model import Plan, Problem, WayName
-    from symmplan.place.cases import Case
-    from symmplan.place.choice import Choice
-    from symmplan.place.guests import Guest
-    from symmplan.place.options import Options
     from symmplan.planner.budget import Stake
+    from symmplan.runtime.cases import Case
+    from symmplan.runtime.choice import Choice
+    from symmplan.runtime.guests import Guest
+    from symmplan.runtime.options import Options
 
     #: The collectives of each recording, and all that a plan needs.
     _Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]

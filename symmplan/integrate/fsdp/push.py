@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
+from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.ops import factor_of
 from symmplan.integrate.fsdp.sums import OwnRow, sum_parts, sum_rows, sums_parts
-from symmplan.memory.own import own_work
 from symmplan.memory.streams import current_stream, mark, on_stream, wait_for
 from symmplan.torch_private import autograd
 

@@ -23,10 +23,10 @@ from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.occupancy import Occupancy
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
-from symmplan.place.guests import WATCHERS
-from symmplan.place.listening import leave, listen
-from symmplan.place.loans import lend
-from symmplan.place.observe import checking, launching
+from symmplan.runtime.guests import WATCHERS
+from symmplan.runtime.listening import leave, listen
+from symmplan.runtime.loans import lend
+from symmplan.runtime.observe import checking, launching
 from symmplan.torch_private import autograd, c10d, fsdp2
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.occupancy import Occupant
     from symmplan.integrate.fsdp.schedule import Schedule, Spot
     from symmplan.model import Placement
-    from symmplan.place.guests import Guest
-    from symmplan.place.loans import Loan
-    from symmplan.place.observe import Expected
-    from symmplan.place.options import Options
+    from symmplan.runtime.guests import Guest
+    from symmplan.runtime.loans import Loan
+    from symmplan.runtime.observe import Expected
+    from symmplan.runtime.options import Options
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
 
@@ -96,7 +96,7 @@ class Runtime:
         fsdp2.watch_copy_in()
 
     def guest_ran(self, guest: Guest) -> None:
-        """Somebody's graph begins to run. See [Note: guests] in `symmplan.place.guests`."""
+        """Somebody's graph begins to run. See [Note: guests] in `symmplan.runtime.guests`."""
         if self._log is None:
             return
         guests = self.memory.guests

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from symmplan.capture.fsdp import OPS
-from symmplan.place.observe import Expected
+from symmplan.runtime.observe import Expected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """FSDP2 in a simulated world: it is recorded and planned, and runs on nothing.
 
-See [Note: the simulated world] in `symmplan.memory.simulated`. Buffers are fake tensors, each with
-a storage of its own whose end is seen as a loan's is, also once there is a plan: what matters is
-which collectives a program asks for, and when it drops their buffers.
+See [Note: the simulated world] in `symmplan.coordination.world`. Buffers are fake tensors, each
+with a storage of its own whose end is seen as a loan's is, also once there is a plan: what matters
+is which collectives a program asks for, and when it drops their buffers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from symmplan.coordination.world import SimulatedCall, World, at_end
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.slots import Slot
-from symmplan.memory.simulated import SimulatedCall, World, at_end
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Key
     from symmplan.integrate.fsdp.slots import Where
     from symmplan.model import Plan, WayName
-    from symmplan.place.options import Options
+    from symmplan.runtime.options import Options
 
 __all__ = ["SimulatedRuntime"]
 

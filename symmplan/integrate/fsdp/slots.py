@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import Spot
-    from symmplan.place.loans import Loan
-    from symmplan.place.observe import Expected
+    from symmplan.runtime.loans import Loan
+    from symmplan.runtime.observe import Expected
 
 __all__ = ["Counts", "Slot", "Where"]
 

@@ -25,20 +25,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.integrate.moe.measure import measured
 from symmplan.integrate.moe.routes import Routes, exchange_routes
 from symmplan.memory.calls import REFUSED, note
-from symmplan.memory.groups import resolve_groups
 from symmplan.memory.kernels import copy_bytes
-from symmplan.memory.own import own_work
 from symmplan.memory.spares import give_back
 from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.place.choice import Choice
-from symmplan.place.prepare import Preparation, checked_plan
-from symmplan.place.stats import Stats
 from symmplan.report.log import LOG
+from symmplan.runtime.choice import Choice
+from symmplan.runtime.prepare import Preparation, checked_plan
+from symmplan.runtime.stats import Stats
 from symmplan.torch_private import compilers
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.memory.segment import Rendezvous
     from symmplan.model import Plan, WayName
-    from symmplan.place.options import Options
+    from symmplan.runtime.options import Options
 
 __all__ = ["ExpertParallel"]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from symmplan.coordination.world import current
 from symmplan.errors import RunError
 from symmplan.integrate.moe.dispatcher import ExpertParallel
-from symmplan.memory.simulated import current
-from symmplan.place.options import Options, here
+from symmplan.runtime.options import Options, here
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     import torch
 
-    from symmplan.place.choice import Choose
+    from symmplan.runtime.choice import Choose
 
 __all__ = ["expert_parallel"]
 

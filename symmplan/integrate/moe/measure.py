@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from symmplan.memory.tell import tell
-from symmplan.place.choice import fastest
-from symmplan.place.clock import clock_of, seconds_of
+from symmplan.coordination.tell import tell
+from symmplan.runtime.choice import fastest
+from symmplan.runtime.clock import clock_of, seconds_of
 from symmplan.torch_private.c10d import group_name
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.place.choice import Choice
+    from symmplan.runtime.choice import Choice
 
 __all__ = ["measured"]
 
-#: As for `symmplan.place.clock.seconds_of`.
+#: As for `symmplan.runtime.clock.seconds_of`.
 _ENOUGH = 512 << 20
 
 

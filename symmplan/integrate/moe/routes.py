@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import field, frozen
 
+from symmplan.coordination.own import own_work
 from symmplan.errors import RunError
 from symmplan.memory.calls import note
-from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Rendezvous
 
 __all__ = ["Routes", "exchange_routes", "routes_of"]

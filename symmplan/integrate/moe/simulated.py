@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, field, frozen
 
+from symmplan.coordination.own import own_work
+from symmplan.coordination.world import SimulatedCall, World
 from symmplan.integrate.moe.dispatcher import ExpertParallel
 from symmplan.integrate.moe.routes import Routes, routes_of
-from symmplan.memory.own import own_work
-from symmplan.memory.simulated import SimulatedCall, World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.memory import Arena
     from symmplan.model import Plan, WayName
-    from symmplan.place.options import Options
+    from symmplan.runtime.options import Options
 
 __all__ = ["SimulatedExperts"]
 

@@ -3,7 +3,7 @@
 [Note: the simulated world]
     `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. What
     the integrations do there is what they do anywhere, but for four things that ask `current`:
-    an exchange between ranks hears from each what this one says (`symmplan.memory.exchange`),
+    an exchange between ranks hears from each what this one says (`symmplan.coordination.exchange`),
     segments have no bytes (`symmplan.memory.local`), ways are ruled or looked up instead of
     measured, and FSDP2's collectives run as torch runs them, on fake tensors, also once they are
     planned.

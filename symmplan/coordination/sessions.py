@@ -27,7 +27,7 @@ from symmplan.errors import AgreementError, RunError, SymmplanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.groups import Group
 
 __all__ = [
     "Alarm",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from symmplan.memory.exchange import Exchange, was_told
-from symmplan.memory.groups import resolve_groups
+from symmplan.coordination.exchange import Exchange, was_told
+from symmplan.coordination.groups import resolve_groups
 from symmplan.torch_private.c10d import group_name
 
 if TYPE_CHECKING:

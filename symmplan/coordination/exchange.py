@@ -22,9 +22,8 @@ import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from symmplan.errors import AgreementError, PeerLostError, SymmplanError
-from symmplan.memory.groups import ProcessIdentity, is_gone
-from symmplan.memory.sessions import (
+from symmplan.coordination.groups import ProcessIdentity, is_gone
+from symmplan.coordination.sessions import (
     current_keys,
     in_other_session,
     keys_of_calls,
@@ -32,14 +31,15 @@ from symmplan.memory.sessions import (
     posted_error,
     wrong_session,
 )
-from symmplan.memory.simulated import current
+from symmplan.coordination.world import current
+from symmplan.errors import AgreementError, PeerLostError, SymmplanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from typing_extensions import Self
 
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.groups import Group
 
 __all__ = ["Exchange", "processes_of", "was_told"]
 

@@ -2,9 +2,9 @@
 
 [Note: the lifecycle]
     Every program of every integration goes the same way: its ranks agree on their options, choose
-    how each collective runs (`symmplan.place.chooser`), agree on a room, plan within it and verify,
-    agree on the plan, obtain memory, meet there, and say so in the log. The steps are written here,
-    and how a step ends that fails on one rank. An integration says *when* each is taken, what the
+    how each collective runs (`symmplan.runtime.chooser`), agree on a room, plan within it and
+    verify, agree on the plan, obtain memory, meet there, and say so in the log. The steps are
+    written here, and how a step ends that fails on one rank. An integration says *when* each is taken, what the
     problem is, and what it does with the memory.
 
 [Note: options are agreed first]
@@ -26,17 +26,17 @@ from weakref import WeakSet
 
 from attrs import define, field
 
+from symmplan.coordination.agreement import no_note
+from symmplan.coordination.exchange import Exchange
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
 from symmplan.memory import resolve_backend
-from symmplan.memory.agreement import no_note
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
 from symmplan.memory.room import agreed_room
-from symmplan.memory.simulated import current
 from symmplan.memory.spares import give_back, obtain, spare_bytes
-from symmplan.place.attempt import FIX, Refusal, attempt, failure, spread, warn
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import log_plan
+from symmplan.runtime.attempt import FIX, Refusal, attempt, failure, spread, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.capture import Captured
+    from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
-    from symmplan.memory.groups import Group
     from symmplan.model import Plan, Problem
-    from symmplan.place.options import Options
+    from symmplan.runtime.options import Options
 
     #: See `Preparation.agree`.
     _Watch: TypeAlias = AbstractContextManager[Callable[[], None] | None]

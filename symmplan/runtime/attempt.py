@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import frozen
 
+from symmplan.coordination.exchange import Exchange
+from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, SymmplanError
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
 from symmplan.torch_private.c10d import world
 
 if TYPE_CHECKING:

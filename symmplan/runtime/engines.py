@@ -23,16 +23,16 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from attrs import frozen
 
+from symmplan.coordination.tell import tell
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
-from symmplan.memory.tell import tell
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from symmplan.memory.arena import Arena
-    from symmplan.place.guests import CarveOut
+    from symmplan.runtime.guests import CarveOut
 
 __all__ = [
     "Engines",

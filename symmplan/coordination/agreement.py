@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, frozen
 
+from symmplan.coordination.exchange import Exchange
+from symmplan.coordination.groups import ProcessIdentity, resolve_groups, this_process
 from symmplan.errors import AgreementError, BackendError
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import ProcessIdentity, resolve_groups, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from symmplan.memory.groups import Group
+    from symmplan.coordination.groups import Group
     from symmplan.model import Plan
 
 __all__ = ["agree", "compare_notes", "first_difference", "no_note"]

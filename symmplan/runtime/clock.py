@@ -39,10 +39,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from symmplan.coordination.exchange import Exchange
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.own import own_work
 from symmplan.errors import PeerTimeoutError, RunError, SymmplanError
-from symmplan.memory.exchange import Exchange
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.own import own_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -23,14 +23,14 @@ from weakref import WeakKeyDictionary
 
 from attrs import evolve, frozen
 
+from symmplan.coordination.own import own_work
+from symmplan.coordination.tell import leaders, tell, throughout
 from symmplan.errors import AgreementError
-from symmplan.memory.own import own_work
 from symmplan.memory.spares import borrowed
-from symmplan.memory.tell import leaders, tell, throughout
-from symmplan.place.choice import Choice, fastest
-from symmplan.place.clock import clock_bytes, clock_of, seconds_of
-from symmplan.place.engines import Engines, engines_of, register
 from symmplan.planner import plan as plan_problem
+from symmplan.runtime.choice import Choice, fastest
+from symmplan.runtime.clock import clock_bytes, clock_of, seconds_of
+from symmplan.runtime.engines import Engines, engines_of, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.model import Problem
-    from symmplan.place.clock import Act
+    from symmplan.runtime.clock import Act
 
 __all__ = ["BEYOND", "Company", "Trial", "choices_of", "forget", "measure", "room_for"]
 
@@ -50,7 +50,7 @@ BEYOND = 256 << 20
 class Company:
     """Another group's collective that runs beside one that is timed.
 
-    See [Note: company] in `symmplan.place.company`.
+    See [Note: company] in `symmplan.runtime.company`.
 
     Attributes:
         group: Name of its group.
@@ -192,7 +192,7 @@ def measure(
                     others = trial.company.acts(there, engines.get(trial.company.group))
                     way = now.way if now.way in others else next(iter(others))
                     seconds = timed(trial, _often(others[way], trial.company.often))
-                    for _ in range(3):  # as `symmplan.memory.tell.throughout`
+                    for _ in range(3):  # as `symmplan.coordination.tell.throughout`
                         heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
                         seconds = _slowest(seconds, [r for of in heard.values() for r in of])
                     text = f"{now.op} with {now.nbytes:,} bytes, {way}"

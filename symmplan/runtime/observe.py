@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, field, frozen
 
+from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
-from symmplan.memory.groups import resolve_groups
 from symmplan.memory.topology import Topology, known
-from symmplan.place.collectives import NCCL
 from symmplan.registry.catalogue import collective_of
+from symmplan.runtime.collectives import NCCL
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ An instruction says what happens: bytes are copied into a placement, ranks meet,
 a result is copied out. Whoever runs the program decides when: a compiled graph has the instructions
 as nodes, an eager session runs those of a call when the program makes it.
 
-What a call does between them is in `symmplan.place.lower`.
+What a call does between them is in `symmplan.runtime.lower`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from symmplan.capture.graphs import overload_of
 from symmplan.capture.sites import Step
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
-from symmplan.place.observe import Expected
-from symmplan.place.ways import overload_named
 from symmplan.registry import bind_arguments
+from symmplan.runtime.observe import Expected
+from symmplan.runtime.ways import overload_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.sites import Captured, CopyKind, Site
     from symmplan.model import Barrier, OpSpec, Plan, WayName
-    from symmplan.place.ways import Lowering, Lowerings
+    from symmplan.runtime.ways import Lowering, Lowerings
 
 __all__ = ["Instruction", "PlacedCall", "PlacedProgram", "place"]
 
@@ -111,7 +111,7 @@ class Instruction:
     """One step of a placed program.
 
     Attributes:
-        kind: What happens. ``"launch"`` is all that `symmplan.place.lower.launch` does but copies.
+        kind: What happens. ``"launch"`` is all of `symmplan.runtime.lower.launch` but the copies.
         operation: The operation of the problem that it is; for a barrier the one behind it.
         step: What that operation does in the program.
         group: Name of the group that meets in a barrier.

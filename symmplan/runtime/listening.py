@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from symmplan.capture.c10d import NAMES, functional_form
-from symmplan.memory.own import OWN
-from symmplan.place.cases import ordinary
-from symmplan.place.ways import overload_named
+from symmplan.coordination.own import OWN
 from symmplan.registry import bind_arguments
+from symmplan.runtime.cases import ordinary
+from symmplan.runtime.ways import overload_named
 from symmplan.torch_private import c10d, dispatch
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from attrs import asdict, field, frozen
 
 from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.memory import BACKENDS
-from symmplan.place.ways import Lowerings
 from symmplan.registry.catalogue import collective_of
 from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
+from symmplan.runtime.ways import Lowerings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ than the ordinary one, small all-gathers gain nothing, and a copy into or out of
 cost more than the collective saves. And what a collective costs is not its own time: its kernels
 take multiprocessors from the program's, copy engines do not. So on devices each kind, size and
 group of collective is timed in every way there is, beside matrix products; see
-[Note: what is timed] in `symmplan.place.clock`.
+[Note: what is timed] in `symmplan.runtime.clock`.
 
 Ways that are about as fast are told apart by what else they cost: multiprocessors where the program
 computes meanwhile, then symmetric bytes.
@@ -28,7 +28,7 @@ __all__ = ["CHOOSE", "GAVE_WAY", "Choice", "Choose", "fastest"]
 _Word: TypeAlias = Literal["auto", "measure", "placed", WayName]
 CHOOSE: tuple[str, ...] = get_args(_Word)
 #: How ways are chosen. The name of a way is meant for all collectives that have it; what ends with
-#: ``.json`` is the path of a table, see `symmplan.place.table`.
+#: ``.json`` is the path of a table, see `symmplan.runtime.table`.
 Choose: TypeAlias = _Word | str
 
 #: Why a collective is ordinary that would be faster in symmetric memory.

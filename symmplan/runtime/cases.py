@@ -11,15 +11,15 @@ from attrs import evolve, field, frozen
 
 from symmplan.capture.bounds import bound as bound_of
 from symmplan.capture.graphs import overload_of
-from symmplan.memory.own import own_work
+from symmplan.coordination.own import own_work
 from symmplan.model import Access, Buffer, Operation, Problem
-from symmplan.place.choice import Choice
-from symmplan.place.company import company_of
-from symmplan.place.trials import Company, Trial, choices_of, measure, room_for
-from symmplan.place.ways import Lowering, Lowerings, overload_named
-from symmplan.place.work import flops_beside
 from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of
+from symmplan.runtime.choice import Choice
+from symmplan.runtime.company import company_of
+from symmplan.runtime.trials import Company, Trial, choices_of, measure, room_for
+from symmplan.runtime.ways import Lowering, Lowerings, overload_named
+from symmplan.runtime.work import flops_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
-    from symmplan.place.clock import Act
-    from symmplan.place.engines import Engines
-    from symmplan.place.options import Options
+    from symmplan.runtime.clock import Act
+    from symmplan.runtime.engines import Engines
+    from symmplan.runtime.options import Options
 
 __all__ = ["Case", "cases_of", "measure_cases", "often_of", "ordinary", "runs_ordinary"]
 
@@ -183,7 +183,7 @@ def measure_cases(
     device: torch.device,
     options: Options,
 ) -> None:
-    """Time collectives in every way there is. See [Note: company] in `symmplan.place.company`.
+    """Time collectives in every way there is. See [Note: company] in `symmplan.runtime.company`.
 
     Args:
         cases: What is timed, what has company last.

@@ -3,10 +3,10 @@
 Before a program is planned each of its collectives is timed in every way there is, at its size,
 with its copies, and beside as many matrix products as the program has between its start and its
 wait; where another group's may run meanwhile, beside that, too, see [Note: company] in
-`symmplan.place.company`. What does not gain clearly stays out of the plan, with the times as the
+`symmplan.runtime.company`. What does not gain clearly stays out of the plan, with the times as the
 reason.
 
-A case is measured once in a process, see [Note: who measures] in `symmplan.place.trials`.
+A case is measured once in a process, see [Note: who measures] in `symmplan.runtime.trials`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import field, frozen
 
-from symmplan.memory.groups import resolve_groups
-from symmplan.memory.simulated import current
+from symmplan.coordination.groups import resolve_groups
+from symmplan.coordination.world import current
 from symmplan.memory.topology import unreached
-from symmplan.place.cases import Case, cases_of, measure_cases
-from symmplan.place.engines import Engines, asked, known_of, require
-from symmplan.place.table import ruled
-from symmplan.place.trials import choices_of
+from symmplan.runtime.cases import Case, cases_of, measure_cases
+from symmplan.runtime.engines import Engines, asked, known_of, require
+from symmplan.runtime.table import ruled
+from symmplan.runtime.trials import choices_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
-    from symmplan.place.choice import Choice
-    from symmplan.place.options import Options
-    from symmplan.place.prepare import Preparation
-    from symmplan.place.table import Table
-    from symmplan.place.ways import Lowering, Lowerings
+    from symmplan.runtime.choice import Choice
+    from symmplan.runtime.options import Options
+    from symmplan.runtime.prepare import Preparation
+    from symmplan.runtime.table import Table
+    from symmplan.runtime.ways import Lowering, Lowerings
 
 __all__ = ["Chosen", "choose_ways"]
 

@@ -49,7 +49,7 @@ class Lowering:
         equal: It has parts for each rank, and takes them only if all are of one size.
         why_not: Reason given for the declared tensors that are not needed.
         engine: Which of the communicators for copy engines can run it, see
-            `symmplan.place.engines.Engines`; empty if none can.
+            `symmplan.runtime.engines.Engines`; empty if none can.
     """
 
     target: str

@@ -26,7 +26,7 @@ from weakref import WeakSet
 from attrs import define, field
 
 from symmplan.memory.spares import give_back
-from symmplan.place.loans import lend
+from symmplan.runtime.loans import lend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

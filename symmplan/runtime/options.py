@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
+from symmplan.coordination.world import current, on_device
 from symmplan.errors import BackendError, CaptureError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
-from symmplan.memory.simulated import current, on_device
-from symmplan.place.choice import CHOOSE
-from symmplan.place.table import is_table, read_table
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.plan import check_effort
+from symmplan.runtime.choice import CHOOSE
+from symmplan.runtime.table import is_table, read_table
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.place.choice import Choose
-    from symmplan.place.table import Table
-    from symmplan.place.ways import Collectives
+    from symmplan.runtime.choice import Choose
+    from symmplan.runtime.table import Table
+    from symmplan.runtime.ways import Collectives
 
 __all__ = ["Options", "here", "known"]
 
@@ -43,7 +43,7 @@ class Options:
             are any; all else is in symmetric memory. ``"auto"``: measured on devices,
             placed elsewhere, as shared memory between processes is always faster. The path of a
             file that ends with ``.json``: as it was measured elsewhere, see
-            `symmplan.place.table`; equal on all ranks.
+            `symmplan.runtime.table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
             what is free, less a tenth. What does not fit gives way; see [Note: who gives way] in
@@ -52,7 +52,7 @@ class Options:
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
             look for races, ``"poison"`` for the former alone.
-        collectives: Whose collectives run; see `symmplan.place.ways.Lowerings`.
+        collectives: Whose collectives run; see `symmplan.runtime.ways.Lowerings`.
 
     Raises:
         BackendError: A backend, a way to choose or to debug, or collectives that do not exist.

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from symmplan.capture.steps import plan_poison
-from symmplan.place.choice import GAVE_WAY
-from symmplan.place.chooser import Chosen, choose_ways
 from symmplan.planner.budget import Stake, within
+from symmplan.runtime.choice import GAVE_WAY
+from symmplan.runtime.chooser import Chosen, choose_ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.model import Plan
-    from symmplan.place.prepare import Preparation
-    from symmplan.place.ways import Lowerings
+    from symmplan.runtime.prepare import Preparation
+    from symmplan.runtime.ways import Lowerings
 
 __all__ = ["Fitting"]
 

@@ -13,7 +13,7 @@
 
     FSDP2's collectives of one kind and size all take one way, so they have one company, that of all
     of them together. It is what was heard of other groups in the recorded step (see
-    [Note: listening] in `symmplan.place.listening`), and runs in torch's own way.
+    [Note: listening] in `symmplan.runtime.listening`), and runs in torch's own way.
 """
 
 from __future__ import annotations
