@@ -8,14 +8,13 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pages
 import pytest
+from paths import HELPERS, ROOT
 
 from symmplan import errors
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 _ALL = re.MULTILINE | re.DOTALL
 #: Run by another test.
@@ -40,7 +39,7 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(path, tmp_path):
     count = pages.ranks(path.read_text(encoding="utf-8"))
     start = [*pages.TORCHRUN.split(), "--nproc-per-node", str(count)] if count > 1 else []
     done = subprocess.run(
-        [sys.executable, *start, ROOT / "tests" / "pages.py", path],
+        [sys.executable, *start, HELPERS / "pages.py", path],
         capture_output=True,
         text=True,
         check=False,

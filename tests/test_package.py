@@ -381,13 +381,23 @@ def test_the_changelog_has_an_unreleased_section_with_a_plan_format():
     assert "### Plan format" in unreleased
 
 
+def test_tests_lie_in_the_folders_of_the_package():
+    ours = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*") if p.is_dir()}
+    theirs = {str(p.parent.relative_to(TESTS)) for p in TESTS.rglob("test_*.py")}
+    assert theirs - ours == {".", "gpu", "examples"}
+    helpers = {p.name for p in TESTS.rglob("*.py") if not p.name.startswith("test_")}
+    apart = {p.name for p in (TESTS / "helpers").glob("*.py")}
+    assert helpers - apart == {"conftest.py", "devices.py"}
+    assert not {name for name in apart if name.startswith("test_")}
+
+
 def test_the_map_of_the_tests_names_every_file():
     text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     patterns = re.findall(r"`([\w*]+\.py)`", text)
     unnamed = [
         path.name
-        for path in sorted((ROOT / "tests").glob("*.py"))
-        if not any(path.match(pattern) for pattern in patterns)
+        for path in sorted(TESTS.rglob("*.py"))
+        if path.parent.name != "gpu" and not any(path.match(pattern) for pattern in patterns)
     ]
     assert not unnamed
 

@@ -4,8 +4,8 @@
     Every program of every integration goes the same way: its ranks agree on their options, choose
     how each collective runs (`symmplan.runtime.chooser`), agree on a room, plan within it and
     verify, agree on the plan, obtain memory, meet there, and say so in the log. The steps are
-    written here, and how a step ends that fails on one rank. An integration says *when* each is taken, what the
-    problem is, and what it does with the memory.
+    written here, and how a step ends that fails on one rank. An integration says *when* each is
+    taken, what the problem is, and what it does with the memory.
 
 [Note: options are agreed first]
     What a rank was asked to do decides which exchanges, measurements and collectives of ours it

@@ -1,4 +1,4 @@
-"""Trainers on two GPUs: what `tests/test_trainers.py` runs on CPU ranks.
+"""Trainers on two GPUs: what `tests/examples/test_trainers.py` runs on CPU ranks.
 
     python -m pytest tests/gpu/test_trainers_gpu.py -m gpu
 
@@ -8,14 +8,9 @@ Sums may be rounded otherwise there, so losses are compared to two digits.
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from test_trainers import check, titan_trains_alike
 
 pytestmark = [

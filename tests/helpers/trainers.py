@@ -1,6 +1,6 @@
 """Run a trainer on a rank of the CPU, as `torchrun` starts it, or on devices where there are some.
 
-    torchrun --nproc-per-node 2 tests/trainers.py FILE-OR-MODULE [OPTION ...]
+    torchrun --nproc-per-node 2 tests/helpers/trainers.py FILE-OR-MODULE [OPTION ...]
 
 Accelerate has FSDP2 on devices alone, and torchtitan asks its device for what the CPU has not. Here
 both take CPU ranks for devices.

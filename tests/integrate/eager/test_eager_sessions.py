@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from paths import HELPERS
 from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
@@ -275,7 +275,7 @@ def test_nothing_of_a_session_stays(two, how):
 @pytest.mark.parametrize("how", ["never entered", "recorded", "planned", "raises", "raises in it"])
 def test_the_interpreter_ends_well(how, tmp_path):
     """A thread that is in a store's C++ code while the interpreter ends aborts the process."""
-    script = Path(__file__).with_name("ending_programs.py")
+    script = HELPERS / "ending_programs.py"
     times = int(os.environ.get("SYMMPLAN_ENDINGS", "1"))
     done = subprocess.run(
         [sys.executable, str(script), how, str(times), str(tmp_path)],

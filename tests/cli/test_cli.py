@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from symmplan import __version__
 from symmplan.cli import main, shell
@@ -233,7 +234,7 @@ def test_the_page_of_collectives_is_what_the_command_says(capsys):
 
     assert main(["ops", "--by-collective"]) == 0
     shown = capsys.readouterr().out
-    page = (Path(__file__).parents[1] / "docs/support/collectives.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/support/collectives.md").read_text(encoding="utf-8")
     # After a change: symmplan ops --by-collective, below what comes before the first collective.
     assert page[page.index("\n## ") + 1 :] == shown
     assert main(["ops", "--by-collective", "--json"]) == 0

@@ -54,7 +54,7 @@ def test_a_test_that_notices_is_told_from_one_that_does_not(tmp_path, monkeypatc
     compared = "ranges.last[a, c] > ranges.entry[b, c]"
     wrong = _mutant("planner/items", compared, compared.replace(">", "<="))
     endless = _mutant("planner/items", "at < count", "at <= count")
-    notices = "tests/test_planner_smoke.py"
+    notices = "tests/planner/test_planner_smoke.py"
     blind = f"{notices}::test_capacity_names_a_small_set"
     monkeypatch.setattr(mutants, "GRACE", 1)
     copies = Copies(tmp_path, jobs=1)

@@ -1,6 +1,6 @@
 """Run thousands of random programs on real CPU ranks, and print what was wrong.
 
-    PYTHONPATH=.:tests python tests/many_programs.py eager --programs 10000 --workers 12
+    PYTHONPATH=.:tests/helpers python tests/helpers/many_programs.py eager --programs 9000
 
 The programs are those of `test_right_numbers`: both ways of running collectives, two and three
 ranks, new inputs in each iteration, ranks delayed at random. Exits with 1 if a number was wrong.
@@ -17,7 +17,10 @@ from itertools import cycle, islice, product
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from one_sided_programs import one_sided_programs
+from paths import TESTS
 from ranks import RankPool
+
+sys.path.append(str(TESTS / "runtime"))
 from test_right_numbers import PAUSES, SEEDS, WAYS, _compiled, _eager, _setup
 
 _WORK = {"eager": _eager, "compiled": _compiled}

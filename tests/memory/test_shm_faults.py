@@ -236,7 +236,8 @@ def elsewhere(rank, world, what):
     """Rank 1 seems to run on another host, or in another pid namespace."""
     import attrs
 
-    from symmplan.memory import agreement, groups, realize, shm
+    from symmplan.coordination import agreement, groups
+    from symmplan.memory import realize, shm
 
     real = groups.this_process
 

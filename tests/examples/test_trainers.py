@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pages
 import pytest
+from paths import HELPERS, ROOT
 
-TRAINERS = Path(__file__).parents[1] / "examples" / "trainers"
+TRAINERS = ROOT / "examples" / "trainers"
 NAMES = sorted(path.stem for path in TRAINERS.glob("*.py"))
 #: What a program needs beside torch.
 NEEDS = {name: name.removeprefix("with_") for name in NAMES if name.startswith("with_")}
@@ -30,7 +30,7 @@ def run(program, ranks, folder, *options, **environ):
     """What the program prints on ranks of the CPU: see `trainers.py`."""
     start = [*pages.TORCHRUN.split(), "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [sys.executable, *start, Path(__file__).with_name("trainers.py"), program, *options],
+        [sys.executable, *start, HELPERS / "trainers.py", program, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if options else subprocess.PIPE,
         text=True,

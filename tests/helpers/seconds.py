@@ -1,4 +1,6 @@
-"""Print what each file takes alone, for the table of README.md: ``python tests/seconds.py``.
+"""Print what each file takes alone, for the table of README.md.
+
+    python tests/helpers/seconds.py [FILE ...]
 
 Seconds are those of the processor, of all processes that a file starts. Names of files, such as
 ``test_cli.py``, measure these alone.
@@ -13,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from paths import TESTS
+
 #: A file is in the first row whose seconds it does not exceed.
 STEPS = (5, 10, 15, 20, 25, 30, 40, 60, 90, 120)
 
@@ -38,7 +41,7 @@ def seconds(path: Path) -> float:
 def main(names: list[str]) -> None:
     """Measure, and print the rows of the table."""
     rows: dict[int, list[str]] = {}
-    for path in sorted(HERE.glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         if not names or path.name in names:
             took = seconds(path)
             print(f"{took:6.1f} {path.name}", file=sys.stderr, flush=True)

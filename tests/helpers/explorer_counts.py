@@ -1,7 +1,7 @@
 """How plans of random tiny programs fare under the explorer, as numbers.
 
-``python tests/explorer_counts.py 5000`` counts for that many tiny programs, and
-``python tests/explorer_counts.py 500 shm`` for that many FX programs, rewritten for one way.
+``python tests/helpers/explorer_counts.py 5000`` counts for that many tiny programs, and
+``python tests/helpers/explorer_counts.py 500 shm`` for as many FX programs, rewritten for one way.
 """
 
 from __future__ import annotations

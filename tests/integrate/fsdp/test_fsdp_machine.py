@@ -1,6 +1,6 @@
 """Random programs under FSDP2, planned and not: the same bits; and programs that were found so.
 
-`python tests/fsdp_machine.py SEED` repeats one of them.
+`python tests/helpers/fsdp_machine.py SEED` repeats one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def check_seeds(judge, seeds, ranks):
             said, _ = judge(program)
             if said:
                 wrong[seed] = said
-    told = [f"python tests/fsdp_machine.py {seed}: {said[-2000:]}" for seed, said in wrong.items()]
+    told = [
+        f"python tests/helpers/fsdp_machine.py {seed}: {said[-2000:]}"
+        for seed, said in wrong.items()
+    ]
     assert not wrong, "\n".join([f"wrong: {[*wrong]}", *told])
 
 

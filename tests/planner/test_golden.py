@@ -1,7 +1,8 @@
 """What a program's plan is, by its fingerprint: it changes only where somebody means it to.
 
 A change here is a new plan format: all ranks must run the same version then, and the CHANGELOG says
-so under *Plan format*. ``python tests/test_golden.py`` writes the fingerprints anew.
+so under *Plan format*. ``PYTHONPATH=tests/helpers
+python tests/planner/test_golden.py`` writes the fingerprints anew.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.cli import shell
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 COMMAS = {"type": lambda text: tuple(map(int, text.split(",")))}
 ON = {"action": "store_const", "const": True}
 OFF = {"action": "store_const", "const": False, "flag": "--no-look"}

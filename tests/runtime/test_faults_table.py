@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fault_programs
 import pytest
+from paths import ROOT
 from ranks import RankPool
 
 #: What becomes of the ranks, and behind a stroke of the one at fault if it is something else.
@@ -81,7 +82,7 @@ WORDS = {
     "right": "goes on",
     "less": "without",
 }
-PAGE = Path(__file__).parents[1] / "docs/support/faults.md"
+PAGE = ROOT / "docs/support/faults.md"
 
 
 def _cells():

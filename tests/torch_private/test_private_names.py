@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import pathlib
 import re
 
 import pytest
+from paths import TESTS
 from test_package import _imports as imports
 from test_package import _sources as sources
 
 from symmplan.torch_private.table import SEAMS
-
-TESTS = pathlib.Path(__file__).parent
 
 
 def private_names(files: dict[str, str]) -> list[str]:
@@ -195,7 +193,7 @@ def test_the_check_of_private_names_can_fail(source):
 def missing_names(source: str) -> list[str]:
     """What a file of tests uses of other files of tests, and is not there."""
     tree = list(ast.walk(ast.parse(source)))
-    tests = {path.stem for path in TESTS.glob("*.py")}
+    tests = {path.stem for path in TESTS.rglob("*.py")}
     modules = {
         name.asname or name.name: importlib.import_module(name.name)
         for node in tree

@@ -1,9 +1,9 @@
 """Swap one comparison of a module for its neighbour, and see whether a test notices.
 
-``python tests/mutants.py`` takes every swap in turn, or those of some modules:
+``python tests/helpers/mutants.py`` takes every swap in turn, or those of some modules:
 
-    python tests/mutants.py order packing/search --jobs 2
-    python tests/mutants.py --sample 20 --seed 7
+    python tests/helpers/mutants.py order packing/search --jobs 2
+    python tests/helpers/mutants.py --sample 20 --seed 7
 
 Each swap is made in a copy of the tree, and the tests of the module run there until one fails: the
 mutant is *killed*. So is one that runs on after many times the seconds of processor that the tests
@@ -34,16 +34,23 @@ from queue import Queue
 from typing import TYPE_CHECKING
 
 import attrs
+from paths import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 
-_SHARE = ("planner_smoke", "order", "golden_packings", "problem", "planner")
-_PEERS = ("planner_smoke", "planner", "verify", "explorer_plans")
-_PACK = ("planner_solve", "golden_packings", "planner_search", "order", "planner")
+_SMOKE, _SPANS, _ORDER, _GOLDEN, _MODEL = (
+    "planner/test_planner_smoke",
+    "planner/test_planner",
+    "planner/test_order",
+    "planner/test_golden_packings",
+    "model/test_problem",
+)
+_SHARE = (_SMOKE, _ORDER, _GOLDEN, _MODEL, _SPANS)
+_PEERS = (_SMOKE, _SPANS, "planner/test_verify", "testing/test_explorer_plans")
+_PACK = ("planner/test_planner_solve", _GOLDEN, "planner/test_planner_search", _ORDER, _SPANS)
 #: ``{module of symmplan: the tests that judge it}``, likeliest to notice first.
 MODULES = {
     "planner/order": _SHARE,
@@ -54,7 +61,11 @@ MODULES = {
         f"planner/packing/{name}": _PACK
         for name in ("blocks", "bound", "greedy", "improve", "search", "solve", "task")
     },
-    "capture/decide": ("capture_decisions", "capture", "golden"),
+    "capture/decide": (
+        "capture/test_capture_decisions",
+        "capture/test_capture",
+        "planner/test_golden",
+    ),
 }
 
 #: Each with what differs at the boundary, and with what is always different.
@@ -235,7 +246,7 @@ def _run(copy: Path, tests: str, seconds: int) -> str:
 
 
 def tests_of(module: str) -> tuple[str, ...]:
-    return tuple(f"tests/test_{name}.py" for name in MODULES[module])
+    return tuple(f"tests/{name}.py" for name in MODULES[module])
 
 
 def named(words: Iterable[str]) -> list[str]:

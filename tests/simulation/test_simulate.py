@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 from ranks import RankPool
 from simulate_programs import (
     Config,
@@ -35,7 +36,6 @@ from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
 from symmplan.runtime.table import Table, TuningRow
 
-ROOT = Path(__file__).parent.parent
 KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
 
 
@@ -413,7 +413,7 @@ def command(*words):
         check=False,
         timeout=240,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"},
     )
 
 

@@ -1,7 +1,7 @@
 """Run the code of a Markdown page, block after block, and compare what it prints.
 
-    python tests/pages.py docs/tour.md
-    torchrun --nproc-per-node 2 tests/pages.py docs/how-to/fsdp2.md   # a page that says torchrun
+    python tests/helpers/pages.py docs/tour.md
+    torchrun --nproc-per-node 2 tests/helpers/pages.py docs/how-to/fsdp2.md  # says torchrun
 
 Blocks marked ``python`` share one namespace, those marked ``sh`` are commands in the working
 directory, where the examples are. The next block, if it is marked ``text``, is what was printed;

@@ -1,11 +1,11 @@
 """Run programs of `fsdp_programs.py` on ranks, without and with symmplan: the same bits?
 
     # what a seed draws, and what becomes of it
-    PYTHONPATH=.:tests python tests/fsdp_machine.py 17
+    PYTHONPATH=.:tests/helpers python tests/helpers/fsdp_machine.py 17
     # the same of a program by hand, and the smallest one found that still fails
-    PYTHONPATH=.:tests python tests/fsdp_machine.py "Program(ranks=2, ...)" --reduce
+    PYTHONPATH=.:tests/helpers python tests/helpers/fsdp_machine.py "Program(ranks=2, ...)" --reduce
     # many, with those that fail printed
-    PYTHONPATH=.:tests python tests/fsdp_machine.py 0-999
+    PYTHONPATH=.:tests/helpers python tests/helpers/fsdp_machine.py 0-999
 
 `compared` runs a program on a rank, in both ways; `verdict` says what is wrong with what all
 ranks return; a `Judge` has the ranks.

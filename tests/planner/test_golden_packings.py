@@ -1,8 +1,9 @@
 """What each packer makes of some hard instances, offset by offset and node by node.
 
 All ranks must get the same bytes, so what a packer makes of an instance is a part of the plan's
-format, also where it is not needed for the lowest peak. ``python tests/test_golden_packings.py``
-writes it anew; the CHANGELOG says so under *Plan format* if plans differ.
+format, also where it is not needed for the lowest peak. ``PYTHONPATH=tests/helpers python
+tests/planner/test_golden_packings.py`` writes it anew; the CHANGELOG says so under *Plan format*
+if plans differ.
 """
 
 from __future__ import annotations

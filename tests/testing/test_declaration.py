@@ -7,20 +7,23 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import declared_ops
 import pytest
 import race_programs
 import torch
+from paths import ROOT
 from torch.distributed import TCPStore
 
 from symmplan.errors import DeclarationError, PeerTimeoutError, RunError
 from symmplan.testing import check_declaration
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parent.parent
 X = torch.ones(4, 8)
 
 
