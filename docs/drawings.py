@@ -191,9 +191,9 @@ def draw_stage_and_bind() -> None:
     out.write("stage-and-bind.svg")
 
 
-def draw_ways() -> None:
-    """The four ways from a rank's tensor to its peer's."""
-    out = Drawing(760, 262, "How bytes travel in each way")
+def draw_algorithms() -> None:
+    """By the four algorithms, from a rank's tensor to its peer's."""
+    out = Drawing(760, 262, "How bytes travel by each algorithm")
     rows = [
         (
             "ordinary",
@@ -215,7 +215,7 @@ def draw_ways() -> None:
         for (a, b), move in zip(pairwise(at), moves, strict=True):
             out.line((a + 112, y + 17), (b, y + 17), arrow=True)
             out.text((a + 112 + b) / 2, y + 10, move, "small", "mid")
-    out.write("ways.svg")
+    out.write("algorithms.svg")
 
 
 def main() -> None:
@@ -223,7 +223,7 @@ def main() -> None:
     draw_plan()
     draw_ranks()
     draw_stage_and_bind()
-    draw_ways()
+    draw_algorithms()
 
 
 if __name__ == "__main__":

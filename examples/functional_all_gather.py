@@ -97,14 +97,14 @@ def run(rank: int, store: str) -> None:
     # backend="symmplan" would leave out what it measures to be slower; here all is to be seen.
     backend = symmplan.backend(choose="placed")
     compiled = torch.compile(model, backend=backend)
-    ways = {
+    algorithms = {
         "dist, tensors made symmetric by hand": hand_made,
         "torch.compile with symmplan, ordinary tensors": lambda: compiled(x, weight, group),
     }
-    for name, way in ways.items():
+    for name, algorithm in algorithms.items():
         for _ in range(3):
-            torch.testing.assert_close(way(), expected, rtol=1e-2, atol=1e-2)
-        names = profile(way)
+            torch.testing.assert_close(algorithm(), expected, rtol=1e-2, atol=1e-2)
+        names = profile(algorithm)
         if rank == 0:
             print(f"{name}: {', '.join(names)}")
         assert any(mark in n for n in names for mark in SYMMETRIC[device.type]), names

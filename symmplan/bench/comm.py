@@ -5,8 +5,8 @@ alike; a repetition's time is the slowest rank's, and medians are compared. Ever
 against gloo's. Bytes are those of one rank's part: the input of an all-gather, the output of a
 reduce-scatter, the whole tensor of an all-reduce.
 
-With -o, FSDP2's collectives are timed instead in every way that the device's memory has, as a job
-does that measures, and the choices written to a table: for choose= of later jobs, and for
+With -o, FSDP2's collectives are timed instead by every algorithm that the device's memory has, as a
+job does that measures, and the choices written to a table: for choose= of later jobs, and for
 symmplan simulate.
 """
 
@@ -21,7 +21,7 @@ from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
 from symmplan.report.format import count
-from symmplan.runtime.table import Table, TuningRow
+from symmplan.runtime.tuning_table import Table, TuningRow
 from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
@@ -107,8 +107,10 @@ def _row(found: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     """A table for people."""
     if "written" in result:
-        chosen = [(r["op"], r["nbytes"], r["way"]) for r in result["rows"]]
-        return "\n".join([*command.cells("op bytes way", chosen), f"wrote {result['written']}"])
+        chosen = [(r["op"], r["nbytes"], r["algorithm"]) for r in result["rows"]]
+        return "\n".join(
+            [*command.cells("op bytes algorithm", chosen), f"wrote {result['written']}"]
+        )
     what = f"{count(result['threads'], 'thread')} each, {result['dtype']}"
     rows = [[row[key] for key in _ROW.split()] for row in result["results"]]
     return "\n".join([command.heading(result, what), *command.cells(_ROW, rows)])
@@ -141,7 +143,7 @@ def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
             key = Key("bench", kind, nbytes // dtype.itemsize, str(dtype), backward=False)
             recording.run(recording.begin(key, nbytes), group_name(group))
     name, choices = Planning(Options(choose="measure"), memory).measured(recording)
-    wanted = ("op", "ranks", "nbytes", "way")
+    wanted = ("op", "ranks", "nbytes", "algorithm")
     rows = [
         {**{key: getattr(choice, key) for key in wanted}, "seconds": dict(choice.seconds)}
         for choice in choices

@@ -70,7 +70,7 @@ _OPTIONS = (
         more={"nargs": "+", "choices": CHOOSE, "metavar": "WAY"},
     ),
     Option(
-        "live_gathers",
+        "unsharded_modules",
         "modules that have bytes at once (default: as the program)",
         None,
         more={"type": int},

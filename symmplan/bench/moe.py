@@ -67,7 +67,7 @@ def _row(rounds: dict[str, list[float]]) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     """A table for people."""
     what = f"rows of {result['width']} elements, {count(result['layers'], 'layer')}; ms"
-    heads = "what tokens plain symmplan push speedup way segment equal"
+    heads = "what tokens plain symmplan push speedup algorithm segment equal"
     rows = []
     for row in result["results"]:
         told = {**row, **row["ms"], "segment": size(row["segment_bytes"])}
@@ -119,7 +119,7 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
         "tokens": tokens,
         "seconds": seconds,
         "equal": equal,
-        "way": "push" if stats.served else "ordinary",
+        "algorithm": "push" if stats.served else "ordinary",
         "replans": stats.replans,
         "segment_bytes": stats.segment_bytes,
     }

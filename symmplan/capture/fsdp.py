@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, get_args
 
 from attrs import evolve, frozen
 
-from symmplan.capture.fsdp_live import gathers_live
 from symmplan.capture.fsdp_recording import Key, Kind
-from symmplan.model import Access, Buffer, Operation, Problem, Requirement, Unplanned, WayName
+from symmplan.capture.fsdp_unsharded import gathers_unsharded
+from symmplan.model import Access, AlgorithmName, Buffer, Operation, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.model import OpSpec
 
-__all__ = ["OPS", "GuestBytes", "Planned", "Way", "problem_of"]
+__all__ = ["OPS", "Algorithm", "GuestBytes", "Planned", "problem_of"]
 
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
@@ -56,7 +56,7 @@ _UNDECLARED = "it is not declared that its buffer must be symmetric"
 
 
 @frozen
-class Way:
+class Algorithm:
     """How a collective runs.
 
     Attributes:
@@ -68,7 +68,7 @@ class Way:
         reason: Why it stays in ordinary memory.
     """
 
-    name: WayName
+    name: AlgorithmName
     reason: str = ""
 
 
@@ -80,7 +80,7 @@ class Planned:
     buffer: str | None  # name of its buffer in the problem; None if it was left out
     #: Name of the buffer of an all-to-all's output; None if it needs none.
     received: str | None = None
-    way: Way = Way("symmetric")  # how it runs
+    algorithm: Algorithm = Algorithm("symmetric")  # how it runs
     direct: bool = False  # whether its buffer is the parameters themselves
     carried: bool = False  # whether it ran before the stretch began
 
@@ -99,7 +99,7 @@ class GuestBytes:
 def problem_of(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
-    way_of: Callable[[Call], Way] = lambda _: Way("symmetric"),
+    algorithm_of: Callable[[Call], Algorithm] = lambda _: Algorithm("symmetric"),
     direct: Mapping[str, int] | None = None,
     guests: Mapping[int, Sequence[GuestBytes]] | None = None,
     live: int | None = None,
@@ -111,12 +111,12 @@ def problem_of(
             at any time of any of them, and shares its bytes with none.
         ranks: ``{name of the group: its global ranks}``. Groups whose ranks are among those of
             another one run the same plan and may share a segment.
-        way_of: How a collective runs.
+        algorithm_of: How a collective runs.
         direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
             one address for all of a module's, in use until the parameters are released.
         guests: ``{number: what it needs while it runs}``. All groups of a problem with guests may
             share a segment.
-        live: How many of those may be alive at once; see `symmplan.capture.fsdp_live`.
+        live: How many of those may be alive at once; see `symmplan.capture.fsdp_unsharded`.
 
     Returns:
         The problem, and for each recording the collectives that ran, in order.
@@ -136,38 +136,40 @@ def problem_of(
     for number, recording in enumerate(recordings):
         calls = {i: recording.collectives[i] for i in recording.ran}
         inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
-        events = gathers_live(recording, inside, live)
+        events = gathers_unsharded(recording, inside, live)
         dropped = {index for what, index in events if what == "drop"}
         planned: dict[int, Planned] = {}
         for index, call in calls.items():
             name, site = _name(number, index, call.key), call.key.site
             facts = declared[call.key.kind]
-            way = way_of(call) if facts is not None else Way("ordinary", _UNDECLARED)
-            if facts is None or way.name == "ordinary":
-                planned[index] = Planned(call, None, way=way)
-                words = (OPS[call.key.kind], _WHERE[call.key.kind], way.reason)
+            algorithm = (
+                algorithm_of(call) if facts is not None else Algorithm("ordinary", _UNDECLARED)
+            )
+            if facts is None or algorithm.name == "ordinary":
+                planned[index] = Planned(call, None, algorithm=algorithm)
+                words = (OPS[call.key.kind], _WHERE[call.key.kind], algorithm.reason)
                 unplanned.append(Unplanned(name, *words, call.nbytes))
                 continue
-            if way.name == "push":
+            if algorithm.name == "push":
                 turn = pushed[call.group] = pushed.get(call.group, -1) + 1
                 mine = slots.setdefault(call.group, [])
                 slot = _slot(mine, turn, list(slots).index(call.group), call)
-                planned[index] = Planned(call, slot, way=way)
+                planned[index] = Planned(call, slot, algorithm=algorithm)
                 continue
-            made = _buffer(name, call, way, facts[1], persistent=index not in dropped)
+            made = _buffer(name, call, algorithm, facts[1], persistent=index not in dropped)
             if index in inside:
-                where = f"{_WHERE[call.key.kind]} ({way.name}, the parameters themselves)"
+                where = f"{_WHERE[call.key.kind]} ({algorithm.name}, the parameters themselves)"
                 made = evolve(made, nbytes=sizes[site], where=where)
                 if first.setdefault(site, name) != name:
                     together.append((first[site], name))
             buffers.append(made)
             received = None
-            if way.name == "copy engine" and call.key.kind == "reduce_scatter":
+            if algorithm.name == "copy engine" and call.key.kind == "reduce_scatter":
                 received = f"{name}.received"
-                buffers.append(_received(received, call, way))
+                buffers.append(_received(received, call, algorithm))
             direct_ = index in inside
             carried = index in recording.carried
-            planned[index] = Planned(call, name, received, way, direct_, carried)
+            planned[index] = Planned(call, name, received, algorithm, direct_, carried)
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):
@@ -188,7 +190,7 @@ def problem_of(
             assert facts is not None
             spec, requirement = facts
             runs = what == "run"
-            if one.way.name == "push":
+            if one.algorithm.name == "push":
                 if runs:
                     operation = f"{_name(number, index, one.call.key)}.run"
                     operations.append(_launch(operation, one.call, spec))
@@ -231,19 +233,19 @@ def _name(number: int, index: int, key: Key) -> str:
 
 
 def _launch(name: str, call: Call, spec: OpSpec) -> Operation:
-    """A collective runs, in any way: each is the process group's, or keeps more apart."""
+    """A collective runs, by any algorithm: each is the process group's, or keeps more apart."""
     return Operation(
         name,
         group=call.group,
         handshake=spec.handshake,
         release=spec.release,
-        meets=spec.meets,
+        synchronizes=spec.synchronizes,
         op=OPS[call.key.kind],
     )
 
 
 def _buffer(
-    name: str, call: Call, way: Way, requirement: Requirement, *, persistent: bool
+    name: str, call: Call, algorithm: Algorithm, requirement: Requirement, *, persistent: bool
 ) -> Buffer:
     return Buffer(
         name,
@@ -253,16 +255,16 @@ def _buffer(
         signal_pad=requirement.signal_pad,
         persistent=persistent,
         op=OPS[call.key.kind],
-        where=f"{_WHERE[call.key.kind]} ({way.name})",
+        where=f"{_WHERE[call.key.kind]} ({algorithm.name})",
         dtype=call.key.dtype,
         shape=(call.key.numel,),
     )
 
 
-def _received(name: str, call: Call, way: Way) -> Buffer:
+def _received(name: str, call: Call, algorithm: Algorithm) -> Buffer:
     """Where the parts of all ranks arrive that this one sums."""
-    made = _buffer(name, call, way, Requirement("output"), persistent=False)
-    return evolve(made, op="c10d::alltoall_base_", where=f"output ({way.name})")
+    made = _buffer(name, call, algorithm, Requirement("output"), persistent=False)
+    return evolve(made, op="c10d::alltoall_base_", where=f"output ({algorithm.name})")
 
 
 def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:

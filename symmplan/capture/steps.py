@@ -77,7 +77,7 @@ class Steps:
                     group=self.decider.buffers[first].group,
                     handshake=spec.handshake,
                     release=spec.release,
-                    meets=spec.meets,
+                    synchronizes=spec.synchronizes,
                     op=spec.op,
                     stack=stack_of(node),
                 ),

@@ -65,8 +65,8 @@ def examine() -> dict[str, Any] | None:
 def _examined(device: torch.device) -> dict[str, Any] | None:
     import torch.distributed as dist
 
+    from symmplan.coordination.all_gather import all_gather_json
     from symmplan.coordination.groups import resolve_groups
-    from symmplan.coordination.tell import tell
     from symmplan.memory import resolve_backend
     from symmplan.memory.topology import survey
     from symmplan.runtime.collectives import verdicts
@@ -77,7 +77,7 @@ def _examined(device: torch.device) -> dict[str, Any] | None:
     memory = resolve_backend("auto", device, groups).name
     found = verdicts(topology, memory)
     ran = _tried(found, device)
-    said = tell("doctor", {"default": ran}, world, _TIMEOUT)["default"]
+    said = all_gather_json("doctor", {"default": ran}, world, _TIMEOUT)["default"]
     if dist.get_rank():
         return None
     rows = [
@@ -95,27 +95,27 @@ def _row(verdict: Support, said: Iterable[Mapping[str, list[str]]]) -> dict[str,
     """A verdict, and what was tried of it: where one rank saw something else, that."""
     tried: dict[str, str] = {}
     failed = []
-    for ways in said:
-        for way, (ran, reason) in ways.items():
-            if ran != way and way not in failed:
-                failed.append(way)
-            if tried.get(way, way) == way:
-                tried[way] = ran if ran == way else reason
+    for algorithms in said:
+        for algorithm, (ran, reason) in algorithms.items():
+            if ran != algorithm and algorithm not in failed:
+                failed.append(algorithm)
+            if tried.get(algorithm, algorithm) == algorithm:
+                tried[algorithm] = ran if ran == algorithm else reason
     return {**asdict(verdict), "tried": tried, "failed": failed}
 
 
 def _tried(found: Iterable[Support], device: torch.device) -> dict[str, dict[str, list[str]]]:
-    """``{collective: {way: (how it ran, why not so)}}``, by a profiled step for each way."""
+    """``{collective: {algorithm: (how it ran, why not so)}}``, by profiled steps."""
     import symmplan
     from symmplan.registry.catalogue import collective_of
 
     tried: dict[str, dict[str, list[str]]] = {}
-    for way in ("symmetric", "copy engine"):
-        names = [v.collective for v in found if way in v.ways]
+    for algorithm in ("symmetric", "copy engine"):
+        names = [v.collective for v in found if algorithm in v.algorithms]
         if not names:
             continue
         acts = _acts(names, device)
-        with symmplan.eager(choose=way, timeout=_TIMEOUT) as session:
+        with symmplan.eager(choose=algorithm, timeout=_TIMEOUT) as session:
 
             def iteration(session: Any = session, acts: Any = acts) -> None:
                 for act in acts:
@@ -126,9 +126,9 @@ def _tried(found: Iterable[Support], device: torch.device) -> dict[str, dict[str
                 iteration()
             checked = session.check(iteration)
         for seen in checked.calls:
-            if seen.planned.way == way:
-                ways = tried.setdefault(collective_of(seen.planned.op), {})
-                ways[way] = [seen.way or "not seen", seen.reason]
+            if seen.planned.algorithm == algorithm:
+                algorithms = tried.setdefault(collective_of(seen.planned.op), {})
+                algorithms[algorithm] = [seen.algorithm or "not seen", seen.reason]
     return tried
 
 
@@ -165,19 +165,19 @@ def render(result: Mapping[str, Any]) -> str:
     if topology["device"] == "cuda":
         for name in ("peer_access", "multicast", "copy_engines"):
             words.append(f"{'' if topology[name] else 'no '}{name.replace('_', ' ')}")
-    rows = [("collective", "ways", "ran in a profiled step")]
+    rows = [("collective", "algorithms", "ran in a profiled step")]
     why = [""]
     for row in result["collectives"]:
         ran = [w if said == w else f"not {w} ({said})" for w, said in row["tried"].items()]
-        rows.append((row["collective"], ", ".join(row["ways"]), ", ".join(ran) or "-"))
+        rows.append((row["collective"], ", ".join(row["algorithms"]), ", ".join(ran) or "-"))
         why.append(row["why"])
     lines = []
     for line, reason in zip(table(rows), why, strict=True):
         lines += [line.rstrip(), f"      {reason}"] if reason else [line.rstrip()]
     measured = topology["device"] == "cuda"
     last = (
-        "The fastest of these ways is measured for each kind and size of collective."
+        "The fastest of these algorithms is measured for each kind and size of collective."
         if measured
-        else "The last of these ways is taken; pushes are for FSDP2's choose='push'."
+        else "The last of these algorithms is taken; pushes are for FSDP2's choose='push'."
     )
     return "\n".join([", ".join(words), "", *lines, "", last])

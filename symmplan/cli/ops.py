@@ -25,7 +25,7 @@ __all__ = ["add_arguments", "render", "run"]
 _LEGEND = (
     "pad: uses the signal pad of its segment (+pad: of this tensor's alone). handshake: touches no "
     "symmetric byte before all ranks have started it. release: ends only when all ranks' accesses "
-    "are over. meets: ends only after all ranks have started it. enters: peers touch a rank's "
+    "are over. synchronizes: ends only after all ranks have started it. enters: peers touch a rank's "
     "bytes only after that rank has started it; releases: and no more after it has ended there. "
     "async: wait_tensor ends it. out: the variant that writes into given tensors. name@16: aligned "
     "to 16 bytes instead of 256."
@@ -184,7 +184,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def _facts_of_nccl(found: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    nccl, ways = found["nccl"], found["ways"]
+    nccl, algorithms = found["nccl"], found["algorithms"]
     kernels, engines = (".".join(map(str, nccl[key])) for key in ("kernels", "engines"))
     said = [f"symmetric kernels from {kernels} on" if kernels else "no symmetric kernels"]
     said += [f"copy engines from {engines} on"] if engines else []
@@ -197,7 +197,7 @@ def _facts_of_nccl(found: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         since = (f"{op} from {'.'.join(map(str, v))} on" for op, v in nccl["reductions"].items())
         yield "Reductions that they know", ", ".join(since)
     for memory, text in (("nccl", "over NCCL"), ("shm", "in shared memory")):
-        yield f"symmplan's ways {text}", ", ".join(ways[memory])
+        yield f"symmplan's algorithms {text}", ", ".join(algorithms[memory])
 
 
 def _section(found: Mapping[str, Any]) -> str:
@@ -240,7 +240,7 @@ def _facts(op: Mapping[str, Any]) -> list[str]:
     """What orders ranks, in words; what follows from others is left out."""
     tensors = op["symmetric"]
     shown = [k for k in ("handshake", "release") if op[k]]
-    shown += ["meets"] if op["meets"] and not shown else []
+    shown += ["synchronizes"] if op["synchronizes"] and not shown else []
     for fact, implied_by in (("enters", "handshake"), ("releases", "release")):
         if tensors and all(t[fact] for t in tensors) and not op[implied_by]:
             shown.append(fact)

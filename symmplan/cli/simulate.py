@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="nccl",
         help="memory backend for which is planned (default: %(default)s)",
     )
-    parser.add_argument("--choices", metavar="FILE", help="ways that were measured elsewhere")
+    parser.add_argument("--choices", metavar="FILE", help="algorithms that were measured elsewhere")
     parser.add_argument("--html", metavar="OUT", type=Path, help="write the report as a page")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write it as JSON")
 

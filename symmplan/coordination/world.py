@@ -4,7 +4,7 @@
     `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. What
     the integrations do there is what they do anywhere, but for four things that ask `current`:
     an exchange between ranks hears from each what this one says (`symmplan.coordination.exchange`),
-    segments have no bytes (`symmplan.memory.local`), ways are ruled or looked up instead of
+    segments have no bytes (`symmplan.memory.local`), algorithms are ruled or looked up instead of
     measured, and FSDP2's collectives run as torch runs them, on fake tensors, also once they are
     planned.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
 
 __all__ = ["Planner", "SimulatedCall", "World", "current"]
 
@@ -41,7 +41,7 @@ class Planner(Protocol):
     def _simulated_plans_(self) -> Sequence[Plan]:
         """Its plans. What was recorded and not yet planned is planned now."""
 
-    def _simulated_way_(self, call: Any) -> WayName:
+    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:
         """How a call that it was told of runs."""
 
     def _simulated_end_(self) -> None:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LIVE", "WHERE", "Meetings", "RaceDetector", "source_line", "touch", "touch_bytes"]
 
-_EXPECTED = "a barrier, or a collective that meets, behind the one and before the other"
+_EXPECTED = "a barrier, or a collective that synchronizes, behind the one and before the other"
 
 #: The detectors of this process. Empty unless somebody debugs: this is all that is asked then.
 LIVE: list[RaceDetector] = []

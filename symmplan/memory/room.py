@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.coordination.tell import tell
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.world import current
 from symmplan.memory import shm_file
 from symmplan.memory.backends import BACKENDS
@@ -94,7 +94,7 @@ def agreed_room(
         free = free_bytes(memory, device)
         margin = max(free // _MARGIN, _OWN if device.type == "cuda" else 0)
         mine = besides + max(held, free - margin, 0)
-    for _ in range(3):  # as `symmplan.coordination.tell.throughout`
-        said = tell("capacity", dict.fromkeys(groups, mine), groups, timeout)
+    for _ in range(3):  # as `symmplan.coordination.all_gather.throughout`
+        said = all_gather_json("capacity", dict.fromkeys(groups, mine), groups, timeout)
         mine = min((mine, *(x for of in said.values() for x in of if type(x) is int)))
     return mine

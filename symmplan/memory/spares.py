@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from symmplan.coordination.all_gather import all_gather_json, leaders
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.tell import leaders, tell
 from symmplan.memory import agree, realize
 from symmplan.memory.streams import synchronize
 
@@ -107,7 +107,7 @@ def obtain(
         spare = min(found, key=lambda s: s.arena.segment_bytes, default=None)
         number = -1 if spare is None else spare.number
         names = dict.fromkeys(leaders(groups).values())
-        said = tell("spare", dict.fromkeys(names, number), groups, timeout)
+        said = all_gather_json("spare", dict.fromkeys(names, number), groups, timeout)
         if spare is not None and all(n == number for ns in said.values() for n in ns):
             agree(plan, groups, timeout)
             _SPARE.remove(spare)

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import host
-from symmplan.coordination.tell import tell
 from symmplan.coordination.world import current
 from symmplan.memory.backends import BACKENDS, REACHES
 from symmplan.torch_private import nccl
@@ -134,7 +134,9 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
     new = {n: g for n, g in asked.items() if device.type not in _KNOWN.get(g, {})}
     if new:
         mine = facts_of(device)
-        for name, said in tell("topology", dict.fromkeys(new, mine), new, timeout).items():
+        for name, said in all_gather_json(
+            "topology", dict.fromkeys(new, mine), new, timeout
+        ).items():
             _KNOWN.setdefault(new[name], {})[device.type] = topology_of(said)
     here = Topology(ranks=1, device=device.type)
     return {n: here if n in alone else _KNOWN[g][device.type] for n, g in groups.items()}

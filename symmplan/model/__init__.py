@@ -15,7 +15,7 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
     about them. What does are facts of the *call*, which begins at its operation and ends at the
     operation that lists it in ``ends`` (the wait of asynchronous work), or else at once:
 
-    ``meets``      its end on a rank comes after its start on every rank of its group. So what
+    ``synchronizes``  its end on a rank comes after its start on every rank of its group. So what
                    precedes the peers' start precedes what follows my end; what lies between a
                    start and its end is ordered with no peer.
     ``handshake``  it touches no symmetric byte, also none of this rank's own, before every rank of
@@ -33,13 +33,13 @@ offsets and alignments are bytes everywhere. Nothing here imports torch.
 
 from __future__ import annotations
 
-from symmplan.model.declared import DEFAULT_ALIGN, OpSpec, Requirement, WayName
+from symmplan.model.declared import DEFAULT_ALIGN, AlgorithmName, OpSpec, Requirement
 from symmplan.model.plan import (
     Alternative,
     Barrier,
     Bound,
     Budget,
-    GaveWay,
+    Demotion,
     Placement,
     Plan,
     SegmentSpec,
@@ -49,12 +49,13 @@ from symmplan.model.problem import Access, Buffer, Operation, Problem, Unplanned
 __all__ = [
     "DEFAULT_ALIGN",
     "Access",
+    "AlgorithmName",
     "Alternative",
     "Barrier",
     "Bound",
     "Budget",
     "Buffer",
-    "GaveWay",
+    "Demotion",
     "OpSpec",
     "Operation",
     "Placement",
@@ -63,5 +64,4 @@ __all__ = [
     "Requirement",
     "SegmentSpec",
     "Unplanned",
-    "WayName",
 ]

@@ -6,11 +6,11 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-__all__ = ["DEFAULT_ALIGN", "OpSpec", "Requirement", "WayName"]
+__all__ = ["DEFAULT_ALIGN", "AlgorithmName", "OpSpec", "Requirement"]
 
 #: How a collective runs: in ordinary memory; in a placement, over the program's own communicator;
 #: in a placement, by copy engines, over a communicator of their own.
-WayName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push"]
+AlgorithmName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push"]
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.
@@ -49,8 +49,8 @@ class OpSpec:
         handshake: No symmetric byte, also none of this rank's own, is touched before all ranks of
             the group have started the op. See [Note: peers count], also for the next two.
         release: The op (or its wait, if asynchronous) ends only after all ranks' accesses ended.
-        meets: Its end on a rank comes after its start on every rank of the group. Every op that
-            handshakes or releases does.
+        synchronizes: Its end on a rank comes after its start on every rank of the group. Every op
+            that handshakes or releases does.
         asynchronous: The op only starts the work; ``wait_tensor`` of its result ends it.
         out: Qualified name of the variant that writes its results into given tensors, if any.
         origin: Who declared it: ``"catalogue"``, ``"user"`` or ``"torch"`` (upstream's registry).
@@ -64,7 +64,7 @@ class OpSpec:
     group: str | None
     handshake: bool = False
     release: bool = False
-    meets: bool = False
+    synchronizes: bool = False
     asynchronous: bool = False
     out: str | None = None
     origin: str = "user"

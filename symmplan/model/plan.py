@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
-from symmplan.model.declared import WayName  # noqa: TC001 (hints are read where plans are)
+from symmplan.model.declared import AlgorithmName  # noqa: TC001 (hints are read where plans are)
 
 if TYPE_CHECKING:
     import os
@@ -19,7 +19,7 @@ __all__ = [
     "Barrier",
     "Bound",
     "Budget",
-    "GaveWay",
+    "Demotion",
     "Placement",
     "Plan",
     "SegmentSpec",
@@ -103,7 +103,7 @@ class Barrier:
 
 
 @frozen
-class GaveWay:
+class Demotion:
     """Collectives of one kind and size that gave up symmetric bytes.
 
     Attributes:
@@ -118,8 +118,8 @@ class GaveWay:
     what: str
     calls: int
     nbytes: int
-    before: WayName
-    after: WayName
+    before: AlgorithmName
+    after: AlgorithmName
     seconds: float | None = None
 
 
@@ -130,26 +130,26 @@ class Budget:
     Attributes:
         capacity: Bytes that all segments were allowed to take together.
         wanted_bytes: What they would have taken.
-        gave_way: Who gave up bytes, first who did so first.
+        demotions: Who gave up bytes, first who did so first.
     """
 
     capacity: int
     wanted_bytes: int
-    gave_way: tuple[GaveWay, ...] = ()
+    demotions: tuple[Demotion, ...] = ()
 
 
 @frozen
 class Alternative:
-    """The same program with another number of live gathers, for `Plan.advice` to try.
+    """The same program with another number of unsharded modules, for `Plan.advice` to try.
 
     Attributes:
-        live_gathers: How many modules' unsharded parameters have bytes at once.
+        unsharded_modules: How many modules' unsharded parameters have bytes at once.
         problem: What the program needs then.
         homes: Names of the buffers that are the parameters themselves; see
             `symmplan.planner.homes`.
     """
 
-    live_gathers: int
+    unsharded_modules: int
     problem: Problem
     homes: frozenset[str]
 
@@ -170,10 +170,12 @@ class Plan:
             too many buffers at once to be searched. No part of the fingerprint.
         bounds: Bounds that replace those of the segments of their groups: one for each set of
             groups that could share segments and have several.
-        budget: What gave way to a budget; None if nothing had to. No part of the fingerprint.
-        live_gathers: How many modules' unsharded parameters have bytes at once; None where there
-            are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what follows.
-        alternatives: The same program with fewer and with more live gathers, planned by `advice`.
+        budget: What a budget demoted; None if nothing had to. No part of the fingerprint.
+        unsharded_modules: How many modules' unsharded parameters have bytes at once; None where
+            there are no modules. No part of the fingerprint, nor of the plan's JSON; nor is what
+            follows.
+        alternatives: The same program with fewer and with more unsharded modules, planned by
+            `advice`.
     """
 
     problem: Problem
@@ -185,7 +187,7 @@ class Plan:
     search: str = "complete"
     bounds: tuple[Bound, ...] = ()
     budget: Budget | None = field(default=None, eq=False)
-    live_gathers: int | None = field(default=None, eq=False)
+    unsharded_modules: int | None = field(default=None, eq=False)
     alternatives: tuple[Alternative, ...] = field(default=(), eq=False)
 
     def __repr__(self) -> str:

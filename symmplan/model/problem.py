@@ -28,8 +28,8 @@ class Operation:
         handshake: Whether the call that begins here touches no symmetric byte before every rank has
             started it. See [Note: peers count], also for the next two.
         release: Whether that call ends only when all ranks' accesses for it are over.
-        meets: Whether its end on a rank comes after its start on every rank. A call that
-            handshakes or releases meets, whether this says so or not.
+        synchronizes: Whether its end on a rank comes after its start on every rank. A call that
+            handshakes or releases synchronizes, whether this says so or not.
         ends: Names of operations before it: the calls that began there end here. It states no facts
             of its own then.
         op: Qualified op name, for people; takes no part in planning.
@@ -43,7 +43,7 @@ class Operation:
     group: str | None = None
     handshake: bool = False
     release: bool = False
-    meets: bool = False
+    synchronizes: bool = False
     ends: tuple[str, ...] = ()
     op: str = ""
     stack: tuple[str, ...] = ()

@@ -41,8 +41,8 @@ class Advice:
     Attributes:
         kind: ``"order"`` (a wait or event is missing), ``"barrier"`` (reuse costs a barrier),
             ``"alignment"``, ``"persistent"``, ``"apart"``, ``"together"``, ``"signal_pad"``,
-            ``"pin"``, ``"live_gathers"`` (of `symmplan.fsdp.apply`), or ``"peak"`` (which buffers
-            make it).
+            ``"pin"``, ``"unsharded_modules"`` (of `symmplan.fsdp.apply`), or ``"peak"`` (which
+            buffers make it).
         saves: Bytes by which `Plan.peak_bytes` falls when it is followed; 0 for what is only
             good to know.
         text: One sentence for people.
@@ -77,7 +77,7 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         if saves > 0:
             found.append(evolve(idea, saves=saves))
     found.sort(key=lambda a: (-a.saves, a.kind, a.buffers, a.edges))
-    return (*found, *_known(plan), *_live_gathers(plan))
+    return (*found, *_known(plan), *_unsharded_modules(plan))
 
 
 def _alignment(plan: Plan) -> Iterator[Advice]:
@@ -203,18 +203,18 @@ def _known(plan: Plan) -> Iterator[Advice]:
         yield Advice("barrier", 0, text, barrier.buffers)
 
 
-def _live_gathers(plan: Plan) -> Iterator[Advice]:
-    """What fewer live gathers would save, and more would cost."""
-    alive, peak = plan.live_gathers or 0, plan.peak_bytes
+def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
+    """What fewer unsharded modules would save, and more would cost."""
+    alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
     for other in plan.alternatives:
         needs = plan_with_homes(other.problem, other.homes, plan.effort).peak_bytes
-        asked = f"live_gathers={other.live_gathers} needs {abs(needs - peak):,} bytes"
-        if other.live_gathers < alive and needs < peak:
+        asked = f"unsharded_modules={other.unsharded_modules} needs {abs(needs - peak):,} bytes"
+        if other.unsharded_modules < alive and needs < peak:
             text = f"{asked} less; a gather may then have to wait for the module before it"
-            yield Advice("live_gathers", peak - needs, text)
-        if other.live_gathers > alive and needs >= peak:
+            yield Advice("unsharded_modules", peak - needs, text)
+        if other.unsharded_modules > alive and needs >= peak:
             text = (
                 f"{asked} more; the last modules of forward that then fit stay unsharded, and "
                 "backward gathers them no more"
             )
-            yield Advice("live_gathers", 0, text)
+            yield Advice("unsharded_modules", 0, text)

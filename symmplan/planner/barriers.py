@@ -103,7 +103,7 @@ class _Meetings:
         ended: set[int] = set()
         for o in problem.operations:
             at = order.index[o.name]
-            if o.group in number and (o.meets or o.handshake or o.release):
+            if o.group in number and (o.synchronizes or o.handshake or o.release):
                 self.calls[at] = number[o.group]
             if o.ends:
                 self.ends[at] = sorted(order.index[name] for name in o.ends)

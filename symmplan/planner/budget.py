@@ -1,11 +1,11 @@
 """Plans that keep to a budget: which collectives give up symmetric bytes, and what that costs.
 
-[Note: who gives way]
-    A plan that takes more bytes than there are is made again with one kind of collective in a way
-    that takes fewer: copy engine or push, then symmetric, then ordinary. The kind that gives way
-    is the one that costs the fewest seconds for each byte that this frees at the moment when most
-    bytes are live; this goes on until the plan fits. Then each that gave way is tried once more,
-    the dearest first: what a later one has freed may be room for it.
+[Note: demotions]
+    A plan that takes more bytes than there are is made again with one kind of collective in an
+    algorithm that takes fewer: copy engine or push, then symmetric, then ordinary. The kind that
+    is demoted is the one that costs the fewest seconds for each byte that this frees at the moment
+    when most bytes are live; this goes on until the plan fits. Then each that was demoted is tried
+    once more, the dearest first: what a later one has freed may be room for it.
 
     Seconds are those that were measured. Where nothing was, a collective is taken to save seconds
     in proportion to its bytes, so that bytes which are used seldom go first: of two buffers, the
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attrs import evolve, field, frozen
 
 from symmplan.errors import PlanningError
-from symmplan.model import Budget, GaveWay
+from symmplan.model import Budget, Demotion
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
 
-__all__ = ["Stake", "bytes_of", "within"]
+__all__ = ["Demotable", "bytes_of", "within"]
 
 _Rest = TypeVar("_Rest")
 
@@ -69,60 +69,60 @@ def bytes_of(given: int | str | None) -> int | None:
 
 
 @frozen(eq=False)
-class Stake:
+class Demotable:
     """The collectives of one kind and size, and what they have in symmetric memory.
 
     Attributes:
         key: By what it is told from others; equal in all plans of a program.
         what: What it is, for people.
-        way: How they run.
+        algorithm: How they run.
         calls: How many there are.
         nbytes: Bytes of one of them.
         buffers: What they have in the plan.
-        less: ``{another way: share of the bytes that it still takes}``, most first.
-        seconds: ``{way: seconds of one of them}``; empty if nothing was measured.
+        less: ``{another algorithm: share of the bytes that it still takes}``, most first.
+        seconds: ``{algorithm: seconds of one of them}``; empty if nothing was measured.
         needed: Whether it is an op that needs symmetric memory.
     """
 
     key: Hashable
     what: str
-    way: WayName
+    algorithm: AlgorithmName
     calls: int
     nbytes: int
     buffers: frozenset[str]
-    less: Mapping[WayName, float] = field(factory=lambda: {"ordinary": 0.0})
+    less: Mapping[AlgorithmName, float] = field(factory=lambda: {"ordinary": 0.0})
     seconds: Mapping[str, float] = field(factory=dict)
     needed: bool = False
 
-    def lost(self, way: WayName) -> float:
-        """Seconds in all that another way costs more."""
-        if self.way in self.seconds and way in self.seconds:
-            return self.calls * (self.seconds[way] - self.seconds[self.way])
-        return self.calls * self.nbytes * _NOMINAL * (1 - self.less[way])
+    def lost(self, algorithm: AlgorithmName) -> float:
+        """Seconds in all that another algorithm costs more."""
+        if self.algorithm in self.seconds and algorithm in self.seconds:
+            return self.calls * (self.seconds[algorithm] - self.seconds[self.algorithm])
+        return self.calls * self.nbytes * _NOMINAL * (1 - self.less[algorithm])
 
 
 def within(
     capacity: int | None,
-    make: Callable[[Mapping[Hashable, WayName]], tuple[Plan, Sequence[Stake], _Rest]],
+    make: Callable[[Mapping[Hashable, AlgorithmName]], tuple[Plan, Sequence[Demotable], _Rest]],
     taken: Callable[[Plan], int] = lambda plan: plan.peak_bytes,
 ) -> tuple[Plan, _Rest]:
-    """A plan that takes no more than ``capacity`` bytes. See [Note: who gives way].
+    """A plan that takes no more than ``capacity`` bytes. See [Note: demotions].
 
     Args:
         capacity: Bytes that all segments may take together; None for no limit.
-        make: Plans with ``{key of a stake: way that it must take instead}``; gives the plan, what
-            is at stake in it, and whatever the caller wants besides.
+        make: Plans with ``{key of what can be demoted: algorithm that it must take instead}``;
+            gives the plan, what can be demoted in it, and whatever the caller wants besides.
         taken: How many bytes are taken with a plan.
 
     Returns:
-        The plan, with `Plan.budget` where something gave way, and what else ``make`` gave. It takes
-        more than ``capacity`` only if so much is left where nothing is at stake.
+        The plan, with `Plan.budget` where something was demoted, and what else ``make`` gave. It
+        takes more than ``capacity`` only if so much is left where nothing can be demoted.
     """
     made = make({})
     if capacity is None or taken(made[0]) <= capacity:
         return made[0], made[2]
     wanted, first = taken(made[0]), {s.key: s for s in made[1]}
-    gave: dict[Hashable, WayName] = {}
+    gave: dict[Hashable, AlgorithmName] = {}
     while taken(made[0]) > capacity:
         step = _next(made[0], made[1])
         if step is None:
@@ -133,40 +133,40 @@ def within(
     for key in sorted(gave, key=lambda k: -first[k].lost(gave[k])):
         if len(gave) == 1:
             break
-        without = {k: way for k, way in gave.items() if k != key}
+        without = {k: algorithm for k, algorithm in gave.items() if k != key}
         other = make(without)
         if taken(other[0]) <= capacity:
             gave, made = without, other
     paid = tuple(
-        GaveWay(
+        Demotion(
             what=first[key].what,
             calls=first[key].calls,
             nbytes=first[key].nbytes,
-            before=first[key].way,
-            after=way,
-            seconds=first[key].lost(way) if way in first[key].seconds else None,
+            before=first[key].algorithm,
+            after=algorithm,
+            seconds=first[key].lost(algorithm) if algorithm in first[key].seconds else None,
         )
-        for key, way in gave.items()
+        for key, algorithm in gave.items()
     )
     return evolve(made[0], budget=Budget(capacity, wanted, paid)), made[2]
 
 
-def _next(plan: Plan, stakes: Sequence[Stake]) -> tuple[Stake, WayName] | None:
-    """Who gives way next, and to which way; None if nobody can."""
+def _next(plan: Plan, demotables: Sequence[Demotable]) -> tuple[Demotable, AlgorithmName] | None:
+    """What is demoted next, and to which algorithm; None if nothing can be."""
     size = {b.name: b.nbytes for b in plan.problem.buffers}
     for names in (_fullest(plan), frozenset(size)):
         best: tuple[Any, ...] | None = None
-        for place, stake in enumerate(stakes):
-            there = [size[name] for name in stake.buffers & names if name in size]
+        for place, demotable in enumerate(demotables):
+            there = [size[name] for name in demotable.buffers & names if name in size]
             # Those of one kind share bytes where they are not live together.
             held = sum(there) if names != frozenset(size) else max(there, default=0)
-            for step, (way, share) in enumerate(stake.less.items()):
+            for step, (algorithm, share) in enumerate(demotable.less.items()):
                 freed = held * (1 - share)
-                if freed <= 0 or (stake.seconds and way not in stake.seconds):
+                if freed <= 0 or (demotable.seconds and algorithm not in demotable.seconds):
                     continue
-                score = (stake.needed, stake.lost(way) / freed, place, step)
+                score = (demotable.needed, demotable.lost(algorithm) / freed, place, step)
                 if best is None or score < best[0]:
-                    best = (score, stake, way)
+                    best = (score, demotable, algorithm)
         if best is not None:
             return best[1], best[2]
     return None

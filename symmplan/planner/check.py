@@ -203,11 +203,11 @@ def _check_order(problem: Problem, operations: dict[str, Any]) -> None:
 def _check_ends(problem: Problem, operations: dict[str, Any], order: Order) -> None:
     ended: dict[str, str] = {}
     for operation in problem.operations:
-        if operation.ends and (operation.meets or operation.handshake or operation.release):
+        if operation.ends and (operation.synchronizes or operation.handshake or operation.release):
             raise ProblemError(
-                f"operation {operation.name!r} ends a call and is one that meets",
+                f"operation {operation.name!r} ends a call and is one that synchronizes",
                 expected="the facts of a call at the operation where it begins",
-                got=f"meets={operation.meets}, handshake={operation.handshake}, "
+                got=f"synchronizes={operation.synchronizes}, handshake={operation.handshake}, "
                 f"release={operation.release}",
                 fix=f"state them of {operation.ends[0]!r}",
                 operation=operation.name,

@@ -72,7 +72,7 @@ def _content(plan: Plan) -> dict[str, Any]:
                 o.name,
                 o.stream,
                 label[o.group],
-                [o.handshake, o.release, o.meets],
+                [o.handshake, o.release, o.synchronizes],
                 sorted(index[n] for n in o.ends),
             ]
             for o in operations

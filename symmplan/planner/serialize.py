@@ -9,7 +9,7 @@
     sorts: buffers by name, operations by the canonical linear extension, the rest by content.
 
     A plan is ``{"format": "symmplan.plan", "version": 1, "problem": {...}, "segments": [...],
-    "placements": {name: [segment, offset, nbytes]}, ...}``; what gave way to a budget is its
+    "placements": {name: [segment, offset, nbytes]}, ...}``; what a budget demoted is its
     ``budget``.
 
     Reading is strict: unknown keys, wrong types, repeated keys and other versions are errors.
@@ -32,7 +32,7 @@ from symmplan.model import (
     Bound,
     Budget,
     Buffer,
-    GaveWay,
+    Demotion,
     Operation,
     Placement,
     Plan,
@@ -84,8 +84,8 @@ def plan_to_json(plan: Plan) -> str:
         "search": plan.search,
     }
     if plan.budget is not None:
-        gave = [_tree(g) for g in plan.budget.gave_way]
-        tree["budget"] = {**_tree(plan.budget), "gave_way": gave}
+        gave = [_tree(g) for g in plan.budget.demotions]
+        tree["budget"] = {**_tree(plan.budget), "demotions": gave}
     return _dump(tree)
 
 
@@ -119,10 +119,12 @@ def plan_from_json(text: str) -> Plan:
 def _budget(value: object) -> Budget | None:
     if value is None:
         return None
-    rest = {k: v for k, v in value.items() if k != "gave_way"} if isinstance(value, dict) else value
+    rest = (
+        {k: v for k, v in value.items() if k != "demotions"} if isinstance(value, dict) else value
+    )
     made: Budget = _objects(Budget, "budget", [rest])[0]
-    gave = value.get("gave_way", []) if isinstance(value, dict) else []
-    return attrs.evolve(made, gave_way=_objects(GaveWay, "budget.gave_way", gave))
+    gave = value.get("demotions", []) if isinstance(value, dict) else []
+    return attrs.evolve(made, demotions=_objects(Demotion, "budget.demotions", gave))
 
 
 def _placement(name: str, value: object) -> Placement:

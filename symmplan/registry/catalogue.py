@@ -104,7 +104,7 @@ def _spec(row: CatalogueRow, schema: Schema) -> OpSpec:
         group=row.group,
         handshake=row.handshake,
         release=row.release,
-        meets=row.meets,
+        synchronizes=row.synchronizes,
         asynchronous=row.asynchronous,
         out=out if out is not None and is_defined(out) else None,
         origin="catalogue",

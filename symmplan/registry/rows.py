@@ -1,8 +1,8 @@
 """The catalogue as data: torch's collectives, ``torch.ops.symm_mem``, and what it leaves out.
 
 [Note: what the catalogue says]
-    ``where`` names what some way of running the op can use if it is symmetric, not what it refuses
-    to do without: all collectives also run on ordinary memory. Which of it a memory backend
+    ``where`` names what some algorithm of the op can use if it is symmetric, not what it
+    refuses to do without: all collectives also run on ordinary memory. Which of it a memory backend
     really uses is decided where the program is rewritten for that backend. So ``all_reduce``
     declares its input, too, although torch's own implementation clones it and reduces the clone in
     place: a one-sided all-reduce reads the input where it lies.
@@ -12,10 +12,11 @@
     memory do more, see `symmplan.memory.ops`). The words are those of [Note: peers count] in
     `symmplan.model`.
 
-    *meets*: what a rank gets from an all-gather, a reduce-scatter or an all-reduce depends on what
-    every rank gave, so no rank is through (at the wait) before all have started. A broadcast makes
-    the others wait for the root and for nobody else. In an all-to-all a rank waits for those that
-    send it something: with given splits that may be nobody. Neither meets, then.
+    *synchronizes*: what a rank gets from an all-gather, a reduce-scatter or an all-reduce depends
+    on what every rank gave, so no rank is through (at the wait) before all have started. A
+    broadcast makes the others wait for the root and for nobody else. In an all-to-all a rank waits
+    for those that send it something: with given splits that may be nobody. Neither synchronizes,
+    then.
 
     *enters*, *releases*: a rank's tensors are the collective's from the moment it calls it until
     its work ends there; that is the contract under which programs reuse them. Peers, and whoever
@@ -83,7 +84,7 @@ class CatalogueRow:
     pads: tuple[str, ...] = field(default="", converter=_words)
     handshake: bool = False
     release: bool = False
-    meets: bool = False
+    synchronizes: bool = False
     enters: bool = False
     releases: bool = False
     asynchronous: bool = False
@@ -96,10 +97,19 @@ class CatalogueRow:
         return None if self.out is None else f"{self.op.partition('::')[0]}::{self.out}"
 
 
-def _collective(op: str, kind: str, where: str, *, meets: bool = True, **more: Any) -> CatalogueRow:
+def _collective(
+    op: str, kind: str, where: str, *, synchronizes: bool = True, **more: Any
+) -> CatalogueRow:
     """One of the process group's collectives. See [Note: facts of collectives]."""
     return CatalogueRow(
-        op, kind, where, meets=meets, enters=True, releases=True, asynchronous=True, **more
+        op,
+        kind,
+        where,
+        synchronizes=synchronizes,
+        enters=True,
+        releases=True,
+        asynchronous=True,
+        **more,
     )
 
 
@@ -132,7 +142,7 @@ def _kernel(
         pads=where,
         handshake=handshake,
         release=True,
-        meets=True,
+        synchronizes=True,
         enters=True,
         releases=True,
         **more,
@@ -146,7 +156,13 @@ def _one_sided(name: str, kind: str, where: str, **more: Any) -> CatalogueRow:
 def _nccl(name: str, kind: str) -> CatalogueRow:
     note = "NCCL memory; synchronizes without the signal pad; out may be ordinary memory"
     return CatalogueRow(
-        f"symm_mem::{name}", kind, "input", handshake=True, release=True, meets=True, note=note
+        f"symm_mem::{name}",
+        kind,
+        "input",
+        handshake=True,
+        release=True,
+        synchronizes=True,
+        note=note,
     )
 
 
@@ -178,13 +194,13 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
     _functional("reduce_scatter_tensor_out", _RS, "input out"),
     _functional("reduce_scatter_tensor_coalesced", _RS, "inputs return", note=_NO_OUT),
     _functional(
-        "all_to_all_single", _A2A, "input return", meets=False, note=f"{_PAIRWISE}; {_PARTS}"
+        "all_to_all_single", _A2A, "input return", synchronizes=False, note=f"{_PAIRWISE}; {_PARTS}"
     ),
-    _functional("broadcast", _BC, "input return", meets=False, note=f"{_CLONES}; {_ROOT}"),
-    _functional("broadcast_", _BC, "input", meets=False, note=_ROOT),
+    _functional("broadcast", _BC, "input return", synchronizes=False, note=f"{_CLONES}; {_ROOT}"),
+    _functional("broadcast_", _BC, "input", synchronizes=False, note=_ROOT),
     _autograd("all_gather_into_tensor", _AG),
     _autograd("reduce_scatter_tensor", _RS),
-    _autograd("all_to_all_single", _A2A, meets=False),
+    _autograd("all_to_all_single", _A2A, synchronizes=False),
     CatalogueRow(
         "_dtensor::shard_dim_alltoall",
         _A2A,
@@ -197,8 +213,8 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
     _c10d("reduce_scatter_tensor_coalesced_", _RS, "outputs inputs"),
     _c10d("allreduce_", _AR, "tensors"),
     _c10d("allreduce_coalesced_", _AR, "tensors"),
-    _c10d("alltoall_base_", _A2A, "output input", meets=False, note=_PAIRWISE),
-    _c10d("broadcast_", _BC, "tensors", meets=False, note=_ROOT),
+    _c10d("alltoall_base_", _A2A, "output input", synchronizes=False, note=_PAIRWISE),
+    _c10d("broadcast_", _BC, "tensors", synchronizes=False, note=_ROOT),
 )
 
 _MULTICAST = "needs NVLink multicast"

@@ -23,22 +23,25 @@ __all__ = ["LOG", "log_plan"]
 LOG = logging.getLogger("symmplan")
 
 
-def log_plan(what: str, plan: Plan, ways: Iterable[str] = ()) -> None:
-    """One line: what is planned, its bytes and their bound, the ways, what is left out and why.
+def log_plan(what: str, plan: Plan, algorithms: Iterable[str] = ()) -> None:
+    """One line: what is planned, its bytes and their bound, algorithms, what is left out and why.
 
     Args:
         what: Whose plan it is.
         plan: The plan.
-        ways: How each of its declared calls runs, where that is known.
+        algorithms: How each of its declared calls runs, where that is known.
 
     Collective: no.
     """
     if not LOG.isEnabledFor(logging.INFO):
         return
     said = [plan_line(plan) if plan.segments else "nothing is placed"]
-    counted = Counter(ways)
+    counted = Counter(algorithms)
     if counted:
-        said.append("ways: " + ", ".join(f"{n} {way}" for way, n in sorted(counted.items())))
+        said.append(
+            "algorithms: "
+            + ", ".join(f"{n} {algorithm}" for algorithm, n in sorted(counted.items()))
+        )
     if plan.barriers:
         said.append(count(len(plan.barriers), "barrier"))
     if plan.unplanned:

@@ -49,8 +49,8 @@ def plan_summary(plan: Plan) -> str:
             ]
         ),
     ]
-    if plan.live_gathers is not None:
-        lines.append(f"live gathers: {plan.live_gathers:,} at once")
+    if plan.unsharded_modules is not None:
+        lines.append(f"unsharded modules: {plan.unsharded_modules:,} at once")
     for part in (_budget_lines, _segment_lines, _placed_lines, _crossing_lines, _barrier_lines):
         lines += part(plan)
     return "\n".join([*lines, *_unplanned_lines(plan.unplanned)])
@@ -94,7 +94,7 @@ def _budget_lines(plan: Plan) -> list[str]:
     budget = plan.budget
     if budget is None:
         return []
-    known = [g.seconds for g in budget.gave_way if g.seconds is not None]
+    known = [g.seconds for g in budget.demotions if g.seconds is not None]
     cost = f", {sum(known) * 1e3:.3g} ms" if known else ""
     rows = [
         (
@@ -102,10 +102,10 @@ def _budget_lines(plan: Plan) -> list[str]:
             f"{g.before} -> {g.after}",
             "not measured" if g.seconds is None else f"{g.seconds * 1e3:+.3g} ms",
         )
-        for g in budget.gave_way[:_SHOWN]
+        for g in budget.demotions[:_SHOWN]
     ]
     wanted = f"{size(budget.wanted_bytes)} wanted, {size(budget.capacity)} there"
-    return [f"budget: {wanted}{cost}", *table(rows), *_more(len(budget.gave_way))]
+    return [f"budget: {wanted}{cost}", *table(rows), *_more(len(budget.demotions))]
 
 
 def _segment_lines(plan: Plan) -> list[str]:

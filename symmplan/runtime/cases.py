@@ -15,10 +15,10 @@ from symmplan.coordination.own import own_work
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.registry import bind_arguments
 from symmplan.registry.catalogue import collective_of
+from symmplan.runtime.algorithms import Lowering, Lowerings, overload_named
 from symmplan.runtime.choice import Choice
-from symmplan.runtime.company import company_of
-from symmplan.runtime.trials import Company, Trial, choices_of, measure, room_for
-from symmplan.runtime.ways import Lowering, Lowerings, overload_named
+from symmplan.runtime.concurrent import concurrent_with
+from symmplan.runtime.trials import Concurrent, Trial, choices_of, measure, room_for
 from symmplan.runtime.work import flops_beside
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Case:
     alone: bool
     beside: int = field(eq=False)
     #: Another group's collective that runs meanwhile, and how often for each of this.
-    company: Case | None = None
+    concurrent: Case | None = None
     often: float = field(default=1.0, eq=False)
 
     @property
@@ -68,13 +68,13 @@ class Case:
         return [
             *(self.op, self.memory, self.dtype, list(self.numels)),
             *(self.copied_in, self.copied_out, self.alone),
-            *([] if self.company is None else [self.company.key]),
+            *([] if self.concurrent is None else [self.concurrent.key]),
         ]
 
     @property
     def by_itself(self) -> Case:
-        """The same without company."""
-        return evolve(self, company=None)
+        """The same without concurrent collectives."""
+        return evolve(self, concurrent=None)
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,7 @@ class Case:
 def cases_of(
     captured: Captured, rows: Mapping[fx.Node, Lowering], memory: str
 ) -> dict[fx.Node, Case]:
-    """The kind of each collective of a program, with the company that it has there.
+    """The kind of each collective of a program, with what is concurrent with it there.
 
     Args:
         captured: The program.
@@ -95,9 +95,9 @@ def cases_of(
     flops = flops_beside(list(rows))
     cases = {n: _case(captured, n, row, memory, flops[n]) for n, row in rows.items()}
     groups = {n: case.group for n, case in cases.items()}
-    found = company_of(captured, groups, {n: (c, c.nbytes) for n, c in cases.items()})
+    found = concurrent_with(captured, groups, {n: (c, c.nbytes) for n, c in cases.items()})
     return {
-        n: evolve(case, company=cases[found[n][0]], often=found[n][1]) if n in found else case
+        n: evolve(case, concurrent=cases[found[n][0]], often=found[n][1]) if n in found else case
         for n, case in cases.items()
     }
 
@@ -170,7 +170,7 @@ def runs_ordinary(case: Case, size: int, most: int, device: torch.device) -> tup
 
 
 def often_of(times: float) -> int:
-    """How often a company runs beside each collective that is timed."""
+    """How often concurrent collectives run beside each collective that is timed."""
     return min(_OFTEN, max(1, round(times)))
 
 
@@ -183,10 +183,12 @@ def measure_cases(
     device: torch.device,
     options: Options,
 ) -> None:
-    """Time collectives in every way there is. See [Note: company] in `symmplan.runtime.company`.
+    """Time collectives by every algorithm there is.
+
+    See [Note: concurrent collectives] in `symmplan.runtime.concurrent`.
 
     Args:
-        cases: What is timed, what has company last.
+        cases: What is timed, what has concurrent collectives last.
         program: All kinds of collectives of the program.
         groups: ``{name: process group}`` of all that run.
         lowerings: How they run.
@@ -197,7 +199,7 @@ def measure_cases(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    neighbours = dict.fromkeys(c.company for c in cases if c.company is not None)
+    neighbours = dict.fromkeys(c.concurrent for c in cases if c.concurrent is not None)
     kinds = list(dict.fromkeys((*(c.by_itself for c in cases), *neighbours)))
     used = list(dict.fromkeys(c.group for c in kinds))
     # Inputs and results: ordinary ones, for each group its own if several run at a time; symmetric
@@ -229,20 +231,20 @@ def measure_cases(
         mine = plain[at % apart]
         return functools.partial(_acts, case, parts[case], sizes[case], at, mine, lowerings)
 
-    def company_at(case: Case) -> Company | None:
-        other = case.company
+    def concurrent_at(case: Case) -> Concurrent | None:
+        other = case.concurrent
         if other is None:
             return None
         # As it runs in this program, if possible beside this.
-        theirs = [c for c in program if c.company is not None and c.by_itself == other]
-        theirs.sort(key=lambda c: c.company != case.by_itself)
+        theirs = [c for c in program if c.concurrent is not None and c.by_itself == other]
+        theirs.sort(key=lambda c: c.concurrent != case.by_itself)
         found = choices_of(groups[other.group])
 
         def now() -> Choice:
             return next((found[c] for c in theirs if c in found), None) or found[other]
 
         often = often_of(case.often * scales[other] / scales[case.by_itself])
-        return Company(other.group, now, often, acts_of(other))
+        return Concurrent(other.group, now, often, acts_of(other))
 
     trials = [
         Trial(
@@ -253,7 +255,7 @@ def measure_cases(
             beside=case.beside / scales[case.by_itself],
             scale=scales[case.by_itself],
             acts=acts_of(case.by_itself),
-            company=company_at(case),
+            concurrent=concurrent_at(case),
             alone=case.by_itself,
         )
         for case in cases
@@ -292,7 +294,7 @@ def _choice(case: Case, size: int) -> Choice:
         group=case.group,
         ranks=size,
         seconds={},
-        way="ordinary",
+        algorithm="ordinary",
         copied_in=case.copied_in,
         copied_out=case.copied_out,
         beside=case.beside,
@@ -333,7 +335,7 @@ def _aligned(numels: Sequence[int], itemsize: int) -> int:
 
 
 class _Acts:
-    """Runs one case in each way."""
+    """Runs one case by each algorithm."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The way in which a collective runs: ruled by the user, or measured once and alike on all ranks.
+"""The algorithm by which a collective runs: ruled by the user, or measured, alike on all ranks.
 
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
 than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
@@ -7,8 +7,8 @@ take multiprocessors from the program's, copy engines do not. So on devices each
 group of collective is timed in every way there is, beside matrix products; see
 [Note: what is timed] in `symmplan.runtime.clock`.
 
-Ways that are about as fast are told apart by what else they cost: multiprocessors where the program
-computes meanwhile, then symmetric bytes.
+Algorithms that are about as fast are told apart by what else they cost: multiprocessors where the
+program computes meanwhile, then symmetric bytes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from attrs import field, frozen
 
 from symmplan.memory.torch_symm import SPLIT_WORDS
-from symmplan.model import WayName
+from symmplan.model import AlgorithmName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHOOSE", "GAVE_WAY", "Choice", "Choose", "fastest"]
+__all__ = ["CHOOSE", "DEMOTED", "Choice", "Choose", "fastest"]
 
-_Word: TypeAlias = Literal["auto", "measure", "placed", WayName]
+_Word: TypeAlias = Literal["auto", "measure", "placed", AlgorithmName]
 CHOOSE: tuple[str, ...] = get_args(_Word)
-#: How ways are chosen. The name of a way is meant for all collectives that have it; what ends with
-#: ``.json`` is the path of a table, see `symmplan.runtime.table`.
+#: How algorithms are chosen. The name of an algorithm is meant for all collectives that have it;
+#: what ends with ``.json`` is the path of a table, see `symmplan.runtime.tuning_table`.
 Choose: TypeAlias = _Word | str
 
 #: Why a collective is ordinary that would be faster in symmetric memory.
-GAVE_WAY = "it gave way to the budget of symmetric bytes"
+DEMOTED = "it was demoted by the budget of symmetric bytes"
 
-#: Ways whose times are in this ratio are about as fast.
+#: Algorithms whose times are in this ratio are about as fast.
 ALIKE = 0.97
 #: Seconds that a collective in symmetric memory is taken to cost a program on devices besides: in
 #: front of bytes that are used again the ranks meet, and the later one holds up the others.
@@ -53,16 +53,16 @@ class Choice:
         dtype: Element type.
         group: Name of the process group.
         ranks: How many ranks it has.
-        seconds: ``{way: time of the slowest rank}``, copies included. What is large was measured on
-            a part, and this is scaled.
-        way: The way that was chosen: ``"ordinary"``, ``"symmetric"``, ``"copy engine"`` or
-            ``"push"``.
+        seconds: ``{algorithm: time of the slowest rank}``, copies included. What is large was
+            measured on a part, and this is scaled.
+        algorithm: The algorithm that was chosen: ``"ordinary"``, ``"symmetric"``, ``"copy engine"``
+            or ``"push"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that a graph runs beside it, the
             next power of two; 0 if it has none there or if they are not known.
-        company: The collective of another group beside which it was measured, and how that ran;
-            empty if it has no such company. The seconds are until both are done.
+        concurrent: The collective of another group beside which it was measured, and how that ran;
+            empty if it has none. The seconds are until both are done.
     """
 
     op: str
@@ -71,48 +71,49 @@ class Choice:
     group: str
     ranks: int
     seconds: Mapping[str, float] = field(hash=False)
-    way: WayName
+    algorithm: AlgorithmName
     copied_in: bool = False
     copied_out: bool = False
     beside: int = 0
-    company: str = ""
+    concurrent: str = ""
 
     @property
     def placed(self) -> bool:
         """Whether it runs in symmetric memory."""
-        return self.way != "ordinary"
+        return self.algorithm != "ordinary"
 
     @property
     def reason(self) -> str:
         """Why it stays in ordinary memory, empty if it does not."""
         if self.placed:
             return ""
-        others = [seconds for way, seconds in self.seconds.items() if way != "ordinary"]
+        others = [seconds for algorithm, seconds in self.seconds.items() if algorithm != "ordinary"]
         if not others:
             return SPLIT_WORDS
         copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
         under = f", copied {' and '.join(copies)}" if copies else ""
-        under += f", beside {self.company}" if self.company else ""
+        under += f", beside {self.concurrent}" if self.concurrent else ""
         return (
             f"symmetric memory was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
             f"against {self.seconds['ordinary'] * 1e6:.0f} us in torch's own way"
         )
 
 
-def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> WayName:
-    """The way that is chosen: of those that are about as fast, the one that costs least else.
+def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> AlgorithmName:
+    """The algorithm that is chosen: of those that are about as fast, the one that costs least else.
 
     Args:
-        seconds: ``{way: time}``. Where ``kernels``, ways in symmetric memory are charged `MEETING`.
+        seconds: ``{algorithm: time}``. Where ``kernels``, algorithms in symmetric memory are
+            charged `MEETING`.
         kernels: Whether ordinary collectives are kernels on the device that computes.
         beside: Whether anything computes meanwhile.
     """
-    ways: tuple[WayName, ...] = ("symmetric", "ordinary", "push", "copy engine")
+    algorithms: tuple[AlgorithmName, ...] = ("symmetric", "ordinary", "push", "copy engine")
     if kernels:
-        ways = ("ordinary", "push", "copy engine", "symmetric")
+        algorithms = ("ordinary", "push", "copy engine", "symmetric")
     if kernels and beside:
-        ways = ("push", "copy engine", "ordinary", "symmetric")
+        algorithms = ("push", "copy engine", "ordinary", "symmetric")
     if kernels:
         seconds = {w: s + MEETING * (w != "ordinary") for w, s in seconds.items()}
     enough = min(seconds.values()) / ALIKE
-    return next(w for w in ways if seconds.get(w, float("inf")) <= enough)
+    return next(w for w in algorithms if seconds.get(w, float("inf")) <= enough)

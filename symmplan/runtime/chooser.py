@@ -1,10 +1,10 @@
-"""The way of each collective of a captured program: measured in it, the same on all ranks.
+"""The algorithm of each collective of a captured program: measured in it, the same on all ranks.
 
 Before a program is planned each of its collectives is timed in every way there is, at its size,
 with its copies, and beside as many matrix products as the program has between its start and its
-wait; where another group's may run meanwhile, beside that, too, see [Note: company] in
-`symmplan.runtime.company`. What does not gain clearly stays out of the plan, with the times as the
-reason.
+wait; where another group's may run meanwhile, beside that, too, see [Note: concurrent collectives]
+in `symmplan.runtime.concurrent`. What does not gain clearly stays out of the plan, with the times
+as the reason.
 
 A case is measured once in a process, see [Note: who measures] in `symmplan.runtime.trials`.
 """
@@ -22,8 +22,8 @@ from symmplan.coordination.world import current
 from symmplan.memory.topology import unreached
 from symmplan.runtime.cases import Case, cases_of, measure_cases
 from symmplan.runtime.engines import Engines, asked, known_of, require
-from symmplan.runtime.table import ruled
 from symmplan.runtime.trials import choices_of
+from symmplan.runtime.tuning_table import ruled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture import Captured
+    from symmplan.runtime.algorithms import Lowering, Lowerings
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
-    from symmplan.runtime.table import Table
-    from symmplan.runtime.ways import Lowering, Lowerings
+    from symmplan.runtime.tuning_table import Table
 
-__all__ = ["Chosen", "choose_ways"]
+__all__ = ["Chosen", "choose_algorithms"]
 
 
 @frozen(eq=False)
@@ -57,7 +57,7 @@ class Chosen:
     of: Mapping[fx.Node, Choice] = field(factory=dict)
 
 
-def choose_ways(
+def choose_algorithms(
     captured: Captured,
     lowerings: Lowerings,
     device: torch.device,
@@ -100,14 +100,14 @@ def choose_ways(
     if choose in ("copy engine", "table"):
         ask = {n: g for n, g in groups.items() if not asked(g)} and groups
     else:
-        # What has company is first measured without.
+        # What has concurrent collectives is first measured without.
         for case in (*(c.by_itself for c in cases.values()), *cases.values()):
             have = most.setdefault(case, case)
             if case.beside > have.beside:
                 most[case] = case
         new = [c for case, c in most.items() if case not in choices_of(groups[case.group])]
         gone = [c for c in most if _runs_on_engines(c, groups) and not asked(groups[c.group])]
-        beside = [c.company for c in new if c.company is not None]
+        beside = [c.concurrent for c in new if c.concurrent is not None]
         ask = {c.group: groups[c.group] for c in (*new, *beside, *gone)}
     # Where nothing is new nobody is waited for: ranks that compile other collectives than their
     # peers have something new, or another plan.
@@ -132,7 +132,7 @@ def choose_ways(
     if choose == "table":
         return _by_table(apart, cases, rows, groups, engines, options.table)
     choices = {node: choices_of(groups[case.group])[case] for node, case in cases.items()}
-    by_engines = {n: cases[n] for n, c in choices.items() if c.way == "copy engine"}
+    by_engines = {n: cases[n] for n, c in choices.items() if c.algorithm == "copy engine"}
     return Chosen(
         {**apart, **{node: c.reason for node, c in choices.items() if not c.placed}},
         _over(by_engines, rows, engines),
@@ -168,9 +168,12 @@ def _by_table(
         ranks = groups[case.group].size()
         nbytes = sum(case.numels) * int(getattr(torch, case.dtype).itemsize)
         found[node] = ruled(table, case.op, ranks, nbytes, case.memory)
-    by_engines = {n: cases[n] for n, (way, _) in found.items() if way == "copy engine"}
+    by_engines = {n: cases[n] for n, (algorithm, _) in found.items() if algorithm == "copy engine"}
     return Chosen(
-        {**apart, **{n: reason for n, (way, reason) in found.items() if way == "ordinary"}},
+        {
+            **apart,
+            **{n: reason for n, (algorithm, reason) in found.items() if algorithm == "ordinary"},
+        },
         _over(by_engines, rows, engines),
     )
 
@@ -190,4 +193,4 @@ def _over(
 
 def _runs_on_engines(case: Case, groups: Mapping[str, Any]) -> bool:
     choice = choices_of(groups[case.group]).get(case)
-    return choice is not None and choice.way == "copy engine"
+    return choice is not None and choice.algorithm == "copy engine"

@@ -1,17 +1,18 @@
-"""Times ways in which a collective can run, on all ranks together.
+"""Times algorithms by which a collective can run, on all ranks together.
 
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
     side by side, on two streams. One is the collective, several times if it is small. The other is
     as many matrix products as the program runs beside it, but not many more than hide it; where
     that is not known, as many as take as long as torch's own way takes alone. A way that is slower
-    by itself and a way that slows the products down both make the span longer, each by as much as
-    it costs such a program. All ranks begin together, after an all-reduce, and the host is ahead of
-    the device: before that all-reduce run products that take longer than the host took so far to
-    queue what is timed. On the CPU the products run between the collective's start and its end.
+    by itself and an algorithm that slows the products down both make the span longer, each by as
+    much as it costs such a program. All ranks begin together, after an all-reduce, and the host is
+    ahead of the device: before that all-reduce run products that take longer than the host took so
+    far to queue what is timed. On the CPU the products run between the collective's start and its
+    end.
 
-    What else is asked for as company runs as often as the collective, on a third stream; on the CPU
-    it runs between the collective's start and its end, and the products within it.
+    What else is asked for to run concurrently runs as often as the collective, on a third stream;
+    on the CPU it runs between the collective's start and its end, and the products within it.
 
 [Note: a rank that fails meanwhile]
     Nothing ends a collective of the process group on the CPU whose peers do not come, but the
@@ -21,7 +22,7 @@
     of no more use to the program: that is an error on all ranks, also where want of memory is the
     reason.
 
-The ways take turns, the median of some turns is taken, and the slowest rank counts.
+The algorithms take turns, the median of some turns is taken, and the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -155,20 +156,20 @@ class Clock:
         times: int,
         products: int,
         group: Any,  # noqa: ARG002
-        company: Act | None = None,
+        concurrent: Act | None = None,
     ) -> float:
-        """Seconds until all is done: ``act`` so many times, with its company, and the products.
+        """Seconds until all is done: ``act`` so often, with what is concurrent, and the products.
 
-        Collective: yes, over ``group`` and whatever the company meets; ``times`` must be the same
-        on all ranks.
+        Collective: yes, over ``group`` and the groups of what is concurrent; ``times`` must be the
+        same on all ranks.
         """
-        beside = _nothing if company is None else functools.partial(company, _nothing)
+        beside = _nothing if concurrent is None else functools.partial(concurrent, _nothing)
 
         def multiply() -> None:
             self._multiply(products)
 
         def both() -> None:
-            act(multiply if company is None else functools.partial(company, multiply))
+            act(multiply if concurrent is None else functools.partial(concurrent, multiply))
             for _ in range(times - 1):
                 act(beside)
 
@@ -218,7 +219,7 @@ class _DeviceClock(Clock):
         self._products = torch.cuda.current_stream(device)
         self._side, self._other = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._token = torch.zeros(1, device=device)
-        #: Seconds that the host took to queue what was timed: of each way, at least.
+        #: Seconds that the host took to queue what was timed: of each algorithm, at least.
         self._queueing: deque[float] = deque(maxlen=8)
         self._one = self.product()
 
@@ -231,9 +232,11 @@ class _DeviceClock(Clock):
         times: int,
         products: int,
         group: Any,
-        company: Act | None = None,
+        concurrent: Act | None = None,
     ) -> float:
-        sides = {self._side: act} if company is None else {self._side: act, self._other: company}
+        sides = (
+            {self._side: act} if concurrent is None else {self._side: act, self._other: concurrent}
+        )
 
         def both() -> None:
             for stream in sides:
@@ -289,22 +292,22 @@ def seconds_of(
     *,
     beside: float | None,
     enough: int,
-    company: Act | None = None,
+    concurrent: Act | None = None,
 ) -> dict[str, float]:
-    """Seconds of one collective in each way, on this rank.
+    """Seconds of one collective by each algorithm, on this rank.
 
     Args:
         clock: Of the device.
-        acts: ``{way: what runs it}``; the first is torch's own way.
+        acts: ``{algorithm: what runs it}``; the first is torch's own way.
         group: The process group.
         nbytes: Size of the collective; equal on all ranks.
         beside: Floating-point operations of matrix products that run at the same time; None if
             that is not known.
         enough: A collective of fewer bytes is repeated until it comes to as many, but not too
             often.
-        company: What else runs meanwhile; the seconds are until that is done, too.
+        concurrent: What else runs meanwhile; the seconds are until that is done, too.
 
-    Collective: yes, over ``group`` and whatever the company meets.
+    Collective: yes, over ``group`` and the groups of what is concurrent.
     """
     times = min(clock.often, -(-enough // max(1, nbytes)))  # not by time: equal on all ranks
     products = 0
@@ -317,13 +320,13 @@ def seconds_of(
             wanted = min(times * beside / clock.flops, _HIDDEN * as_long)
         # May differ between ranks: one that works longer is waited for.
         products = min(_MOST_PRODUCTS, max(1, round(wanted)))
-    runs: dict[str, list[float]] = {way: [] for way in acts}
+    runs: dict[str, list[float]] = {algorithm: [] for algorithm in acts}
     for repetition in range(_WARM_UP + _REPETITIONS):
-        for way, act in acts.items():
-            seconds = clock.span(act, times, products, group, company)
+        for algorithm, act in acts.items():
+            seconds = clock.span(act, times, products, group, concurrent)
             if repetition >= _WARM_UP:
-                runs[way].append(seconds)
-    return {way: statistics.median(seconds) / times for way, seconds in runs.items()}
+                runs[algorithm].append(seconds)
+    return {algorithm: statistics.median(seconds) / times for algorithm, seconds in runs.items()}
 
 
 def _nothing() -> None:

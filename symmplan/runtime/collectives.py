@@ -20,16 +20,16 @@ from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.memory import BACKENDS
 from symmplan.registry.catalogue import collective_of
 from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
-from symmplan.runtime.ways import Lowerings
+from symmplan.runtime.algorithms import Lowerings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from symmplan.memory.topology import Topology
-    from symmplan.model import WayName
+    from symmplan.model import AlgorithmName
     from symmplan.registry.rows import CatalogueRow
 
-__all__ = ["NCCL", "Abilities", "Support", "by_collective", "dotted", "verdicts", "ways_of"]
+__all__ = ["NCCL", "Abilities", "Support", "algorithms_of", "by_collective", "dotted", "verdicts"]
 
 
 @frozen(kw_only=True)
@@ -98,21 +98,21 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def ways_of(collective: str, memory: str) -> tuple[WayName, ...]:
-    """The ways that symmplan has for a collective, torch's own first.
+def algorithms_of(collective: str, memory: str) -> tuple[AlgorithmName, ...]:
+    """The algorithms that symmplan has for a collective, torch's own first.
 
     Args:
         collective: In the words of the catalogue.
         memory: Name of the memory backend.
     """
     rows = [r for op, r in Lowerings(memory).table.items() if collective_of(op) == collective]
-    kind, ways = BACKENDS[memory], ["ordinary"]
-    ways += ["symmetric"] if rows else []
+    kind, algorithms = BACKENDS[memory], ["ordinary"]
+    algorithms += ["symmetric"] if rows else []
     if kind.engines and (any(r.engine for r in rows) or collective == "reduce-scatter"):
-        ways.append("copy engine")
+        algorithms.append("copy engine")
     if collective == "reduce-scatter" and (kind.devices or kind.collectives):
-        ways.append("push")
-    return tuple(ways)  # type: ignore[arg-type]
+        algorithms.append("push")
+    return tuple(algorithms)  # type: ignore[arg-type]
 
 
 @frozen
@@ -121,13 +121,13 @@ class Support:
 
     Attributes:
         collective: In the words of the catalogue.
-        ways: The ways that are open, torch's own first. On devices they are measured against each
-            other, elsewhere the second is taken.
+        algorithms: The algorithms that are open, torch's own first. On devices they are measured
+            against each other, elsewhere the second is taken.
         why: Why the others are not.
     """
 
     collective: str
-    ways: tuple[WayName, ...]
+    algorithms: tuple[AlgorithmName, ...]
     why: str
 
 
@@ -144,18 +144,18 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
         if apart or topology.ranks == 1:
             found.append(Support(collective, ("ordinary",), apart or "there is one rank"))
             continue
-        ways, why = list(ways_of(collective, memory)), []
+        algorithms, why = list(algorithms_of(collective, memory)), []
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):
-            ways.remove("symmetric")
+            algorithms.remove("symmetric")
             why.append(reason)
-        if BACKENDS[memory].devices and "copy engine" not in ways:
+        if BACKENDS[memory].devices and "copy engine" not in algorithms:
             why.append("copy engines cannot run it")
-        elif "copy engine" in ways and not topology.copy_engines:
-            ways.remove("copy engine")
+        elif "copy engine" in algorithms and not topology.copy_engines:
+            algorithms.remove("copy engine")
             why.append("NCCL cannot be asked for copy engines")
-        if "push" in ways:
+        if "push" in algorithms:
             why.append("pushes are FSDP2's")
-        found.append(Support(collective, tuple(ways), "; ".join(why)))
+        found.append(Support(collective, tuple(algorithms), "; ".join(why)))
     return found
 
 
@@ -169,7 +169,7 @@ def by_collective() -> list[dict[str, Any]]:
         {
             "collective": name,
             "nccl": asdict(NCCL.get(name, Abilities())),
-            "ways": {memory: ways_of(name, memory) for memory in ("nccl", "shm")},
+            "algorithms": {memory: algorithms_of(name, memory) for memory in ("nccl", "shm")},
             "ops": [_served(row) for row in rows if row.collective == name],
         }
         for name in dict.fromkeys(row.collective for row in rows)

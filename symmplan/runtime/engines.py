@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from attrs import frozen
 
-from symmplan.coordination.tell import tell
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
 from symmplan.torch_private import c10d, nccl
@@ -95,7 +95,7 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
     mine = {
         name: "made" if _made(ranks[name]) is not None else c10d.known_groups() for name in groups
     }
-    told = tell("engines", mine, groups, timeout)
+    told = all_gather_json("engines", mine, groups, timeout)
     made = {}
     for name, group in groups.items():
         if any(said != mine[name] for said in told[name]):

@@ -1,9 +1,9 @@
-"""A captured program on its way to a plan: how its collectives run, and what gives way.
+"""A captured program on its way to a plan: how its collectives run, and what is demoted.
 
 It is captured with all in placements that can be. Once it is known how each collective runs, and
 what the plan may take, it is captured again without what stays in ordinary memory. See
-[Note: who gives way] in `symmplan.planner.budget`; calls of one op over one group with tensors of
-the same sizes give way together.
+[Note: demotions] in `symmplan.planner.budget`; calls of one op over one group with tensors of
+the same sizes are demoted together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from symmplan.capture.steps import plan_poison
-from symmplan.planner.budget import Stake, within
-from symmplan.runtime.choice import GAVE_WAY
-from symmplan.runtime.chooser import Chosen, choose_ways
+from symmplan.planner.budget import Demotable, within
+from symmplan.runtime.choice import DEMOTED
+from symmplan.runtime.chooser import Chosen, choose_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
     from symmplan.model import Plan
+    from symmplan.runtime.algorithms import Lowerings
     from symmplan.runtime.prepare import Preparation
-    from symmplan.runtime.ways import Lowerings
 
 __all__ = ["Fitting"]
 
@@ -80,17 +80,17 @@ class Fitting:
         return self.chosen.ordinary
 
     def choose(self, gather: Callable[[Mapping[str, Any]], None] = lambda _: None) -> None:
-        """Decide how its collectives run; not where nothing is placed. Args as `choose_ways`.
+        """Decide how its collectives run; not where nothing is placed. Args as `choose_algorithms`.
 
-        Collective: as `choose_ways`.
+        Collective: as `choose_algorithms`.
         """
         if self._preparation.refusal is None:
             given = (self.whole, self.lowerings, self._device, self._preparation, gather)
-            self.chosen = choose_ways(*given)
+            self.chosen = choose_algorithms(*given)
 
     @cached_property
     def captured(self) -> Captured:
-        """The program as its collectives were chosen to run, before anything gives way."""
+        """The program as its collectives were chosen to run, before anything is demoted."""
         return self._without(())
 
     def fit(
@@ -109,15 +109,15 @@ class Fitting:
             others: Other arguments of the program's capture.
         """
 
-        def planned(gave: Collection[Hashable]) -> tuple[Plan, list[Stake], Captured]:
+        def planned(gave: Collection[Hashable]) -> tuple[Plan, list[Demotable], Captured]:
             captured = self._without(gave, **others) if gave or others else self.captured
-            return plan(captured), self._stakes(captured), captured
+            return plan(captured), self._demotables(captured), captured
 
         return within(room, planned, taken)
 
     def _without(self, gave: Collection[Hashable], **others: Any) -> Captured:
-        """The program without what stays in ordinary memory, and without what gave way."""
-        gone = {node: GAVE_WAY for node, kind in self._kinds.items() if kind in gave}
+        """The program without what stays in ordinary memory, and without what was demoted."""
+        gone = {node: DEMOTED for node, kind in self._kinds.items() if kind in gave}
         more = {**self._left_out, **gone}
         made = self._captured({**self._refused, **more}, **others) if more or others else self.whole
         return plan_poison(made) if self._preparation.options.debug else made
@@ -130,7 +130,7 @@ class Fitting:
                 return captured
             refused = {**partly, **refused}
 
-    def _stakes(self, captured: Captured) -> list[Stake]:
+    def _demotables(self, captured: Captured) -> list[Demotable]:
         """What its calls have in symmetric memory."""
         problems = [p for p in (captured.problem, captured.residence) if p is not None]
         buffers = {b.name: b for p in problems for b in p.buffers}
@@ -143,15 +143,15 @@ class Fitting:
             sizes = tuple(buffers[name].nbytes for name in names)
             key = (captured.specs[node].op, buffers[names[0]].group, sizes)
             alike.setdefault(self._kinds.setdefault(node, key), []).append(node)
-        stakes = []
+        demotables = []
         for kind, nodes in alike.items():
             spec, nbytes = captured.specs[nodes[0]], sum(buffers[n].nbytes for n in there[nodes[0]])
             choice = self.chosen.of.get(nodes[0])
-            stakes.append(
-                Stake(
+            demotables.append(
+                Demotable(
                     key=kind,
                     what=f"{spec.op} with {nbytes:,} bytes",
-                    way="copy engine" if nodes[0] in self.chosen.engines else "symmetric",
+                    algorithm="copy engine" if nodes[0] in self.chosen.engines else "symmetric",
                     calls=len(nodes),
                     nbytes=nbytes,
                     buffers=frozenset(name for node in nodes for name in there[node]),
@@ -159,4 +159,4 @@ class Fitting:
                     needed=self.lowerings.row(spec) is None,
                 )
             )
-        return stakes
+        return demotables

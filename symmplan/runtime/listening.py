@@ -19,8 +19,8 @@ import torch
 from symmplan.capture.c10d import NAMES, functional_form
 from symmplan.coordination.own import OWN
 from symmplan.registry import bind_arguments
+from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.cases import ordinary
-from symmplan.runtime.ways import overload_named
 from symmplan.torch_private import c10d, dispatch
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from attrs import frozen
 
 from symmplan.capture.graphs import at_path
-from symmplan.runtime.ways import overload_named
+from symmplan.runtime.algorithms import overload_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Site
+    from symmplan.runtime.algorithms import Lowering
     from symmplan.runtime.program import PlacedCall
-    from symmplan.runtime.ways import Lowering
 
 __all__ = ["Launched", "Machine", "launch"]
 

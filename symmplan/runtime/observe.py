@@ -1,6 +1,6 @@
 """What was planned is what ran: a step under torch's profiler, each collective with its kernels.
 
-[Note: how a way shows]
+[Note: how an algorithm shows]
     NCCL's symmetric kernels are called ``ncclSymk...``, its others ``ncclDevKernel_...``; copy
     engines show as ``Memcpy PtoP``, and so do pushes, which are such copies. Shared memory's own
     collectives show under their names, ``symmplan::...``, and those of torch as ``c10d::...``.
@@ -30,7 +30,7 @@ from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from symmplan.model import WayName
+    from symmplan.model import AlgorithmName
 
 __all__ = [
     "Checked",
@@ -167,7 +167,7 @@ class Expected:
         memory: Name of the memory backend.
         nbytes: Bytes of its inputs on one rank; of FSDP2's, as `Choice.nbytes`.
         dtype: Element type, ``"float32"``.
-        way: How it is to run.
+        algorithm: How it is to run.
         reduction: ``"sum"`` and so on, where it is known.
         target: The op that is called instead, where that tells it apart.
         launches: How often that is called.
@@ -179,7 +179,7 @@ class Expected:
     memory: str
     nbytes: int
     dtype: str
-    way: WayName
+    algorithm: AlgorithmName
     reduction: str = ""
     target: str = ""
     launches: int = 1
@@ -191,21 +191,21 @@ class Seen:
 
     Attributes:
         planned: How it was planned.
-        way: How it ran; empty if nothing was seen of it.
+        algorithm: How it ran; empty if nothing was seen of it.
         kernels: ``{name: how often}`` of its kernels and copies between devices; of shared
             memory, of its ops.
         reason: Why it ran otherwise than planned, as far as that is known; empty if it did not.
     """
 
     planned: Expected
-    way: WayName | None
+    algorithm: AlgorithmName | None
     kernels: Mapping[str, int] = field(factory=dict, hash=False)
     reason: str = ""
 
     @property
     def engaged(self) -> bool:
         """Whether it ran as planned."""
-        return self.way == self.planned.way
+        return self.algorithm == self.planned.algorithm
 
 
 @frozen
@@ -237,8 +237,8 @@ class Checked:
                 collective_of(s.planned.op) or s.planned.op,
                 f"{s.planned.nbytes} bytes",
                 s.planned.dtype,
-                s.planned.way,
-                s.way or "not seen",
+                s.planned.algorithm,
+                s.algorithm or "not seen",
                 ", ".join(sorted(s.kernels)) or "-",
             )
             for s in self.calls
@@ -383,17 +383,17 @@ def _seen(
     ops = [name for name, begin, _ in profile.host if inside(begin)]
     if not BACKENDS[expected.memory].devices:
         shown = [name for name in ops if name.startswith((_OWN, *_TORCHS))]
-    way = _way(expected, kinds, ops)
+    algorithm = _algorithm(expected, kinds, ops)
     reason = ""
-    if way != expected.way:
-        reason = known_reason or _why(expected, way, topology or Topology(ranks=1))
-    return Seen(expected, way, dict(Counter(shown)), reason)
+    if algorithm != expected.algorithm:
+        reason = known_reason or _why(expected, algorithm, topology or Topology(ranks=1))
+    return Seen(expected, algorithm, dict(Counter(shown)), reason)
 
 
-def _way(expected: Expected, kinds: set[str], ops: Iterable[str]) -> WayName | None:
-    """See [Note: how a way shows]."""
+def _algorithm(expected: Expected, kinds: set[str], ops: Iterable[str]) -> AlgorithmName | None:
+    """See [Note: how an algorithm shows]."""
     if BACKENDS[expected.memory].devices:
-        if expected.way == "push" and "copy engines" in kinds:
+        if expected.algorithm == "push" and "copy engines" in kinds:
             return "push"  # the ranks meet in a kernel of NCCL
         if "NCCL kernels" in kinds:
             return "ordinary"
@@ -403,15 +403,15 @@ def _way(expected: Expected, kinds: set[str], ops: Iterable[str]) -> WayName | N
     own = {name for name in ops if name.startswith(_OWN)}
     if own:  # shared memory has one way for what a device has several
         pushed = f"{_OWN}push" in own
-        return expected.way if pushed is (expected.way == "push") else "symmetric"
+        return expected.algorithm if pushed is (expected.algorithm == "push") else "symmetric"
     # Its own collectives always show; past the dispatcher those of a process group may not.
-    seen = expected.way != "ordinary" or any(name.startswith(_TORCHS) for name in ops)
+    seen = expected.algorithm != "ordinary" or any(name.startswith(_TORCHS) for name in ops)
     return "ordinary" if seen else None
 
 
-def _why(expected: Expected, way: WayName | None, topology: Topology) -> str:
+def _why(expected: Expected, algorithm: AlgorithmName | None, topology: Topology) -> str:
     """Why a collective ran otherwise than planned, as far as is known."""
-    if way is None:
+    if algorithm is None:
         return "nothing was seen of it: a CUDA graph or another thread may have launched it"
     memory = expected.memory
     apart = topology.why_not(memory)
@@ -420,7 +420,7 @@ def _why(expected: Expected, way: WayName | None, topology: Topology) -> str:
     if memory != "nccl":
         return f"operation: the process group does not know that memory={memory!r} is symmetric"
     abilities = NCCL.get(collective_of(expected.op))
-    if expected.way == "copy engine":
+    if expected.algorithm == "copy engine":
         if not topology.copy_engines:
             return "topology: NCCL cannot be asked for copy engines"
         return f"size: NCCL did not give {expected.nbytes} bytes to copy engines"

@@ -12,7 +12,7 @@ from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.plan import check_effort
 from symmplan.runtime.choice import CHOOSE
-from symmplan.runtime.table import is_table, read_table
+from symmplan.runtime.tuning_table import is_table, read_table
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choose
-    from symmplan.runtime.table import Table
-    from symmplan.runtime.ways import Collectives
+    from symmplan.runtime.tuning_table import Table
 
 __all__ = ["Options", "here", "known"]
 
@@ -33,7 +33,7 @@ class Options:
 
     Attributes:
         memory: Name of the memory backend, or ``"auto"``.
-        choose: How the ways of collectives are chosen. ``"measure"``: each kind and size of
+        choose: How the algorithms of collectives are chosen. ``"measure"``: each kind and size of
             collective is timed in every way there is, and what is not clearly faster in symmetric
             memory is left out of the plan. ``"placed"``, the same as ``"symmetric"``: all that can
             be is in symmetric memory. ``"ordinary"``: no collective is, only ops that need it.
@@ -43,19 +43,20 @@ class Options:
             are any; all else is in symmetric memory. ``"auto"``: measured on devices,
             placed elsewhere, as shared memory between processes is always faster. The path of a
             file that ends with ``.json``: as it was measured elsewhere, see
-            `symmplan.runtime.table`; equal on all ranks.
+            `symmplan.runtime.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
-            what is free, less a tenth. What does not fit gives way; see [Note: who gives way] in
+            what is free, less a tenth. What does not fit is demoted; see [Note: demotions] in
             `symmplan.planner.budget`.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.
         debug: Whether dead placements are overwritten, so that a late reader shows; True also to
             look for races, ``"poison"`` for the former alone.
-        collectives: Whose collectives run; see `symmplan.runtime.ways.Lowerings`.
+        collectives: Whose collectives run; see `symmplan.runtime.algorithms.Lowerings`.
 
     Raises:
-        BackendError: A backend, a way to choose or to debug, or collectives that do not exist.
+        BackendError: A backend, an algorithm or a debug mode, or collectives that do not
+            exist.
         PlanningError: An effort that does not exist, or a capacity that is no number of bytes.
     """
 
@@ -72,8 +73,8 @@ class Options:
         if is_table(self.choose):
             read_table(str(self.choose))
         else:
-            known("way to choose", self.choose, CHOOSE)
-        known("way to debug", self.debug, (True, False, "poison"))
+            known("algorithm", self.choose, CHOOSE)
+        known("debug mode", self.debug, (True, False, "poison"))
         known("collectives", self.collectives, ("auto", "process group"))
         check_effort(self.effort)
 
@@ -85,7 +86,7 @@ class Options:
         return None if path is None else read_table(str(path))
 
     def chosen(self, device: torch.device) -> Choose:
-        """``"measure"``, the way that is meant for all collectives that have it, or ``"table"``."""
+        """``"measure"``, the algorithm of all collectives that have it, or ``"table"``."""
         choose: Choose = self.choose
         if choose == "auto":
             choose = "measure" if on_device(device) else "symmetric"

@@ -259,9 +259,9 @@ class Preparation:
             raise
         return arena, arena.rendezvous - before
 
-    def log(self, plan: Plan, ways: Iterable[str] = (), what: str = "") -> None:
+    def log(self, plan: Plan, algorithms: Iterable[str] = (), what: str = "") -> None:
         """Say what was planned; ``what`` if that is a part of the user's. Collective: no."""
-        log_plan(what or self.user, plan, ways)
+        log_plan(what or self.user, plan, algorithms)
 
 
 def checked_plan(problem: Problem, effort: Literal["fast", "optimal"]) -> Plan:

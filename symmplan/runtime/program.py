@@ -19,8 +19,8 @@ from symmplan.capture.sites import Step
 from symmplan.capture.steps import copy_name
 from symmplan.capture.streams import MARK
 from symmplan.registry import bind_arguments
+from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.observe import Expected
-from symmplan.runtime.ways import overload_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.capture.sites import Captured, CopyKind, Site
-    from symmplan.model import Barrier, OpSpec, Plan, WayName
-    from symmplan.runtime.ways import Lowering, Lowerings
+    from symmplan.model import AlgorithmName, Barrier, OpSpec, Plan
+    from symmplan.runtime.algorithms import Lowering, Lowerings
 
 __all__ = ["Instruction", "PlacedCall", "PlacedProgram", "place"]
 
@@ -142,8 +142,8 @@ class PlacedProgram:
     instructions: Sequence[Instruction] = field(factory=tuple)
 
     @property
-    def ways(self) -> tuple[WayName, ...]:
-        """The way of each declared call, those that are left out included."""
+    def algorithms(self) -> tuple[AlgorithmName, ...]:
+        """The algorithm of each declared call, those that are left out included."""
         return tuple(
             ("copy engine" if self.calls[node].engine else "symmetric")
             if node in self.calls
@@ -237,7 +237,7 @@ def _expected(
         memory=memory,
         nbytes=sum((bound_of(f.numel()) or 0) * f.element_size() for f in fakes),
         dtype=str(fakes[0].dtype).removeprefix("torch."),
-        way="copy engine" if node in engines else "symmetric",
+        algorithm="copy engine" if node in engines else "symmetric",
         reduction=reduction if isinstance(reduction, str) else "",
         target=row.target.partition(".")[0],
         launches=len(given),

@@ -55,12 +55,12 @@ class Stats:
         iterations: Iterations of a session that ended, or runs of graphs that have a plan.
         recorded: Calls that ran before there was a plan.
         served: Calls that ran in placements since.
-        reused: Gathers of FSDP2 in backward that did not run, as ``live_gathers=`` let their
+        reused: Gathers of FSDP2 in backward that did not run, as ``unsharded_modules=`` let their
             modules stay unsharded after forward.
         plain: Calls that ran in torch's own way since.
         copies: Copies into and out of placements that were made. Of FSDP2, how often a collective
             (or a graph in its segments) and what this rank still had there made way for each other.
-        departures: Times that a program left the order of its plan, and went on.
+        divergences: Times that a program left the order of its plan, and went on.
         replans: Times that a program was planned again: it did something new, or a size had
             outgrown its plan.
         kept: Inputs of graphs that lie in symmetric memory from run to run (``bind=True``), now.
@@ -92,7 +92,7 @@ class Stats:
     reused: int = 0
     plain: int = 0
     copies: int = 0
-    departures: int = 0
+    divergences: int = 0
     replans: int = 0
     kept: int = 0
     missed: int = 0

@@ -12,8 +12,8 @@
 
 [Note: how much memory measuring takes]
     At most `BEYOND` bytes, those of the clock and of both copies of what is measured together. A
-    collective that is too large for that is measured on a part, of which the ratio of its ways
-    hardly depends on the size any more, and the seconds are scaled.
+    collective that is too large for that is measured on a part, of which the ratio of its
+    algorithms hardly depends on the size any more, and the seconds are scaled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 
 from attrs import evolve, frozen
 
+from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.own import own_work
-from symmplan.coordination.tell import leaders, tell, throughout
 from symmplan.errors import AgreementError
 from symmplan.memory.spares import borrowed
 from symmplan.planner import plan as plan_problem
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from symmplan.model import Problem
     from symmplan.runtime.clock import Act
 
-__all__ = ["BEYOND", "Company", "Trial", "choices_of", "forget", "measure", "room_for"]
+__all__ = ["BEYOND", "Concurrent", "Trial", "choices_of", "forget", "measure", "room_for"]
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
 
 
 @frozen(eq=False)
-class Company:
+class Concurrent:
     """Another group's collective that runs beside one that is timed.
 
-    See [Note: company] in `symmplan.runtime.company`.
+    See [Note: concurrent collectives] in `symmplan.runtime.concurrent`.
 
     Attributes:
         group: Name of its group.
@@ -77,10 +77,10 @@ class Trial:
         beside: Floating-point operations of the matrix products that run at the same time; None if
             that is not known.
         scale: How many times larger it is than what is measured.
-        acts: What runs it in each way, torch's own first, given ``{buffer: symmetric bytes}`` and
-            the group's copy engines. It starts nothing that waits for peers.
-        company: What runs beside it; None for nothing.
-        alone: Under what is found what was measured of it without company.
+        acts: What runs it by each algorithm, torch's own first, given ``{buffer: symmetric bytes}``
+            and the group's copy engines. It starts nothing that waits for peers.
+        concurrent: What runs beside it; None for nothing.
+        alone: Under what is found what was measured of it without concurrent collectives.
     """
 
     key: Hashable
@@ -90,7 +90,7 @@ class Trial:
     beside: float | None
     scale: float
     acts: Callable[[Mapping[str, torch.Tensor], Engines | None], Mapping[str, Act]]
-    company: Company | None = None
+    concurrent: Concurrent | None = None
     alone: Hashable = None
 
 
@@ -144,19 +144,19 @@ def measure(
     leader = leaders(groups)
     together: dict[str, list[int]] = {name: [] for name in dict.fromkeys(leader.values())}
     for i, trial in enumerate(trials):
-        if trial.company is None:
+        if trial.concurrent is None:
             together[leader[trial.choice.group]].append(i)
     keys = {name: [trials[i].same for i in of] for name, of in together.items()}
     # Before anybody starts a collective that others do not join.
-    for name, said in tell("cases", keys, groups, timeout).items():
+    for name, said in all_gather_json("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
     met = {name: groups[name] for name in together}
-    beside = [t for t in trials if t.company is not None]
-    alike = throughout("company", _in_company(beside, groups), met, timeout)
-    # Who is only somebody's company needs no symmetric bytes.
+    beside = [t for t in trials if t.concurrent is not None]
+    alike = all_agree("concurrent", _with_concurrent(beside, groups), met, timeout)
+    # Who is only measured beside others needs no symmetric bytes.
     needs = {*(t.choice.group for t in trials), *(b.group for b in problem.buffers)}
-    company = {t.company.group for t in beside if t.company is not None} - needs
-    served = {name: group for name, group in groups.items() if name not in company}
+    concurrent = {t.concurrent.group for t in beside if t.concurrent is not None} - needs
+    served = {name: group for name, group in groups.items() if name not in concurrent}
     engines = engines_of(served, memory, timeout)
     if not trials:
         return
@@ -165,9 +165,11 @@ def measure(
         register(arena, engines)
         acts = [t.acts(there, engines.get(t.choice.group)) for t in trials]
         clock = clock_of(device, timeout)
-        tell("measuring", dict.fromkeys(keys, 0), groups, timeout)  # nobody has failed so far
+        all_gather_json(
+            "measuring", dict.fromkeys(keys, 0), groups, timeout
+        )  # nobody has failed so far
 
-        def timed(trial: Trial, company: Act | None = None) -> dict[str, float]:
+        def timed(trial: Trial, concurrent: Act | None = None) -> dict[str, float]:
             found = seconds_of(
                 clock,
                 acts[trials.index(trial)],
@@ -175,41 +177,43 @@ def measure(
                 trial.nbytes,
                 beside=trial.beside,
                 enough=enough,
-                company=company,
+                concurrent=concurrent,
             )
-            return {way: seconds * trial.scale for way, seconds in found.items()}
+            return {algorithm: seconds * trial.scale for algorithm, seconds in found.items()}
 
         with clock.together(groups):
             times = {i: timed(trials[i]) for of in together.values() for i in of}
             mine = {name: [times[i] for i in of] for name, of in together.items()}
-            for name, said in tell("times", mine, groups, timeout).items():
+            for name, said in all_gather_json("times", mine, groups, timeout).items():
                 for place, i in enumerate(together[name]):
                     _choose(trials[i], _slowest(times[i], [r[place] for r in said]), groups, device)
             if alike:
                 for trial in (*beside, *beside):
-                    assert trial.company is not None
-                    now = trial.company.now()
-                    others = trial.company.acts(there, engines.get(trial.company.group))
-                    way = now.way if now.way in others else next(iter(others))
-                    seconds = timed(trial, _often(others[way], trial.company.often))
-                    for _ in range(3):  # as `symmplan.coordination.tell.throughout`
-                        heard = tell("times", dict.fromkeys(met, seconds), groups, timeout)
+                    assert trial.concurrent is not None
+                    now = trial.concurrent.now()
+                    others = trial.concurrent.acts(there, engines.get(trial.concurrent.group))
+                    algorithm = now.algorithm if now.algorithm in others else next(iter(others))
+                    seconds = timed(trial, _often(others[algorithm], trial.concurrent.often))
+                    for _ in range(3):  # as `symmplan.coordination.all_gather.throughout`
+                        heard = all_gather_json(
+                            "times", dict.fromkeys(met, seconds), groups, timeout
+                        )
                         seconds = _slowest(seconds, [r for of in heard.values() for r in of])
-                    text = f"{now.op} with {now.nbytes:,} bytes, {way}"
-                    _choose(trial, seconds, groups, device, company=text)
+                    text = f"{now.op} with {now.nbytes:,} bytes, {algorithm}"
+                    _choose(trial, seconds, groups, device, concurrent=text)
     if not alike:
         for trial in beside:
             found = choices_of(groups[trial.choice.group])
             found[trial.key] = found[trial.alone]
 
 
-def _in_company(trials: Sequence[Trial], groups: Mapping[str, Any]) -> list[Any]:
+def _with_concurrent(trials: Sequence[Trial], groups: Mapping[str, Any]) -> list[Any]:
     """Who is timed beside whom; the same on ranks that may do so together."""
     number = {name: i for i, name in enumerate(groups)}
     return [
-        [number[t.choice.group], number[t.company.group], t.company.often, t.same]
+        [number[t.choice.group], number[t.concurrent.group], t.concurrent.often, t.same]
         for t in trials
-        if t.company is not None
+        if t.concurrent is not None
     ]
 
 
@@ -225,9 +229,9 @@ def _often(act: Act, times: int) -> Act:
 
 
 def _slowest(mine: Mapping[str, float], said: Sequence[Any]) -> dict[str, float]:
-    """Of each way that all ranks have the seconds of the slowest."""
-    ways = [way for way in mine if all(way in theirs for theirs in said)]
-    return {way: max(float(theirs[way]) for theirs in said) for way in ways}
+    """Of each algorithm that all ranks have the seconds of the slowest."""
+    algorithms = [algorithm for algorithm in mine if all(algorithm in theirs for theirs in said)]
+    return {algorithm: max(float(theirs[algorithm]) for theirs in said) for algorithm in algorithms}
 
 
 def _choose(
@@ -235,12 +239,12 @@ def _choose(
     seconds: Mapping[str, float],
     groups: Mapping[str, Any],
     device: torch.device,
-    company: str = "",
+    concurrent: str = "",
 ) -> None:
-    # What has company was timed with all that it may hold up.
-    busy = trial.beside != 0 and not company
-    way = fastest(seconds, kernels=device.type == "cuda", beside=busy)
-    choice = evolve(trial.choice, seconds=seconds, way=way, company=company)
+    # What has concurrent collectives was timed with all that it may hold up.
+    busy = trial.beside != 0 and not concurrent
+    algorithm = fastest(seconds, kernels=device.type == "cuda", beside=busy)
+    choice = evolve(trial.choice, seconds=seconds, algorithm=algorithm, concurrent=concurrent)
     choices_of(groups[choice.group])[trial.key] = choice
 
 

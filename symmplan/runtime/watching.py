@@ -79,7 +79,7 @@ class _Pending:
     group: str
     numbers: list[tuple[RaceDetector, int]]
     others: tuple[int, ...]
-    meets: tuple[int, ...]
+    synchronizes: tuple[int, ...]
     touches: list[Touch] = field(factory=list)
     over: bool = False
 
@@ -107,7 +107,7 @@ class _Pending:
         for touched in self.touches:
             touched.end()
         for detector, number in self.numbers:
-            detector.met(self.group, number, self.meets)
+            detector.met(self.group, number, self.synchronizes)
 
 
 class _Work:
@@ -216,8 +216,8 @@ class Watching(TorchDispatchMode):
         group = _group_of(bound)
         ranks = c10d.group_ranks(group)
         others = tuple(r for r in ranks if r != torch.distributed.get_rank())
-        meets = _who_meets(op, bound, ranks, others)
-        pending = _Pending(group, [(d, d.start(group)) for d in LIVE], others, meets)
+        synchronizes = _who_synchronizes(op, bound, ranks, others)
+        pending = _Pending(group, [(d, d.start(group)) for d in LIVE], others, synchronizes)
         unknown = func.namespace == "c10d" and form is None  # its schema says nothing of writes
         for argument in op._schema.arguments:
             info = argument.alias_info
@@ -271,7 +271,7 @@ def watched(op: Any) -> Callable[..., Any]:
     return run
 
 
-def _who_meets(
+def _who_synchronizes(
     op: Any, bound: dict[str, Any], ranks: Sequence[int], others: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The ranks whose start precedes this rank's wait."""

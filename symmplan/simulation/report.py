@@ -16,7 +16,7 @@ from symmplan.report.html import page, plan_frame, tiles
 if TYPE_CHECKING:
     from typing import Any
 
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
 
 __all__ = ["Answer", "Collective", "Ordinary", "SimulationReport"]
 
@@ -32,7 +32,7 @@ class Collective:
         nbytes: Bytes of the largest tensor of one, on this rank.
         group: Name of the process group.
         ranks: How many ranks that has.
-        way: How it runs once it is planned.
+        algorithm: How it runs once it is planned.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Collective:
     nbytes: int
     group: str
     ranks: int
-    way: WayName
+    algorithm: AlgorithmName
 
 
 @frozen
@@ -87,7 +87,7 @@ def _costs(plan: Plan) -> list[Answer]:
         return []
     head = f"{size(budget.capacity)} instead of {size(budget.wanted_bytes)} cost"
     found = []
-    for g in budget.gave_way:
+    for g in budget.demotions:
         seconds = "" if g.seconds is None else f", {g.seconds:.3g} s in all"
         text = (
             f"{head}: {g.calls:,} x {visible(g.what)} as {g.after} instead of {g.before}{seconds}"
@@ -109,7 +109,7 @@ class SimulationReport:
             count also once they were left.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
         ordinary_bytes: Bytes of ordinary memory. What lies in placements is not among them.
-        collectives: What ran, by op, size, group and way.
+        collectives: What ran, by op, size, group and algorithm.
     """
 
     ranks: int
@@ -146,7 +146,7 @@ class SimulationReport:
 
         Returns:
             Four kinds. ``"peak"`` says for each plan the group whose buffers are most at its peak,
-            and the largest of them; ``"cost"`` which collectives gave way to a ``capacity=`` that
+            and the largest of them; ``"cost"`` which collectives a ``capacity=`` demoted that
             the program has, and to what; ``"saves"`` what `Plan.advice` finds; ``"fits"`` by how
             much activations, which grow with the sequence or the batch, and layers, with which
             parameters, their state and symmetric memory grow, may grow until all takes
@@ -199,10 +199,12 @@ class SimulationReport:
         rows = "".join(
             f'<tr><td class="n">{c.count:,}<td>{escape(visible(c.op))}'
             f'<td class="n">{size(c.nbytes)}<td>{escape(visible(c.group))}'
-            f'<td class="n">{c.ranks:,}<td>{escape(c.way)}</tr>'
+            f'<td class="n">{c.ranks:,}<td>{escape(c.algorithm)}</tr>'
             for c in self.collectives
         )
-        names = '<th class="n">count<th>op<th class="n">bytes<th>group<th class="n">ranks<th>way'
+        names = (
+            '<th class="n">count<th>op<th class="n">bytes<th>group<th class="n">ranks<th>algorithm'
+        )
         advice = "".join(f"<li>{escape(a.text)}</li>" for a in self.advice())
         plans = (f"<h2>Plan {i + 1}</h2>{plan_frame(plan)}" for i, plan in enumerate(self.plans))
         what = f"Rank {self.rank:,} of {self.ranks:,}"
@@ -226,7 +228,13 @@ class SimulationReport:
             "collectives",
             *table(
                 [
-                    (f"{c.count:,} x", visible(c.op), size(c.nbytes), f"{c.ranks:,} ranks", c.way)
+                    (
+                        f"{c.count:,} x",
+                        visible(c.op),
+                        size(c.nbytes),
+                        f"{c.ranks:,} ranks",
+                        c.algorithm,
+                    )
                     for c in self.collectives
                 ]
             ),

@@ -16,7 +16,7 @@ from symmplan.coordination.own import OWN
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
-from symmplan.runtime.table import read_table, ruled
+from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 from symmplan.torch_private import fake_world
@@ -27,7 +27,7 @@ from symmplan.torch_private.table import require
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
 
 __all__ = ["simulate"]
 
@@ -59,9 +59,9 @@ def simulate(
         ranks: How many ranks the world has.
         rank: Which of them the program is.
         memory: The memory backend for which is planned, whatever the program asks for: its
-            alignments, ways and rules. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
-        choices: A table of ways that were measured elsewhere, as ``symmplan bench comm -o`` writes
-            it. What it has no row for follows rules: in shared memory all is symmetric; in a
+            alignments, algorithms and rules. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
+        choices: A table of algorithms that were measured elsewhere, as ``symmplan bench comm -o``
+            writes it. What it has no row for follows rules: in shared memory all is symmetric; in a
             device's, what is smaller than 1 MiB is ordinary, gathers run on copy engines where
             there are some, FSDP2's reduce-scatters are pushes, and all else is ordinary.
         progress: Called with a line of text now and then.
@@ -163,17 +163,17 @@ def _report(
 ) -> SimulationReport:
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, storage in world.buffers:
-        if planner is None or planner._simulated_way_(known_by) != "ordinary":
+        if planner is None or planner._simulated_algorithm_(known_by) != "ordinary":
             storage.kind = "placed"
-    rows: Counter[tuple[SimulatedCall, WayName]] = Counter()
+    rows: Counter[tuple[SimulatedCall, AlgorithmName]] = Counter()
     for (call, placed), many in others.items():
-        way: WayName = "ordinary"
+        algorithm: AlgorithmName = "ordinary"
         if placed:
-            way = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
-            way = "symmetric" if way == "ordinary" else way
-        rows[call, way] += many
+            algorithm = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
+            algorithm = "symmetric" if algorithm == "ordinary" else algorithm
+        rows[call, algorithm] += many
     for planner, known_by, call in world.calls:
-        rows[call, planner._simulated_way_(known_by)] += 1
+        rows[call, planner._simulated_algorithm_(known_by)] += 1
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,
@@ -183,8 +183,8 @@ def _report(
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
         ordinary_bytes=Ordinary(**storages.peak()),
         collectives=tuple(
-            Collective(c.op, n, c.nbytes, c.group, _size(c.group), way)
-            for (c, way), n in rows.items()
+            Collective(c.op, n, c.nbytes, c.group, _size(c.group), algorithm)
+            for (c, algorithm), n in rows.items()
         ),
     )
 

@@ -90,7 +90,7 @@ def problems(
             group=draw(st.sampled_from((None, *groups))) if remote else None,
             handshake=draw(flags),
             release=draw(flags),
-            meets=draw(flags),
+            synchronizes=draw(flags),
             ends=draw(_ends(on, i)) if remote else (),
         )
         for i in range(count)
@@ -152,7 +152,7 @@ def _once(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
         ending = {o.name for o in kept if o.ends}
         ends = tuple(name for name in operation.ends if name not in ended | ending)
         ended.update(ends)
-        plain = evolve(operation, handshake=False, release=False, meets=False)
+        plain = evolve(operation, handshake=False, release=False, synchronizes=False)
         kept.append(evolve(plain if ends else operation, ends=ends))
     return tuple(kept)
 

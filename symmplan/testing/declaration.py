@@ -35,7 +35,7 @@ __all__ = ["Contradiction", "DeclarationReport", "Fact", "check_declaration"]
 
 #: What each fact says.
 _SAYS = {
-    "meets": "a rank's call ends only after all ranks have begun theirs",
+    "synchronizes": "a rank's call ends only after all ranks have begun theirs",
     "handshake": "no rank touches a symmetric byte before all ranks have begun the call",
     "release": "no rank ends the call before all ranks' accesses are over",
     "enters": "a rank's bytes are touched by peers only after that rank has begun the call",
@@ -44,8 +44,8 @@ _SAYS = {
     "writes": "tensors are written that the schema says are written, and no others",
 }
 #: The facts that follow from ``handshake=True`` and ``release=True``; the last two always hold.
-_OF_HANDSHAKE = ("handshake", "meets", "enters")
-_OF_RELEASE = ("release", "meets", "releases")
+_OF_HANDSHAKE = ("handshake", "synchronizes", "enters")
+_OF_RELEASE = ("release", "synchronizes", "releases")
 
 
 @frozen
@@ -54,10 +54,10 @@ class Contradiction:
 
     Attributes:
         text: What happened.
-        rank: The rank that made the access; the one that ended its call, for ``"meets"``.
+        rank: The rank that made the access; the one that ended its call, for ``"synchronizes"``.
         peer: Whose bytes it touched; the rank that had not begun, or had ended, if they were its
             own.
-        tensor: Name of the argument or result; empty for ``"meets"``.
+        tensor: Name of the argument or result; empty for ``"synchronizes"``.
         low: First byte of it that was touched.
         high: One behind the last byte.
         write: Whether they were written.
@@ -81,7 +81,7 @@ class Fact:
     """One thing that can be said of an op.
 
     Attributes:
-        name: ``"meets"``, ``"handshake"``, ``"release"``, ``"enters"``, ``"releases"``,
+        name: ``"synchronizes"``, ``"handshake"``, ``"release"``, ``"enters"``, ``"releases"``,
             ``"reads"`` or ``"writes"``.
         says: What it says.
         declared: Whether the declaration says so.
@@ -280,7 +280,7 @@ def _contradictions(
     first = min(range(len(calls)), key=lambda r: calls[r].ended)
     if calls[first].ended < calls[last].began:
         text = f"rank {first} ended the call before rank {last} had begun it"
-        yield "meets", Contradiction(text, first, last)
+        yield "synchronizes", Contradiction(text, first, last)
     made = [(a.time, rank, a) for rank, call in enumerate(calls) for a in call.accesses]
     for when, rank, a in sorted(made, key=lambda m: m[:2]):
         mine, owner = a.owner == rank, calls[a.owner]

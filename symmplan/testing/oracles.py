@@ -194,7 +194,7 @@ class _World:
             start, over = ("start", run, name, rank), ("over", run, self.end(name), rank)
             self.order.add_edge(start, ("over", run, name, rank))
             self.order.add_edge(start, over)
-            if op.meets or op.handshake or op.release:
+            if op.synchronizes or op.handshake or op.release:
                 for peer in self.peers(op.group, rank):
                     self.order.add_edge(("start", run, name, peer), over)
             reached: tuple[object, ...] = ("barred", run, name, rank)

@@ -70,7 +70,7 @@ def test_an_asynchronous_op_holds_its_buffers_until_its_wait(groups):
     assert held == {"relu", "all_gather_into_tensor", "wait_tensor"}
     by_name = {o.name: o for o in problem.operations}
     start, end = by_name["all_gather_into_tensor"], by_name["wait_tensor"]
-    assert (start.group, start.meets) == (groups[0], True)
+    assert (start.group, start.synchronizes) == (groups[0], True)
     assert (start.handshake, start.release) == (False, False)
     assert end.ends == ("all_gather_into_tensor",)
     calls = [a for a in problem.accesses if a.operation == start.name]
@@ -107,7 +107,7 @@ def test_work_that_nobody_waits_for_touches_no_placement(groups):
         lambda a: (v := a.view(-1), F.wait_tensor(a), v.sin()),
     ],
 )
-def test_a_result_that_leaves_by_two_ways_is_left_out(groups, program):
+def test_a_result_that_leaves_by_two_algorithms_is_left_out(groups, program):
     """It can be copied out only where everybody gets the copy."""
     captured = capture_fx(
         trace(lambda x: program(F.all_gather_into_tensor(x.relu(), 2, groups[0])), torch.ones(4, 8))

@@ -43,7 +43,7 @@ def test_tables_of_benchmarks_fit_on_eighty_columns():
         "tokens": 65536,
         "ms": {"plain": 1234.567, "symmplan": 1234.567, "push": 1234.567},
         "speedup": 12.34,
-        "way": "ordinary",
+        "algorithm": "ordinary",
         "segment_bytes": 3 << 19,
         "equal": True,
     }

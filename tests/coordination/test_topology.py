@@ -122,8 +122,8 @@ def _surveyed(rank, size):
 
     cpu, world = torch.device("cpu"), dist.group.WORLD
     asked = []
-    tell = topology.tell
-    topology.tell = lambda what, mine, groups, timeout: (
+    tell = topology.all_gather_json
+    topology.all_gather_json = lambda what, mine, groups, timeout: (
         asked.append((what, *mine)) or tell(what, mine, groups, timeout)
     )
     try:
@@ -132,7 +132,7 @@ def _surveyed(rank, size):
         pair = dist.new_group([0, 1])
         found.append(topology.survey({"g": world, "h": pair, "none": None}, cpu, 30.0))
     finally:
-        topology.tell = tell
+        topology.all_gather_json = tell
         del os.environ["NCCL_HOSTID"]
     return found, asked
 
@@ -340,7 +340,7 @@ def test_a_doctor_says_what_runs_between_ranks():
         assert (code, found["ok"], found["memory"]) == (0, True, "shm")
         assert found["topology"]["text"] == "2 ranks on one host"
         collectives = {row["collective"]: row for row in found["collectives"]}
-        assert collectives["all-gather"]["ways"] == ["ordinary", "symmetric"]
+        assert collectives["all-gather"]["algorithms"] == ["ordinary", "symmetric"]
         assert {row["tried"]["symmetric"] for row in collectives.values()} == {"symmetric"}
         for columns in (80, 200):
             (code, text), other = ranks.run(_doctored, _port(), True, columns)

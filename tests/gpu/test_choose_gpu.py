@@ -107,11 +107,11 @@ def _run(rank, world_size, how, run, choose):
     return found, stats, choices
 
 
-WAYS = [("op by op", _functional), ("inductor", _functional), ("session", _functional)]
-every_way_to_run = pytest.mark.parametrize(("how", "run"), [*WAYS, ("session", _dist)])
+ALGORITHMS = [("op by op", _functional), ("inductor", _functional), ("session", _functional)]
+every_algorithm = pytest.mark.parametrize(("how", "run"), [*ALGORITHMS, ("session", _dist)])
 
 
-@every_way_to_run
+@every_algorithm
 def test_copy_engines_run_gathers(pool, how, run):
     first, second = pool.run(_run, how, run, "copy engine")
     print(first)
@@ -123,7 +123,7 @@ def test_copy_engines_run_gathers(pool, how, run):
     assert stats.rendezvous in (0, 3)
 
 
-@every_way_to_run
+@every_algorithm
 def test_what_was_chosen_runs(pool, how, run):
     first, second = pool.run(_run, how, run, "measure")
     print(first)
@@ -131,9 +131,9 @@ def test_what_was_chosen_runs(pool, how, run):
     found, _, choices = first
     gathers = [c for c in choices if "gather" in c.op]
     assert all(set(c.seconds) == {"ordinary", "symmetric", "copy engine"} for c in gathers)
-    if {c.way for c in gathers} == {"copy engine"}:
+    if {c.algorithm for c in gathers} == {"copy engine"}:
         assert found["gathers"] == 0
-    if {c.way for c in gathers} == {"ordinary"}:
+    if {c.algorithm for c in gathers} == {"ordinary"}:
         assert found["copies"] == 0
 
 

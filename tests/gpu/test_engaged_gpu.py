@@ -86,7 +86,9 @@ def trained(rank, dtype, choose, steps=4):
     checked = handle.check(step)
     found = {
         "losses": losses,
-        "calls": [(s.planned.op, s.planned.way, s.way, s.reason) for s in checked.calls],
+        "calls": [
+            (s.planned.op, s.planned.algorithm, s.algorithm, s.reason) for s in checked.calls
+        ],
         "disengaged": handle.stats.disengaged,
         "unplanned": [(u.op, u.reason) for u in handle.plan.unplanned],
         "rendezvous": handle.stats.rendezvous,
@@ -133,7 +135,7 @@ def graph_and_session(rank, world):
         placed = session.stats.placed
     reasons = {u.reason for plan in plans for u in plan.unplanned}
     calls = [
-        [(s.planned.op, s.planned.way, s.way, s.reason) for s in c.calls]
+        [(s.planned.op, s.planned.algorithm, s.algorithm, s.reason) for s in c.calls]
         for c in (graph, checked)
         if c is not None
     ]
@@ -162,7 +164,7 @@ def test_the_topology_of_two_devices(pool):
 
 
 @pytest.mark.parametrize("choose", ["symmetric", "copy engine", "push", "ordinary"])
-def test_each_way_engages(pool, choose):
+def test_each_algorithm_engages(pool, choose):
     for (found,) in pool.run(trained_all, "bfloat16", [choose]):
         print(found["text"])
         assert found["disengaged"] == ()
@@ -194,7 +196,7 @@ def test_graphs_and_sessions_are_checked(pool):
 
 
 @pytest.mark.parametrize("choose", ["measure", "symmetric", "copy engine", "push"])
-def test_two_hosts_train_in_torchs_own_way(apart, choose):
+def test_two_hosts_train_in_torchs_own_algorithm(apart, choose):
     for plain, found in apart.run(trained_all, "bfloat16", [None, choose]):
         print(found["text"])
         assert found["losses"] == plain["losses"]

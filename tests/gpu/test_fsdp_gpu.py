@@ -60,7 +60,7 @@ def parity(rank, world, bf16, choose, after_forward):
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def look(handle):
-        return [(c.op, c.nbytes, c.way, dict(c.seconds)) for c in handle.choices]
+        return [(c.op, c.nbytes, c.algorithm, dict(c.seconds)) for c in handle.choices]
 
     return both(lambda: build(world, **options), program, rank, look, choose=choose)
 
@@ -242,7 +242,7 @@ def test_twenty_steps_have_the_same_bits(pool, bf16, after_forward):
     for result in pool.run(parity, bf16, "placed", after_forward):
         assert result["differences"] == []
         stats = result["stats"]
-        assert stats["plain"] == stats["copies"] == stats["departures"] == 0
+        assert stats["plain"] == stats["copies"] == stats["divergences"] == 0
         assert stats["rendezvous"] <= 1  # none if an earlier model left a segment
         assert stats["segment_bytes"] >= stats["lower_bound_bytes"]
 

@@ -62,7 +62,7 @@ def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, count=LAYE
     handle = trained.handle
     if handle is not None:
         found["stats"] = attrs.asdict(handle.stats)
-        found["ways"] = {(c.op, c.nbytes): c.way for c in handle.choices}
+        found["algorithms"] = {(c.op, c.nbytes): c.algorithm for c in handle.choices}
         handle.remove()
     return found
 
@@ -123,13 +123,15 @@ def test_by_copy_engines_nothing_runs_in_kernels(pool):
 
 def test_measured_collectives_run_as_the_choices_say(pool):
     results = pool.run(seen, "symmplan", "measure")
-    assert len({str(sorted(found["ways"].items())) for found in results}) == 1
+    assert len({str(sorted(found["algorithms"].items())) for found in results}) == 1
     # The root's norm alone is too small to be measured, and stays with NCCL.
-    ways = dict(results[0]["ways"])
+    algorithms = dict(results[0]["algorithms"])
     for found in results:
         print(found)
-        gathers = {way for (kind, _), way in ways.items() if kind == "all_gather"}
-        reductions = {way for (kind, _), way in ways.items() if kind == "reduce_scatter"}
+        gathers = {algorithm for (kind, _), algorithm in algorithms.items() if kind == "all_gather"}
+        reductions = {
+            algorithm for (kind, _), algorithm in algorithms.items() if kind == "reduce_scatter"
+        }
         assert len(gathers) == len(reductions) == 1
         assert count(found, "ncclDevKernel_AllGather") == 1 + 2 * LAYERS * (gathers == {"ordinary"})
         assert bool(count(found, "ncclSym", "AllGather")) is (gathers == {"symmetric"})
@@ -144,7 +146,7 @@ def test_measured_collectives_run_as_the_choices_say(pool):
 
 def seen_live(rank, world, live, ahead):
     """With so many products that the host is ahead of the device, under the profiler, too."""
-    more = {"tokens": 8 * TOKENS, "count": 2 * LAYERS, "ahead": ahead, "live_gathers": live}
+    more = {"tokens": 8 * TOKENS, "count": 2 * LAYERS, "ahead": ahead, "unsharded_modules": live}
     return seen(rank, world, "symmplan", "copy engine", **more)
 
 
@@ -170,8 +172,8 @@ def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
     with RankPool(world, init="nccl", timeout=180) as own:
         for found in own.run(seen_forced, kind):
             print(found)
-            assert {w for (k, _), w in found["ways"].items() if k == kind} == {"ordinary"}
-            others = {w for (k, _), w in found["ways"].items() if k != kind}
+            assert {w for (k, _), w in found["algorithms"].items() if k == kind} == {"ordinary"}
+            others = {w for (k, _), w in found["algorithms"].items() if k != kind}
             assert others in ({"copy engine"}, {"push"})
             assert found["stats"]["segment_bytes"] == found["stats"]["lower_bound_bytes"] > 0
         own.outcomes(finish)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib
 
 import pytest
-import test_fsdp_departures as departures
+import test_fsdp_algorithms as algorithms
+import test_fsdp_divergences as divergences
 import test_fsdp_gathers as all_gathers
 import test_fsdp_handle as handles
 import test_fsdp_machine as machine
 import test_fsdp_setters as setters
 import test_fsdp_user as users
-import test_fsdp_ways as ways
 from attrs import evolve
 from devices import needs_devices, pool_on
 from fsdp_conditions import forced, in_flat_buffers
@@ -62,9 +62,9 @@ def test_what_changes_after_the_plan_was_made(two, program, args):
     setters.test_what_changes_after_the_plan_was_made(two, program, args)
 
 
-@pytest.mark.parametrize(("dtypes", "touched", "count"), ways.ADDED)
+@pytest.mark.parametrize(("dtypes", "touched", "count"), algorithms.ADDED)
 def test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(two, dtypes, touched, count):
-    ways.test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(
+    algorithms.test_sums_are_added_to_gradients_where_these_lie_as_they_were_made(
         two, dtypes, touched, count
     )
 
@@ -93,7 +93,7 @@ def test_longer_prefetch_lists_are_settled_at_once(two, lists):
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "before backward", "backward"])
 def test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index):
-    departures.test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index)
+    divergences.test_a_step_that_is_interrupted_leaves_the_next_ones_right(two, where, index)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -136,7 +136,7 @@ def test_compiled_modules(two, what, when):
 
 @pytest.mark.parametrize("kind", ["forward", "no_grad", "smaller"])
 def test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind):
-    departures.test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind, 2)
+    divergences.test_a_forward_pass_that_ran_out_of_memory_leaves_the_next_ones_right(two, kind, 2)
 
 
 @pytest.mark.parametrize("program", ["_interleaved", "_parts"])
@@ -146,12 +146,12 @@ def test_models_and_parts_of_one_have_a_plan_each(two, program):
             assert max(rendezvous) <= 1
 
 
-@pytest.mark.parametrize("way", ["placed", "copy engine"])
+@pytest.mark.parametrize("algorithm", ["placed", "copy engine"])
 @pytest.mark.parametrize("who", [(0,), (0, 1)])
-def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
+def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, algorithm):
     """A rank that is in their bytes runs what its peers run."""
     for rank, result in enumerate(
-        two.run(forced, way, in_flat_buffers, departures.holder, who, True, False)
+        two.run(forced, algorithm, in_flat_buffers, divergences.holder, who, True, False)
     ):
         assert result["differences"] == []
         assert result["intact"]
@@ -160,12 +160,12 @@ def test_buffers_that_somebody_keeps_longer_stay_intact(two, who, way):
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("way", ["placed", "copy engine"])
-def test_parameters_are_gathered_between_steps(two, way, flat):
+@pytest.mark.parametrize("algorithm", ["placed", "copy engine"])
+def test_parameters_are_gathered_between_steps(two, algorithm, flat):
     """There the default stream is the current one."""
     acts = (("train",), ("look", 0, 0), ("look", 1, 2), ("unshard_all", False, True), ("train",))
     units = (Unit(), Unit(hidden=17, wrap="none"))
-    program = Program(ranks=2, units=units, acts=acts, choose=way, flat=flat)
+    program = Program(ranks=2, units=units, acts=acts, choose=algorithm, flat=flat)
     for result in machine.check(two, program):
         assert result["refused"] is None
 

@@ -1,4 +1,4 @@
-"""Rows of a mixture of experts between CUDA devices: right, in every way, and by copy engines."""
+"""Rows of a mixture of experts between CUDA devices: right by every algorithm."""
 
 from __future__ import annotations
 

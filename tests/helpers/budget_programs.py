@@ -23,7 +23,7 @@ STAGES = {
     "settle": ("symmplan.memory.shm.ShmBackend", "settle"),
     "look": ("symmplan.memory.room", "free_bytes"),
 }
-#: The same where ways are measured.
+#: The same where algorithms are measured.
 MEASURING = {
     "register": ("symmplan.runtime.trials", "register"),
     "clock": ("symmplan.runtime.trials", "clock_of"),
@@ -78,9 +78,9 @@ def fsdp(rank, world, choose="placed", build=None, **apply):
     def look(handle):
         budget = handle.plan.budget
         return {
-            "ways": sorted({s.way.name for s in handle._runtime.schedule.spots}),
+            "algorithms": sorted({s.algorithm.name for s in handle._runtime.schedule.collectives}),
             "summary": handle.plan.summary(),
-            "gave": None if budget is None else [(g.before, g.after) for g in budget.gave_way],
+            "gave": None if budget is None else [(g.before, g.after) for g in budget.demotions],
             "fingerprint": handle.plan.fingerprint,
         }
 
@@ -129,8 +129,8 @@ def seeded(rank, world, name, seeds):
     bad, hit = [], 0
     for seed in seeds:
         draw = random.Random(f"{name} {seed}")
-        ways = ("placed", "copy engine", "push", "measure") if name == "fsdp" else ()
-        choose = draw.choice(ways or ("placed", "measure", "measure"))
+        algorithms = ("placed", "copy engine", "push", "measure") if name == "fsdp" else ()
+        choose = draw.choice(algorithms or ("placed", "measure", "measure"))
         stages = [*STAGES, *(MEASURING if choose == "measure" else ())]
         stage, kind, victim = draw.choice(stages), draw.choice(KINDS), draw.randrange(world)
         after = draw.choice((0, 0, 1, 2))
@@ -178,7 +178,7 @@ def _reported(stats, plans, said):
         "plain": stats.plain,
         "reasons": dict(stats.reasons),
         "peak": sum(p.peak_bytes for p in plans),
-        "gave": [(g.before, g.after) for p in plans if p.budget for g in p.budget.gave_way],
+        "gave": [(g.before, g.after) for p in plans if p.budget for g in p.budget.demotions],
         "summary": "\n".join(p.summary() for p in plans),
         "warned": [str(w.message) for w in said if "symmplan" in str(w.message)],
         "held": len(symmplan.segments()),

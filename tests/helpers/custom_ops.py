@@ -74,7 +74,7 @@ def _scale_out(x: torch.Tensor, _group: str, *, out: torch.Tensor) -> torch.Tens
     return torch.mul(x, 3, out=out)
 
 
-def _under_way(x):
+def _in_flight(x):
     """How many collectives nobody has waited for yet."""
     return x.new_full((1,), torch._C._distributed_c10d._get_work_registry_size())
 
@@ -116,7 +116,7 @@ def load() -> None:
     mixed = "mix(Tensor x, Tensor y, str group_name) -> Tensor"
     define(mixed, _mix, where=["x"], handshake=True)
     define("bump(Tensor(a!) x, str group_name) -> ()", _bump, lambda *_: None, where=["x"])
-    define("under_way(Tensor x) -> Tensor", _under_way, lambda x: x.new_empty(1))
+    define("in_flight(Tensor x) -> Tensor", _in_flight, lambda x: x.new_empty(1))
     define(f"push_next_out({out}) -> ()", _push_next_out, lambda *_, out: None)
     define(
         f"push_next({one}) -> Tensor",

@@ -1,7 +1,8 @@
 """How plans of random tiny programs fare under the explorer, as numbers.
 
 ``python tests/helpers/explorer_counts.py 5000`` counts for that many tiny programs, and
-``python tests/helpers/explorer_counts.py 500 shm`` for as many FX programs, rewritten for one way.
+``python tests/helpers/explorer_counts.py 500 shm`` for as many FX programs, rewritten for one
+algorithm.
 """
 
 from __future__ import annotations
@@ -96,12 +97,14 @@ def count(programs: int) -> Counts:
     return counts
 
 
-def count_graphs(programs: int, way: str, groups: list[str], *, barriers: bool = True) -> Counts:
+def count_graphs(
+    programs: int, algorithm: str, groups: list[str], *, barriers: bool = True
+) -> Counts:
     """Judge that many random FX programs, the same each time; counts those with placements.
 
     Args:
         programs: How many.
-        way: How collectives run.
+        algorithm: How collectives run.
         groups: Names of the process groups.
         barriers: Whether to count which barriers are needed.
     """
@@ -123,7 +126,7 @@ def count_graphs(programs: int, way: str, groups: list[str], *, barriers: bool =
     )
     def run(program, transport, poison, inductor) -> None:
         drawn = {"transport": transport, "poison": poison, "inductor": inductor}
-        judged = judge(program, way, groups, **drawn)
+        judged = judge(program, algorithm, groups, **drawn)
         if judged is None:
             return
         assert judged.verdict.kind in ("right", "gave up"), judged
@@ -134,7 +137,7 @@ def count_graphs(programs: int, way: str, groups: list[str], *, barriers: bool =
         for i in range(len(judged.rewritten.plan.barriers) if barriers else 0):
             left = judge(
                 program,
-                way,
+                algorithm,
                 groups,
                 **drawn,
                 kept=lambda all_, i=i: all_[:i] + all_[i + 1 :],
@@ -155,12 +158,12 @@ def _overlaps(plan: symmplan.Plan) -> bool:
     )
 
 
-def main(number: str = "1000", way: str | None = None) -> None:
-    if way is None:
+def main(number: str = "1000", algorithm: str | None = None) -> None:
+    if algorithm is None:
         counts = count(int(number))
     else:
         with world(3) as groups:
-            counts = count_graphs(int(number), way, groups)
+            counts = count_graphs(int(number), algorithm, groups)
     for name, value in attrs.asdict(counts).items():
         print(f"{name.replace('_', ' ')}: {value}")
 

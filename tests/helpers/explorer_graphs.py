@@ -27,8 +27,8 @@ from symmplan.capture.steps import plan_poison
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.model import Barrier
+from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.program import place
-from symmplan.runtime.ways import Lowerings
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
 from symmplan.torch_private.compilers import fake_mode_of
 
@@ -285,7 +285,7 @@ def rewritten(
 
 
 #: How collectives may run.
-WAYS = {
+ALGORITHMS = {
     "shm": Lowerings("shm"),
     "process group": Lowerings("shm", "process group"),
     "nccl": Lowerings("nccl"),
@@ -307,20 +307,20 @@ class Judged:
 
 
 def judge(
-    program: Steps, way: str, groups: list[str], *, transport: str = "wire", **changes
+    program: Steps, algorithm: str, groups: list[str], *, transport: str = "wire", **changes
 ) -> Judged | None:
     """Trace, plan, rewrite and explore; None where nothing is placed.
 
     Args:
         program: What to run.
-        way: One of `WAYS`.
+        algorithm: One of `WAYS`.
         groups: Of `world`.
         transport: How process groups move bytes.
         changes: As in `rewritten`.
     """
     ranks = dist.get_world_size()
     original = traced(program, groups, ranks)
-    found = rewritten(copy.deepcopy(original), WAYS[way], **changes)
+    found = rewritten(copy.deepcopy(original), ALGORITHMS[algorithm], **changes)
     if found is None:
         return None
     verdict = explore_graph(

@@ -60,7 +60,7 @@ def _operation(call: TinyCall) -> Operation:
         group=call.group,
         handshake=call.handshake,
         release=call.release,
-        meets=met or call.handshake or call.release,
+        synchronizes=met or call.handshake or call.release,
     )
 
 

@@ -84,7 +84,7 @@ class Fault:
         self.failures = self._stack.enter_context(failing(_STAGES[self.what], here=self.here))
 
     @contextlib.contextmanager
-    def on_the_way(self):
+    def meanwhile(self):
         """While ranks agree or get their memory, this rank may fail, die or stop."""
         from symmplan.coordination.exchange import Exchange
 
@@ -295,6 +295,6 @@ def run(rank, world, integration, what, moment, timeout):
     trials.forget()
     fault = Fault(what, moment, here=rank == world - 1)
     group = dist.new_group(range(world), timeout=dt.timedelta(seconds=timeout))
-    with fault.on_the_way():
+    with fault.meanwhile():
         stats = PROGRAMS[integration](rank, group, fault, timeout)
     return stats.served, stats.plain, sum(fault.failures)

@@ -76,7 +76,7 @@ class Actor:
     def _note(self):
         if self.handle is not None:
             stats = self.handle.stats
-            for name in ("served", "copies", "plain", "replans", "departures"):
+            for name in ("served", "copies", "plain", "replans", "divergences"):
                 self._counts[name] += getattr(stats, name)
             self._counts.update(dict(stats.reasons))
             self._counts.update(why for _, why in stats.flat)

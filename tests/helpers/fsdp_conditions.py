@@ -29,18 +29,18 @@ def in_flat_buffers(rank, world, program, *args):
 
 
 @contextlib.contextmanager
-def forced_way(way):
+def forced_algorithm(algorithm):
     before = fsdp_models.CHOOSE[0]
-    fsdp_models.CHOOSE[0] = way
+    fsdp_models.CHOOSE[0] = algorithm
     try:
         yield
     finally:
         fsdp_models.CHOOSE[0] = before
 
 
-def forced(rank, world, way, program, *args):
-    """A program with every collective in one way."""
-    with forced_way(way):
+def forced(rank, world, algorithm, program, *args):
+    """A program with every collective by one algorithm."""
+    with forced_algorithm(algorithm):
         return program(rank, world, *args)
 
 
@@ -53,15 +53,15 @@ def forced_kind(kind, rank):
     measure, seconds_of = fsdp_choice.measure, trials.seconds_of
 
     def forced(wanted, *args, **kwargs):
-        beside = [trial for trial in wanted if trial.company is not None]
-        alone = [trial for trial in wanted if trial.company is None]
+        beside = [trial for trial in wanted if trial.concurrent is not None]
+        alone = [trial for trial in wanted if trial.concurrent is None]
         ops = iter([trial.choice.op for trial in (*alone, *beside, *beside)])
 
         def timed(*args, **kwargs):
-            ways, chosen = seconds_of(*args, **kwargs), next(ops) == kind
+            algorithms, chosen = seconds_of(*args, **kwargs), next(ops) == kind
             # Ranks measure different times, as they do; the slowest counts.
             fast, slow = 1e-4 * (rank + 1), 5e-4
-            return {w: fast if (w == "ordinary") == chosen else slow for w in ways}
+            return {w: fast if (w == "ordinary") == chosen else slow for w in algorithms}
 
         trials.seconds_of = timed
         return measure(wanted, *args, **kwargs)

@@ -38,7 +38,7 @@ from fsdp_programs import Program, Unit, built, drawn
 from ranks import RankPool, RanksFailed
 
 from symmplan.errors import SymmplanError
-from symmplan.runtime.table import Table, TuningRow
+from symmplan.runtime.tuning_table import Table, TuningRow
 
 
 class _Sleeps:
@@ -58,11 +58,11 @@ class _Sleeps:
 @functools.cache
 def _table(ranks):
     """A file that says how collectives of some sizes run."""
-    ways = (("all_gather", "ordinary", "symmetric"), ("reduce_scatter", "push", "ordinary"))
+    algorithms = (("all_gather", "ordinary", "symmetric"), ("reduce_scatter", "push", "ordinary"))
     rows = [
-        TuningRow(op, ranks, nbytes, way)
-        for op, *found in ways
-        for nbytes, way in zip((1024, 8192), found, strict=True)
+        TuningRow(op, ranks, nbytes, algorithm)
+        for op, *found in algorithms
+        for nbytes, algorithm in zip((1024, 8192), found, strict=True)
     ]
     folder = tempfile.mkdtemp(prefix="fsdp-programs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -75,7 +75,7 @@ def _options(program):
     return {
         "memory": "shm" if DEVICE[0] == "cpu" else "auto",
         "choose": _table(program.ranks) if program.choose == "table" else program.choose,
-        "live_gathers": program.live_gathers,
+        "unsharded_modules": program.unsharded_modules,
         "capacity": program.capacity,
         "timeout": 10.0,
     }

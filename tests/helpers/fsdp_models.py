@@ -268,7 +268,7 @@ def same(results, **wanted):
     return results
 
 
-def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, departures=0):
+def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, divergences=0):
     """Same bits on every rank, and how the collectives were served.
 
     A number must be met exactly; None leaves it open.
@@ -284,7 +284,7 @@ def check(results, *, plain=0, copies=0, replans=0, rendezvous=1, departures=0):
             "copies": copies,
             "replans": replans,
             "rendezvous": rendezvous,
-            "departures": departures,
+            "divergences": divergences,
         }.items():
             assert wanted is None or stats[name] == wanted, (name, stats)
         peak, bound, _ = result["bytes"]

@@ -60,7 +60,7 @@ class Program:
         hybrid: Whether two groups of ranks hold the same shards (of an even number of ranks).
         optimizer: A class of `torch.optim`.
         choose: As for `symmplan.fsdp.apply`; ``"table"`` for a file.
-        live_gathers: As there.
+        unsharded_modules: As there.
         capacity: As there.
         flat: Whether gathers are in flat buffers.
         hold: ``(rank, count)``: who keeps the buffers of so many collectives.
@@ -78,7 +78,7 @@ class Program:
     hybrid: bool = False
     optimizer: str = "SGD"
     choose: str = "placed"
-    live_gathers: int | None = None
+    unsharded_modules: int | None = None
     capacity: int | None = None
     flat: bool = False
     hold: tuple[int, int] = (0, 0)
@@ -277,7 +277,7 @@ def drawn(seed, ranks=None):
         choose=draw.often(
             "placed", "push", "copy engine", "ordinary", "measure", "auto", "table", share=0.4
         ),
-        live_gathers=draw.often(None, 1, 2, 3, 5, share=0.6),
+        unsharded_modules=draw.often(None, 1, 2, 3, 5, share=0.6),
         capacity=draw.often(None, 4096, 12_000, 24_000, 1 << 20, share=0.75),
         flat=draw.flag(0.15),
         hold=draw.often((0, 0), (0, 4), (1, 1), (1, 4), share=0.8),
@@ -285,10 +285,10 @@ def drawn(seed, ranks=None):
     )
     if ranks == 4 and not program.hybrid and draw.flag(0.1):
         program = evolve(program, reshard=2)  # in groups of two
-    if program.live_gathers is not None and _writes(program):
+    if program.unsharded_modules is not None and _writes(program):
         # More of them stay as with `reshard_after_forward=False`: what is written is seen later.
         alone = ("order", ()) in program.acts or all(unit.wrap == "none" for unit in units)
-        return evolve(program, live_gathers=None if alone else 1)
+        return evolve(program, unsharded_modules=None if alone else 1)
     return program
 
 

@@ -21,12 +21,14 @@ from paths import TESTS
 from ranks import RankPool
 
 sys.path.append(str(TESTS / "runtime"))
-from test_right_numbers import PAUSES, SEEDS, WAYS, _compiled, _eager, _setup
+from test_right_numbers import ALGORITHMS, PAUSES, SEEDS, _compiled, _eager, _setup
 
 _WORK = {"eager": _eager, "compiled": _compiled}
 
 
-def _some(integration: str, world: int, way: str, programs: int, start: int, until: float) -> bool:
+def _some(
+    integration: str, world: int, algorithm: str, programs: int, start: int, until: float
+) -> bool:
     """Run programs in one pool of ranks; says whether all were right."""
     wrong, count = 0, 0
     pool = RankPool(world, timeout=120.0).__enter__()
@@ -47,7 +49,7 @@ def _some(integration: str, world: int, way: str, programs: int, start: int, unt
             return
         count += 1
         try:
-            found = pool.run(_WORK[integration], program, way, most, pauses)
+            found = pool.run(_WORK[integration], program, algorithm, most, pauses)
             bad = any(text for text, *_ in found) or len({tuple(c) for _, *c in found}) != 1
             said = str(found)[:600]
         except Exception as error:  # noqa: BLE001 (whatever ranks raise is told)
@@ -57,13 +59,13 @@ def _some(integration: str, world: int, way: str, programs: int, start: int, unt
             pool.run(_setup)
         if bad:
             wrong += 1
-            print(f"wrong: {way!r}, {program}, pauses {most} {pauses}\n{said}", flush=True)
+            print(f"wrong: {algorithm!r}, {program}, pauses {most} {pauses}\n{said}", flush=True)
 
     try:
         run()
     finally:
         pool.__exit__(None, None, None)
-    print(f"{integration}, {world} ranks, {way}: {count} programs, {wrong} wrong", flush=True)
+    print(f"{integration}, {world} ranks, {algorithm}: {count} programs, {wrong} wrong", flush=True)
     return not wrong
 
 
@@ -77,18 +79,18 @@ def main() -> int:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        world, way = int(given.one[0]), given.one[1]
+        world, algorithm = int(given.one[0]), given.one[1]
         until = time.monotonic() + given.seconds
-        right = _some(given.integration, world, way, given.programs, given.seed, until)
+        right = _some(given.integration, world, algorithm, given.programs, given.seed, until)
         return 0 if right else 1
-    kinds = islice(cycle(product((2, 3), WAYS)), max(given.workers, 4))
+    kinds = islice(cycle(product((2, 3), ALGORITHMS)), max(given.workers, 4))
     parts = [
         [
-            *(sys.executable, __file__, given.integration, "--one", str(world), way),
+            *(sys.executable, __file__, given.integration, "--one", str(world), algorithm),
             *("--programs", str(-(-given.programs // max(given.workers, 4)))),
             *("--seed", str(1000 * given.seed + i), "--seconds", str(given.seconds)),
         ]
-        for i, (world, way) in enumerate(kinds)
+        for i, (world, algorithm) in enumerate(kinds)
     ]
     running: list[subprocess.Popen[bytes]] = []
     codes = []

@@ -150,10 +150,12 @@ def seed():
     """On this rank: collectives as `PROCESS_GROUP` says, and plans without their barriers."""
     import symmplan.integrate.compile.unit as unit
     from symmplan.model import Plan
-    from symmplan.runtime import prepare, ways
+    from symmplan.runtime import algorithms, prepare
 
     load()
-    ways.Lowerings.table = property(lambda _: ways._C10D if PROCESS_GROUP[0] else ways._SHM)
+    algorithms.Lowerings.table = property(
+        lambda _: algorithms._C10D if PROCESS_GROUP[0] else algorithms._SHM
+    )
     assert unit.points_of
     unit.points_of = lambda _barriers: ()
     planned = prepare.plan_problem

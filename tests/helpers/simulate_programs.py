@@ -270,7 +270,7 @@ def simulated(rank, config):
 
 
 def reads_a_table(rank, ranks, files, kind):
-    """What ranks say that read their own of ``files``; the ways that were taken, if nothing."""
+    """What ranks say that read their own of ``files``; the algorithms taken, if nothing."""
     torch._dynamo.reset()
     options = {"choose": files[rank]}
     try:

@@ -16,8 +16,8 @@ from symmplan.capture.fsdp_recording import Call, Key
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.options import Options
-from symmplan.runtime.ways import Lowerings
 
 F = torch.ops._c10d_functional
 
@@ -88,10 +88,10 @@ def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch
     monkeypatch.setattr("symmplan.torch_private.nccl.has_copy_engine_policy", lambda: False)
     choices = _choices("cuda", "nccl", choose)
     odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
-    way = choices.way(odd, {})
-    assert (way.name, way.reason) == ("ordinary", SPLIT_WORDS)
+    algorithm = choices.algorithm(odd, {})
+    assert (algorithm.name, algorithm.reason) == ("ordinary", SPLIT_WORDS)
     assert choices.unmeasured([odd, even, even]) == [even]
     # What was not measured is not worth it.
-    assert choices.way(even, {}).name == ("symmetric" if choose == "placed" else "ordinary")
+    assert choices.algorithm(even, {}).name == ("symmetric" if choose == "placed" else "ordinary")
     on_cpu = _choices("cpu", "shm", choose)
     assert on_cpu.unmeasured([_call("all_gather", 6)]) == [_call("all_gather", 6)]

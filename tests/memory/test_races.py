@@ -74,18 +74,18 @@ def _compiled(rank, world_size, name, kind, inner):
         backend.release()
 
 
-WAYS = {
+ALGORITHMS = {
     "eager": (_eager, ()),
     "compiled": (_compiled, ("eager",)),
     "inductor": (_compiled, ("inductor",)),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_of_the_six_is_found(pool, name, way):
+def test_each_of_the_six_is_found(pool, name, algorithm):
     _, ranks, _, kind = PROGRAMS[name]
-    function, more = WAYS[way]
+    function, more = ALGORITHMS[algorithm]
     outcomes = pool.outcomes(function, name, kind, *more)[:ranks]
     assert all(o.error is not None for o in outcomes), outcomes
     found = [o.error for o in outcomes if o.error.kind == "RaceError"]
@@ -168,7 +168,7 @@ _DOES_NOT = ("nothing", "broadcast", "not waited", "uneven all-to-all")
 
 
 @pytest.mark.parametrize("between", _ORDERS)
-def test_what_meets_orders(pool, between):
+def test_what_synchronizes_orders(pool, between):
     assert pool.run(_one_sided, between) == [None] * 3
 
 
@@ -207,10 +207,10 @@ def test_a_rank_races_with_its_own_collective(pool):
     assert {"aten::add_", "c10d::allreduce_"} == {first[1], second[1]}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_ops_that_meet_are_right_without_barriers(pool, name, way):
-    function, more = WAYS[way]
+def test_ops_that_meet_are_right_without_barriers(pool, name, algorithm):
+    function, more = ALGORITHMS[algorithm]
     pool.run(function, name, "11", *more)
 
 

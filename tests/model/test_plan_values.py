@@ -52,7 +52,7 @@ def test_plans_of_real_ranks_are_values(kind, two):
         assert len(plan.placements)
         check(plan, advice)
     if kind == "fsdp":
-        assert "live_gathers" in {a.kind for _, advice in mine for a in advice}
+        assert "unsharded_modules" in {a.kind for _, advice in mine for a in advice}
 
 
 @pytest.mark.parametrize("kind", KINDS)

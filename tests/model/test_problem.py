@@ -202,8 +202,8 @@ def edited(**change):
     tree = json.loads(sample().to_json())
     for path, value in change.items():
         at = tree
-        *way, last = path.split("__")
-        for step in way:
+        *algorithm, last = path.split("__")
+        for step in algorithm:
             at = at[int(step) if isinstance(at, list) else step]
         if isinstance(at, list):
             at[int(last)] = value

@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import symmplan
 from symmplan.capture import capture_fx
 from symmplan.capture.steps import plan_poison
-from symmplan.runtime.ways import Lowerings
+from symmplan.runtime.algorithms import Lowerings
 
 FILE = Path(__file__).with_name("golden.json")
-WAYS = {
+ALGORITHMS = {
     "shm": (Lowerings("shm"), False),
     "process group": (Lowerings("nccl"), False),
     "overwritten when dead": (Lowerings("shm"), True),
@@ -57,7 +57,7 @@ def _fingerprints(program: Program, groups: list[str]) -> dict[str, str]:
     graph = make_fx(lambda *x: run(program, groups, *x), tracing_mode="fake")
     module = graph(*make_inputs(program, 0))
     found = {}
-    for name, (lowerings, poison) in WAYS.items():
+    for name, (lowerings, poison) in ALGORITHMS.items():
         captured = capture_fx(
             module,
             lookup=lowerings.lookup,
@@ -75,7 +75,7 @@ def test_plans_are_what_they_were(groups, entry):
 
 
 def test_the_programs_say_something():
-    """Plans differ from program to program, and from way to way where collectives run."""
+    """Plans differ from program to program, and by algorithm where collectives run."""
     found = [f for entry in _read() for f in entry["fingerprints"].values()]
     assert len(found) == 30
     assert len(set(found)) >= 25

@@ -37,7 +37,7 @@ def test_no_two_conflicting_buffers_share_a_byte(problem):
 #: The pinned buffer is gone when the other comes.
 PINNED_ACCESSES = (Access("o", "b"), Access("p", "c"))
 #: A call that is not over where the ranks meet, but behind that.
-UNDER_WAY = Problem(
+IN_FLIGHT = Problem(
     buffers=(Buffer("x", 1, "g", align=1),),
     operations=(
         Operation("start"),
@@ -53,10 +53,10 @@ UNDER_WAY = Problem(
     ),
 )
 #: A wait orders what precedes the peers' start, and nothing that lies between start and wait.
-READ_UNDER_WAY = Problem(
+READ_IN_FLIGHT = Problem(
     buffers=(Buffer("x", 1, "g", align=1),),
     operations=(
-        Operation("start", group="g", meets=True),
+        Operation("start", group="g", synchronizes=True),
         Operation("read"),
         Operation("wait", ends=("start",)),
         Operation("write"),
@@ -64,12 +64,12 @@ READ_UNDER_WAY = Problem(
     accesses=(Access("read", "x", remote=True), Access("write", "x", write=True)),
 )
 #: Nor does a wait pass on what another group's meeting between start and wait has told this rank.
-MET_UNDER_WAY = Problem(
+MET_IN_FLIGHT = Problem(
     buffers=(Buffer("x", 1, "g", align=1), Buffer("y", 1, "h", align=1)),
     operations=(
         Operation("read"),
-        Operation("start", group="h", meets=True),
-        Operation("meet", group="g", meets=True),
+        Operation("start", group="h", synchronizes=True),
+        Operation("meet", group="g", synchronizes=True),
         Operation("wait", ends=("start",)),
         Operation("push"),
     ),
@@ -77,7 +77,7 @@ MET_UNDER_WAY = Problem(
     shared_groups=(("g", "h"),),
 )
 #: Nor does a call that handshakes, before it has ended.
-WRITTEN_UNDER_WAY = Problem(
+WRITTEN_IN_FLIGHT = Problem(
     buffers=(Buffer("x", 1, "g", align=1),),
     operations=(
         Operation("read"),
@@ -130,10 +130,10 @@ ELSEWHERE = Problem(
 
 
 @MANY
-@example(UNDER_WAY)
-@example(READ_UNDER_WAY)
-@example(MET_UNDER_WAY)
-@example(WRITTEN_UNDER_WAY)
+@example(IN_FLIGHT)
+@example(READ_IN_FLIGHT)
+@example(MET_IN_FLIGHT)
+@example(WRITTEN_IN_FLIGHT)
 @example(BETWEEN_OTHERS)
 @example(OF_ANOTHER_GROUP)
 @example(ELSEWHERE)
@@ -151,8 +151,8 @@ def test_peers_are_synchronised_wherever_bytes_are_reused(problem):
 @pytest.mark.parametrize(
     ("problem", "needed"),
     [
-        (READ_UNDER_WAY, [("read", "g"), ("write", "g")]),
-        (MET_UNDER_WAY, [("read", "h"), ("read", "g"), ("push", "h")]),
+        (READ_IN_FLIGHT, [("read", "g"), ("write", "g")]),
+        (MET_IN_FLIGHT, [("read", "h"), ("read", "g"), ("push", "h")]),
     ],
 )
 def test_a_wait_vouches_for_nothing_behind_its_start(problem, needed):

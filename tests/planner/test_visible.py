@@ -100,7 +100,7 @@ def test_every_plan_shows_something(problem):
     alone = evolve(
         problem,
         operations=[
-            evolve(o, group=None, handshake=False, release=False, meets=False)
+            evolve(o, group=None, handshake=False, release=False, synchronizes=False)
             for o in problem.operations
         ],
         accesses=[evolve(a, remote=False, enters=False, releases=False) for a in problem.accesses],

@@ -115,7 +115,7 @@ def test_what_orders_ranks(op):
     namespace, _, name = op.partition("::")
     spec = symmplan.requirements(op)
     bounded = {(r.enters, r.releases) for r in spec.requirements}
-    facts = spec.handshake, spec.release, spec.meets
+    facts = spec.handshake, spec.release, spec.synchronizes
     if namespace != "symm_mem":
         assert facts == (False, False, name not in _PAIRWISE)
         assert bounded == {(True, True)}
@@ -237,7 +237,7 @@ def test_json_is_complete(run):
         "signal_pad": True,
         "handshake": True,
         "release": True,
-        "meets": True,
+        "synchronizes": True,
         "asynchronous": False,
         "out": "symm_mem::one_shot_all_reduce_out.default",
         "fills": [],

@@ -65,7 +65,7 @@ def test_declares_arguments_and_results_in_schema_order():
     ],
     ids=["name", "overload name", "CustomOpDef", "packet", "overload"],
 )
-def test_every_way_to_point_at_an_op(ref):
+def test_every_algorithm_to_point_at_an_op(ref):
     returned = symmplan.symm_args("x", "return", group="g", align=16, signal_pad=True)(ref)
     assert returned is ref
     spec = symmplan.requirements(custom)

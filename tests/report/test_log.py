@@ -87,7 +87,7 @@ def test_each_plan_is_one_line_and_nothing_placed_is_one_warning():
         (plans, silent), other = ranks.run(_all)
     assert (plans, silent) == other
     assert [level for level, _ in plans] == ["INFO"] * 3
-    for (_, said), who, ways in zip(
+    for (_, said), who, algorithms in zip(
         plans,
         ("compiled graph (inference)", "eager session", "FSDP2"),
         ("1 symmetric", "1 symmetric", "2 symmetric"),
@@ -96,7 +96,7 @@ def test_each_plan_is_one_line_and_nothing_placed_is_one_warning():
         assert said.startswith(f"{who}: plan ")
         assert "in 1 segment, " in said
         assert "(the minimum)" in said
-        assert f"; ways: {ways}" in said
+        assert f"; algorithms: {algorithms}" in said
     warnings = [said for level, said in silent if level == "WARNING"]
     assert [said.partition(": ")[0] for said in warnings] == [
         "nothing was planned",

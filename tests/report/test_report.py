@@ -197,8 +197,8 @@ def test_rectangles_never_overlap(plan):
             bytes_meet = (
                 at.segment == other.segment and at.offset < other.end and other.offset < at.end
             )
-            time_meets = live[one][0] < live[two][1] and live[two][0] < live[one][1]
-            assert not (bytes_meet and time_meets), (one, two)
+            time_synchronizes = live[one][0] < live[two][1] and live[two][0] < live[one][1]
+            assert not (bytes_meet and time_synchronizes), (one, two)
 
 
 def test_the_axis_takes_the_earliest_listed_operation_that_can_run():

@@ -57,8 +57,8 @@ AGREED = {
         _outputs _peers _plain _pushes _users bisect_left call carried
         chosen collectives counts direct directs exchange get groups
         index meeting memory nbytes offset offsets other p
-        place reason received schedule segment segments site spot spots
-        tensor view way
+        place reason received schedule segment segments site scheduled
+        tensor view algorithm
     """,
     "the program's calls, and what was counted of them": """
         Key _arrived _last _unmet itemsize to _log _modules _next _reduced _seen
@@ -81,8 +81,8 @@ LOCAL = {
         "can_leave": "asked of all ranks",
         "step_aside": "copies",
     },
-    "holders": {"make_way": "who is there copies aside, or what is gathered is copied"},
-    "owner": {"make_way": "the same"},
+    "holders": {"give_room": "who is there copies aside, or what is gathered is copied"},
+    "owner": {"give_room": "the same"},
     "_saved": {"wait_for_unshard": "copies back"},
     "all_gather_event": {"wait_for_unshard": "waits", "step_aside": "waits"},
     "held": {
@@ -293,7 +293,7 @@ def test_the_tables_have_nothing_else():
         ),
         (
             "integrate/fsdp/runtime.py",
-            "        if self.schedule is None:\n            return None\n        spot, in_order",
+            "        if self.schedule is None:\n            return None\n        scheduled, in_",
             "        if self.memory._users[key.site].held(0, 1):\n            return None\n",
             "held",
         ),

@@ -15,7 +15,7 @@ import symmplan
 from symmplan.errors import PlanFormatError, PlanningError
 from symmplan.model import Access, Buffer, Operation, Plan, Problem
 from symmplan.planner import plan as plan_problem
-from symmplan.planner.budget import Stake, bytes_of, within
+from symmplan.planner.budget import Demotable, bytes_of, within
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,12 @@ def test_what_is_no_size_is_refused(text):
         symmplan.backend(capacity=text)
 
 
-# Who gives way.
+# What is demoted.
 
 
 @st.composite
 def kinds(draw):
-    """Kinds of collectives: size, calls that are live one after the other, seconds, ways."""
+    """Kinds of collectives: size, calls that are live one after the other, seconds, algorithms."""
     rows = []
     for i in range(draw(st.integers(1, 5))):
         size = 256 * draw(st.integers(1, 64))
@@ -71,7 +71,7 @@ def _make(rows, order):
     """What `within` plans: each call lives from its operation to a later one."""
 
     def make(gave):
-        buffers, accesses, stakes = [], [], []
+        buffers, accesses, demotables = [], [], []
         operations = [Operation(f"o{i}") for i in range(len(order))]
         for k, (key, size, calls, seconds, doubled) in enumerate(rows):
             now = gave.get(key, "copy engine" if doubled else "symmetric")
@@ -96,15 +96,15 @@ def _make(rows, order):
                     "symmetric": 1.0 - seconds / 2,
                     "copy engine": 1 - seconds,
                 }
-            stakes.append(Stake(key, key, now, calls, size, frozenset(mine), less, times))
+            demotables.append(Demotable(key, key, now, calls, size, frozenset(mine), less, times))
         problem = Problem(buffers=buffers, operations=operations, accesses=accesses)
-        return plan_problem(problem), stakes, now if rows else None
+        return plan_problem(problem), demotables, now if rows else None
 
     return make
 
 
 @given(kinds(), st.integers(0, 100))
-def test_a_plan_keeps_to_its_budget_and_nobody_gives_way_in_vain(drawn, percent):
+def test_a_plan_keeps_to_its_budget_and_nobody_gives_algorithm_in_vain(drawn, percent):
     make = _make(*drawn)
     whole = make({})[0]
     capacity = whole.peak_bytes * percent // 100
@@ -118,7 +118,7 @@ def test_a_plan_keeps_to_its_budget_and_nobody_gives_way_in_vain(drawn, percent)
         assert whole.peak_bytes <= capacity
         return
     assert plan.budget.wanted_bytes == whole.peak_bytes > capacity
-    gave = {g.what: g.after for g in plan.budget.gave_way}
+    gave = {g.what: g.after for g in plan.budget.demotions}
     for what in gave:
         others = {k: w for k, w in gave.items() if k != what}
         assert make(others)[0].peak_bytes > capacity or len(gave) == 1
@@ -137,12 +137,12 @@ def test_a_plan_keeps_to_its_budget_and_nobody_gives_way_in_vain(drawn, percent)
         {"capacity": 1},
         {"capacity": 1, "wanted_bytes": 2.5},
         {"capacity": 1, "wanted_bytes": 2, "why": ""},
-        {"capacity": 1, "wanted_bytes": 2, "gave_way": {}},
-        {"capacity": 1, "wanted_bytes": 2, "gave_way": [{"what": "x"}]},
+        {"capacity": 1, "wanted_bytes": 2, "demotions": {}},
+        {"capacity": 1, "wanted_bytes": 2, "demotions": [{"what": "x"}]},
         {
             "capacity": 1,
             "wanted_bytes": 2,
-            "gave_way": [
+            "demotions": [
                 {"what": "x", "calls": 1, "nbytes": 2, "before": "symmetric", "after": "by foot"}
             ],
         },
@@ -156,15 +156,15 @@ def test_a_budget_that_is_none_is_refused_where_a_plan_is_read(budget):
         Plan.from_json(json.dumps({**tree, "budget": budget}))
 
 
-def test_who_saves_least_for_its_bytes_gives_way():
+def test_who_saves_least_for_its_bytes_gives_algorithm():
     """Two of one size: the one that is used once goes before the one that is used often."""
     rows = [("seldom", 4096, 1, None, False), ("often", 4096, 4, None, False)]
     plan, _ = within(4096, _make(rows, [4] * 20))
-    assert [g.what for g in plan.budget.gave_way][:1] == ["seldom"]
+    assert [g.what for g in plan.budget.demotions][:1] == ["seldom"]
     measured = [("slow", 4096, 1, 0.1, False), ("fast", 4096, 1, 0.9, False)]
     plan, _ = within(4096, _make(measured, [4] * 20))
-    assert [(g.what, g.after) for g in plan.budget.gave_way] == [("slow", "ordinary")]
-    assert plan.budget.gave_way[0].seconds == pytest.approx(0.05)
+    assert [(g.what, g.after) for g in plan.budget.demotions] == [("slow", "ordinary")]
+    assert plan.budget.demotions[0].seconds == pytest.approx(0.05)
 
 
 # FSDP2.

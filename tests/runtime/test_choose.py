@@ -1,4 +1,4 @@
-"""How the ways of collectives are chosen: one vocabulary for graphs, eager programs and FSDP2."""
+"""How algorithms are chosen: one vocabulary for graphs, eager programs and FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = torch.ops._c10d_functional
 
 
 @pytest.mark.parametrize(
-    ("seconds", "kernels", "beside", "way"),
+    ("seconds", "kernels", "beside", "algorithm"),
     [
         ((10, 10, 10), False, True, "symmetric"),
         ((10, 11, 10), False, True, "ordinary"),
@@ -29,10 +29,10 @@ F = torch.ops._c10d_functional
         ((1e-4, 0.95e-4, None), False, False, "symmetric"),
     ],
 )
-def test_what_is_about_as_fast_is_told_apart_by_its_cost(seconds, kernels, beside, way):
-    ways = ("ordinary", "symmetric", "copy engine")
-    given = {w: s for w, s in zip(ways, seconds, strict=True) if s is not None}
-    assert fastest(given, kernels=kernels, beside=beside) == way
+def test_what_is_about_as_fast_is_told_apart_by_its_cost(seconds, kernels, beside, algorithm):
+    algorithms = ("ordinary", "symmetric", "copy engine")
+    given = {w: s for w, s in zip(algorithms, seconds, strict=True) if s is not None}
+    assert fastest(given, kernels=kernels, beside=beside) == algorithm
 
 
 def test_what_is_left_out_says_why():
@@ -59,8 +59,8 @@ def test_a_device_is_measured_and_shared_memory_is_not():
 
 
 @pytest.mark.parametrize("make", [symmplan.backend, symmplan.eager])
-def test_an_unknown_way_is_refused(make):
-    with pytest.raises(BackendError, match="unknown way to choose 'dice'"):
+def test_an_unknown_algorithm_is_refused(make):
+    with pytest.raises(BackendError, match="unknown algorithm 'dice'"):
         make(choose="dice")
 
 
@@ -68,7 +68,7 @@ def test_an_unknown_way_is_refused(make):
 
 
 def _setup(rank, size):
-    """Groups that stand for copy engines: gloo has none, but their way through symmplan is one."""
+    """Groups that stand for copy engines: gloo has none, but symmplan goes the same way."""
     import torch.distributed as dist
 
     from symmplan.runtime import engines, trials
@@ -128,7 +128,7 @@ def _exchanges(x, group):
 _PROGRAMS = {"functional": _program, "dist": _by_dist, "exchanges": _exchanges}
 
 
-def _ways(rank, size, how, choose, program):
+def _algorithms(rank, size, how, choose, program):
     """Run a program five times; what was chosen, and how often over copy engines."""
     import torch.distributed as dist
 
@@ -166,7 +166,7 @@ def _ways(rank, size, how, choose, program):
     }
 
 
-every_way_to_run = pytest.mark.parametrize(
+every_algorithm = pytest.mark.parametrize(
     ("how", "program"),
     [
         ("op by op", "functional"),
@@ -180,9 +180,9 @@ every_way_to_run = pytest.mark.parametrize(
 
 
 @pytest.mark.ranks
-@every_way_to_run
+@every_algorithm
 def test_copy_engines_run_what_they_can(pair, how, program):
-    first, second = pair.run(_ways, how, "copy engine", program)
+    first, second = pair.run(_algorithms, how, "copy engine", program)
     assert first == second
     assert first["placed"] > 0
     assert first["choices"] == []
@@ -194,40 +194,40 @@ def test_copy_engines_run_what_they_can(pair, how, program):
 
 
 @pytest.mark.ranks
-@every_way_to_run
+@every_algorithm
 def test_nothing_is_placed_that_shall_be_ordinary(pair, how, program):
-    first, second = pair.run(_ways, how, "ordinary", program)
+    first, second = pair.run(_algorithms, how, "ordinary", program)
     assert first == second
     assert (first["placed"], first["rendezvous"], first["on engines"]) == (0, 0, 0)
     assert "choose='ordinary'" in first["reasons"]
 
 
 @pytest.mark.ranks
-@every_way_to_run
-@pytest.mark.parametrize("way", ["ordinary", "symmetric", "copy engine"])
-def test_every_way_is_measured_and_what_was_chosen_runs(pair, how, program, way):
-    first, second = pair.run(_measured, how, way, program)
+@every_algorithm
+@pytest.mark.parametrize("algorithm", ["ordinary", "symmetric", "copy engine"])
+def test_every_algorithm_is_measured_and_what_was_chosen_runs(pair, how, program, algorithm):
+    first, second = pair.run(_measured, how, algorithm, program)
     assert first == second
     on_engines = ["copy engine", "ordinary", "symmetric"]
-    for op, ways in first["choices"]:
-        assert ways == (on_engines if "gather" in op or "to_all" in op else on_engines[1:])
-    assert (first["placed"] == 0) == (way == "ordinary")
-    assert (first["on engines"] > 0) == (way == "copy engine")
+    for op, algorithms in first["choices"]:
+        assert algorithms == (on_engines if "gather" in op or "to_all" in op else on_engines[1:])
+    assert (first["placed"] == 0) == (algorithm == "ordinary")
+    assert (first["on engines"] > 0) == (algorithm == "copy engine")
 
 
-def _measured(rank, size, how, way, program):
+def _measured(rank, size, how, algorithm, program):
     """The same, whatever is measured; the measurement's own collectives are not counted."""
     from symmplan.runtime import trials
 
     def chosen(seconds, **_):
-        return way if way in seconds else "symmetric"
+        return algorithm if algorithm in seconds else "symmetric"
 
     trials.fastest, fastest = chosen, trials.fastest
     try:
-        _ways(rank, size, how, "measure", program)
+        _algorithms(rank, size, how, "measure", program)
         forget, trials.forget = trials.forget, lambda: None
         try:
-            return _ways(rank, size, how, "measure", program)
+            return _algorithms(rank, size, how, "measure", program)
         finally:
             trials.forget = forget
     finally:

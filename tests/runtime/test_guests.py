@@ -116,10 +116,10 @@ def _step(model, optimizer, turn, rank, *, late=False):
     return loss.detach()
 
 
-def _trained(rank, size, dp, tp, acts, gathers=False, ways=("placed", "placed")):
+def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "placed")):
     """Losses with and without symmplan, and what the process holds.
 
-    ``ways`` are those of the graphs' collectives in each tensor-parallel group.
+    ``algorithms`` are those of the graphs' collectives in each tensor-parallel group.
     """
     import torch.distributed as dist
 
@@ -130,7 +130,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False, ways=("placed", "placed"))
     mesh, group = whole["dp"], whole["tp"].get_group()
     wanted, _ = made(mesh, group, "aot_eager", planned=False, gathers=gathers)
     optimizer = torch.optim.SGD(wanted.parameters(), lr=0.01)
-    backend = symmplan.backend(inner="eager", timeout=60.0, choose=ways[rank // tp])
+    backend = symmplan.backend(inner="eager", timeout=60.0, choose=algorithms[rank // tp])
     model, handle = made(mesh, group, backend, planned=True, gathers=gathers)
     mine = torch.optim.SGD(model.parameters(), lr=0.01)
     differences, alone = [], 0

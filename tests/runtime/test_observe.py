@@ -22,7 +22,7 @@ _GATHER = Expected(
     memory="nccl",
     nbytes=1024,
     dtype="bfloat16",
-    way="symmetric",
+    algorithm="symmetric",
 )
 _SUM = evolve(_GATHER, name="sum", op="c10d::_reduce_scatter_base_")
 _GROUP = Topology(ranks=2, device="cuda", copy_engines=True, nccl=(2, 28, 9))
@@ -32,7 +32,8 @@ _RING = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 _ENGINE = "Memcpy PtoP (Device -> Device)"
 
 
-# ---- kernels and ways ---------------------------------------------------------------------------
+# ---- kernels and algorithms
+# ---------------------------------------------------------------------------
 
 
 def _seen(expected, *kernels, topology=_GROUP):
@@ -44,31 +45,31 @@ def _seen(expected, *kernels, topology=_GROUP):
 
 
 @pytest.mark.parametrize(
-    ("way", "kernels"),
+    ("algorithm", "kernels"),
     [
         ("symmetric", [_SYMMETRIC]),
         ("copy engine", [_ENGINE, _ENGINE, "Memcpy DtoD (Device -> Device)"]),
         ("ordinary", [_RING]),
     ],
 )
-def test_each_way_shows(way, kernels):
-    seen = _seen(evolve(_GATHER, way=way), *kernels)
-    assert (seen.way, seen.engaged, seen.reason) == (way, True, "")
-    for other in {"symmetric", "copy engine", "ordinary"} - {way}:
-        seen = _seen(evolve(_GATHER, way=other), *kernels)
-        assert (seen.way, seen.engaged) == (way, False)
+def test_each_algorithm_shows(algorithm, kernels):
+    seen = _seen(evolve(_GATHER, algorithm=algorithm), *kernels)
+    assert (seen.algorithm, seen.engaged, seen.reason) == (algorithm, True, "")
+    for other in {"symmetric", "copy engine", "ordinary"} - {algorithm}:
+        seen = _seen(evolve(_GATHER, algorithm=other), *kernels)
+        assert (seen.algorithm, seen.engaged) == (algorithm, False)
         assert seen.reason
 
 
 def test_a_push_is_copies_and_a_meeting():
-    pushed = evolve(_SUM, way="push")
+    pushed = evolve(_SUM, algorithm="push")
     assert _seen(pushed, _ENGINE, "ncclDevKernel_AllReduce_Sum_i32_RING_LL(x)").engaged
     assert not _seen(pushed, "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)").engaged
 
 
 def test_what_no_kernel_shows_of_is_not_taken_for_engaged():
     seen = _seen(_GATHER)
-    assert (seen.way, seen.engaged) == (None, False)
+    assert (seen.algorithm, seen.engaged) == (None, False)
     assert "nothing was seen of it" in seen.reason
 
 
@@ -83,8 +84,12 @@ def test_what_no_kernel_shows_of_is_not_taken_for_engaged():
         ({"op": "c10d::broadcast_"}, {}, "NCCL has no symmetric kernel for it"),
         ({"memory": "cuda"}, {}, "operation: the process group does not know"),
         ({}, {}, "size or alignment: NCCL chose another kernel for 1024 bytes"),
-        ({"way": "copy engine"}, {"copy_engines": False}, "topology: NCCL cannot be asked for"),
-        ({"way": "copy engine"}, {}, "size: NCCL did not give 1024 bytes to copy engines"),
+        (
+            {"algorithm": "copy engine"},
+            {"copy_engines": False},
+            "topology: NCCL cannot be asked for",
+        ),
+        ({"algorithm": "copy engine"}, {}, "size: NCCL did not give 1024 bytes to copy engines"),
     ],
 )
 def test_reasons(change, topology, reason):
@@ -113,21 +118,21 @@ def test_kinds():
 # ---- verdicts -----------------------------------------------------------------------------------
 
 
-def test_verdicts_of_devices_with_and_without_what_ways_need():
+def test_verdicts_of_devices_with_and_without_what_algorithms_need():
     found = {v.collective: v for v in verdicts(_GROUP, "nccl")}
     assert list(found) == list(NCCL)
-    assert found["all-gather"].ways == ("ordinary", "symmetric", "copy engine")
-    assert found["reduce-scatter"].ways == ("ordinary", "symmetric", "copy engine", "push")
-    assert found["all-reduce"].ways == ("ordinary", "symmetric")
-    assert found["all-to-all"].ways == ("ordinary", "copy engine")
-    assert found["broadcast"].ways == ("ordinary",)
+    assert found["all-gather"].algorithms == ("ordinary", "symmetric", "copy engine")
+    assert found["reduce-scatter"].algorithms == ("ordinary", "symmetric", "copy engine", "push")
+    assert found["all-reduce"].algorithms == ("ordinary", "symmetric")
+    assert found["all-to-all"].algorithms == ("ordinary", "copy engine")
+    assert found["broadcast"].algorithms == ("ordinary",)
     for verdict in verdicts(evolve(_GROUP, copy_engines=False), "nccl"):
-        assert "copy engine" not in verdict.ways
+        assert "copy engine" not in verdict.algorithms
     for verdict in verdicts(evolve(_GROUP, hosts=2), "nccl"):
-        assert verdict.ways == ("ordinary",)
+        assert verdict.algorithms == ("ordinary",)
         assert "2 hosts" in verdict.why
     for verdict in verdicts(Topology(ranks=2), "shm"):
-        assert verdict.ways[1] == "symmetric"
+        assert verdict.algorithms[1] == "symmetric"
 
 
 # ---- real ranks ---------------------------------------------------------------------------------
@@ -203,7 +208,9 @@ def _checked(rank, size, integration, choose):
         backend.release()
         torch._dynamo.reset()
     assert all(torch.equal(result, want) for result in results)
-    calls = [(s.planned.op, s.planned.way, s.way, dict(s.kernels)) for s in checked.calls]
+    calls = [
+        (s.planned.op, s.planned.algorithm, s.algorithm, dict(s.kernels)) for s in checked.calls
+    ]
     return calls, checked.ok, stats.disengaged, str(checked)
 
 

@@ -17,7 +17,7 @@ from fsdp_models import DEVICE, Net, shard
 from ranks import RankPool, pool_of
 
 import symmplan
-from symmplan.runtime.table import Table, TuningRow
+from symmplan.runtime.tuning_table import Table, TuningRow
 
 pytestmark = pytest.mark.ranks
 
@@ -57,7 +57,7 @@ OPTIONS = {
         *_EVERYWHERE,
         ("choose", "push", "placed"),
         ("effort", "optimal", "fast"),
-        ("live_gathers", 2, None),
+        ("unsharded_modules", 2, None),
     ],
     "experts": [*_EVERYWHERE, ("choose", "ordinary", "push"), ("max_tokens", 64, 4)],
 }
@@ -134,9 +134,9 @@ def experts(rank, size, **options):
 PROGRAMS = {"compiled": compiled, "eager": eager, "fsdp": fsdp, "experts": experts}
 
 
-def _table(path, name, way):
+def _table(path, name, algorithm):
     file = Path(path) / f"{name}.json"
-    file.write_text(Table("shm", (TuningRow("all_gather", 2, 64, way),)).to_json())
+    file.write_text(Table("shm", (TuningRow("all_gather", 2, 64, algorithm),)).to_json())
     return str(file)
 
 

@@ -7,7 +7,7 @@ import copy
 import placed_checks
 import pytest
 import torch
-from explorer_graphs import WAYS, fx_programs, rewritten, traced, world
+from explorer_graphs import ALGORITHMS, fx_programs, rewritten, traced, world
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
@@ -20,16 +20,16 @@ def groups():
         yield names
 
 
-def _lowered(program, way, groups, **how):
-    return rewritten(copy.deepcopy(traced(program, groups, RANKS)), WAYS[way], **how)
+def _lowered(program, algorithm, groups, **how):
+    return rewritten(copy.deepcopy(traced(program, groups, RANKS)), ALGORITHMS[algorithm], **how)
 
 
 @settings(max_examples=40)
 @given(st.data())
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_do_what_was_planned(groups, way, data):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_graphs_do_what_was_planned(groups, algorithm, data):
     program = data.draw(fx_programs(ranks=RANKS))
-    found = _lowered(program, way, groups, poison=data.draw(st.booleans()))
+    found = _lowered(program, algorithm, groups, poison=data.draw(st.booleans()))
     if found is not None:
         lowered = placed_checks.of_graph(found.module)
         placed_checks.check(found.program.captured, found.plan.barriers, lowered)

@@ -21,7 +21,7 @@ from ranks import pool_of
 pytestmark = pytest.mark.ranks
 
 EXAMPLES = int(os.environ.get("SYMMPLAN_EXAMPLES", "12"))
-WAYS = ("auto", "process group")
+ALGORITHMS = ("auto", "process group")
 TURNS = 5
 _GROUPS: list[str] = []
 
@@ -72,7 +72,7 @@ def _eager(
     rank,
     world_size,
     program,
-    way,
+    algorithm,
     most,
     seed,
     late=None,
@@ -93,7 +93,7 @@ def _eager(
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
     with symmplan.eager(
-        timeout=60.0, memory=memory, choose="placed", debug=debug, collectives=way
+        timeout=60.0, memory=memory, choose="placed", debug=debug, collectives=algorithm
     ) as session:
 
         def iteration(turn):
@@ -118,7 +118,7 @@ def _compiled(
     rank,
     world_size,
     program,
-    way,
+    algorithm,
     most,
     seed,
     late=None,
@@ -138,7 +138,7 @@ def _compiled(
         return [], 0, 0
     torch._dynamo.reset()
     backend = symmplan.backend(
-        inner=inner, memory=memory, timeout=60.0, choose="placed", collectives=way
+        inner=inner, memory=memory, timeout=60.0, choose="placed", collectives=algorithm
     )
     compiled = torch.compile(
         lambda *tensors: run(program, _GROUPS, *tensors), backend=backend, fullgraph=True
@@ -172,20 +172,20 @@ PAUSES = st.sampled_from((0.0, 0.002))
 SEEDS = st.integers(0, 1000)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @MANY
 @given(data=st.data())
-def test_eager_programs(pool, way, data):
+def test_eager_programs(pool, algorithm, data):
     program = data.draw(one_sided_programs(pool.world_size))
-    _check(pool, _eager, program, way, data.draw(PAUSES), data.draw(SEEDS))
+    _check(pool, _eager, program, algorithm, data.draw(PAUSES), data.draw(SEEDS))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @MANY
 @given(data=st.data())
-def test_compiled_programs(pool, way, data):
+def test_compiled_programs(pool, algorithm, data):
     program = data.draw(one_sided_programs(pool.world_size, in_place=False))
-    _check(pool, _compiled, program, way, data.draw(PAUSES), data.draw(SEEDS))
+    _check(pool, _compiled, program, algorithm, data.draw(PAUSES), data.draw(SEEDS))
 
 
 def _program(world, *steps, outputs):
@@ -259,14 +259,14 @@ SEEN = {
 }
 
 
-def _late(rank, world_size, program, way, work, **more_of_it):
+def _late(rank, world_size, program, algorithm, work, **more_of_it):
     """Every rank late, at every op that peers take part in: before it, or in it."""
     wrong, counts = [], set()
     ops = [kind for kind, *_ in program.steps if kind[-2:].isdigit()]
     for who in range(world_size):
         for moments in (("", ":end"), (":begin",)):
             late = {who: {op + moment: 0.004 for op in ops for moment in moments}}
-            found, *more = work(rank, world_size, program, way, 0.0, 0, late, **more_of_it)
+            found, *more = work(rank, world_size, program, algorithm, 0.0, 0, late, **more_of_it)
             wrong += [(late, text) for text in found]
             counts.add(tuple(more))
     return wrong, *counts
@@ -280,20 +280,20 @@ def _late(rank, world_size, program, way, work, **more_of_it):
 )
 @pytest.mark.parametrize("name", SEEN)
 def test_what_was_seen(pool, name, work):
-    way, ranks, steps, outputs = SEEN[name]
+    algorithm, ranks, steps, outputs = SEEN[name]
     if pool.world_size not in ranks:
         return
-    _check(pool, _late, _program(pool.world_size, *steps, outputs=outputs), way, work)
+    _check(pool, _late, _program(pool.world_size, *steps, outputs=outputs), algorithm, work)
 
 
-def _watched(rank, world_size, program, way):
+def _watched(rank, world_size, program, algorithm):
     """Under the race detector, which knows nothing of plans."""
-    return _eager(rank, world_size, program, way, 0.001, 0, turns=3, debug=True)
+    return _eager(rank, world_size, program, algorithm, 0.001, 0, turns=3, debug=True)
 
 
 @pytest.mark.parametrize("name", SEEN)
 def test_the_race_detector_finds_nothing(pool, name):
-    way, ranks, steps, outputs = SEEN[name]
+    algorithm, ranks, steps, outputs = SEEN[name]
     if pool.world_size not in ranks:
         return
-    _check(pool, _watched, _program(pool.world_size, *steps, outputs=outputs), way)
+    _check(pool, _watched, _program(pool.world_size, *steps, outputs=outputs), algorithm)

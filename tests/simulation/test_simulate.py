@@ -34,7 +34,7 @@ from symmplan.cli import main
 from symmplan.cli.simulate import _program as program_of
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
-from symmplan.runtime.table import Table, TuningRow
+from symmplan.runtime.tuning_table import Table, TuningRow
 
 KINDS = ("fsdp", "experts", "eager", "interleaved", "hsdp", "fsdp x tp", "1f1b", "tp", "compiled")
 
@@ -103,7 +103,7 @@ def plans_of(kind="fsdp", **options):
 
 
 def wide(capacity=None):
-    """A model whose modules are large enough for devices' ways."""
+    """A model whose modules are large enough for devices' algorithms."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -151,7 +151,7 @@ def large_root(capacity=None):
         model(torch.zeros(1, 128, dtype=torch.long)).sum().backward()
 
 
-def test_the_root_of_405b_gives_way_on_a_budget():
+def test_the_root_of_405b_gives_algorithm_on_a_budget():
     def simulated_in(capacity):
         program = functools.partial(large_root, capacity)
         return symmplan.simulate(program, ranks=512, memory="nccl")
@@ -162,19 +162,19 @@ def test_the_root_of_405b_gives_way_on_a_budget():
     assert sum(root) > 35 << 30
     assert whole.peak_bytes > 45 << 30
     assert 0 < less.peak_bytes <= 36 << 30
-    gave = {(g.what.split()[0], g.calls, g.after) for g in less.plans[0].budget.gave_way}
+    gave = {(g.what.split()[0], g.calls, g.after) for g in less.plans[0].budget.demotions}
     assert gave == {("all_gather", 1, "ordinary"), ("reduce_scatter", 1, "ordinary")}
     # The layers keep theirs.
-    ways = {(c.op, c.way) for c in less.collectives}
-    assert {("all_gather", "copy engine"), ("reduce_scatter", "push")} <= ways
+    algorithms = {(c.op, c.algorithm) for c in less.collectives}
+    assert {("all_gather", "copy engine"), ("reduce_scatter", "push")} <= algorithms
     assert "budget: 47.28 GiB wanted, 36 GiB there" in less.plans[0].summary()
 
 
 def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number():
     eight, many = (symmplan.simulate(wide, ranks=ranks, rank=ranks - 1) for ranks in (8, 4096))
     assert eight.plans[0].peak_bytes
-    ways = {(c.op, c.way) for c in many.collectives}
-    assert ways == {("all_gather", "copy engine"), ("reduce_scatter", "push")}
+    algorithms = {(c.op, c.algorithm) for c in many.collectives}
+    assert algorithms == {("all_gather", "copy engine"), ("reduce_scatter", "push")}
     assert {c.ranks for c in many.collectives} == {4096}
     assert many.ordinary_bytes.parameters < eight.ordinary_bytes.parameters
     assert eight.ordinary_bytes.optimizer >= 2 * eight.ordinary_bytes.parameters > 0
@@ -192,7 +192,7 @@ def test_what_this_machine_has_and_is_says_nothing_of_another_world(monkeypatch)
     assert planned.budget is not None
     assert not planned.peak_bytes
     costs = [a.text for a in report.advice() if a.kind == "cost"]
-    assert len(costs) == len(planned.budget.gave_way)
+    assert len(costs) == len(planned.budget.demotions)
     assert "as ordinary instead of push" in costs[0]
 
 
@@ -222,7 +222,7 @@ def test_a_table_says_how_collectives_run(tmp_path):
     )
     path.write_text(Table("nccl", rows).to_json())
     report = symmplan.simulate(wide, ranks=16, choices=path)
-    assert {(c.op, c.way) for c in report.collectives} == {
+    assert {(c.op, c.algorithm) for c in report.collectives} == {
         ("all_gather", "symmetric"),
         ("reduce_scatter", "push"),
     }
@@ -243,8 +243,10 @@ def test_a_table_serves_real_options(tmp_path):
 @pytest.mark.parametrize("kind", ["fsdp", "compiled", "eager"])
 def test_ranks_that_read_different_tables_say_which(kind, tmp_path):
     files = [str(tmp_path / f"{rank}.json") for rank in range(2)]
-    for rank, way in enumerate(("ordinary", "symmetric")):
-        Path(files[rank]).write_text(Table("shm", (TuningRow("all_gather", 2, 64, way),)).to_json())
+    for rank, algorithm in enumerate(("ordinary", "symmetric")):
+        Path(files[rank]).write_text(
+            Table("shm", (TuningRow("all_gather", 2, 64, algorithm),)).to_json()
+        )
     says = ("AgreementError", "ranks 0 and 1 read different tables of choices", (0, 1))
     with RankPool(2) as fresh:
         for given in (files, [files[0], "placed"], ["measure", files[1]]):

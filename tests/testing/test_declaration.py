@@ -45,7 +45,7 @@ def test_truthful_declarations_hold(name, kind):
     # What is not declared is not so, either, but for what follows from what is.
     assert report.fact("handshake").holds == (kind[0] == "1")
     assert report.fact("release").holds == (kind[1] == "1")
-    assert report.fact("meets").holds == (kind != "00")
+    assert report.fact("synchronizes").holds == (kind != "00")
 
 
 @pytest.mark.further

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 from explorer_counts import count_graphs
-from explorer_graphs import WAYS, Steps, fx_programs, judge, world
+from explorer_graphs import ALGORITHMS, Steps, fx_programs, judge, world
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 
@@ -18,9 +18,9 @@ def groups():
         yield names
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rewritten_graphs_are_right(groups, way):
-    counts = count_graphs(40, way, groups, barriers=False)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rewritten_graphs_are_right(groups, algorithm):
+    counts = count_graphs(40, algorithm, groups, barriers=False)
     assert counts.programs > 20
     assert counts.sharing > counts.programs / 4
     assert counts.unknown == 0
@@ -66,7 +66,7 @@ def _remote(problem, **facts):
     return attrs.evolve(problem, accesses=accesses)
 
 
-#: ``{what is wrong: (way, how it is made so)}``
+#: ``{what is wrong: (algorithm, how it is made so)}``
 FAULTS = {
     "no barriers": ("shm", {"kept": lambda _: []}),
     "no barriers beside the process group": ("process group", {"kept": lambda _: []}),
@@ -74,7 +74,7 @@ FAULTS = {
     "asynchronous work is over at once": ("process group", {"told": _unheld}),
     "everything handshakes": ("process group", {"told": lambda p: _all(p, handshake=True)}),
     "everything releases": ("process group", {"told": lambda p: _all(p, release=True)}),
-    "broadcasts meet": ("process group", {"told": lambda p: _all(p, meets=True)}),
+    "broadcasts meet": ("process group", {"told": lambda p: _all(p, synchronizes=True)}),
     "everything enters": ("shm", {"told": lambda p: _remote(p, enters=True)}),
     "everything is released": ("shm", {"told": lambda p: _remote(p, releases=True)}),
     "nothing is remote": (
@@ -93,11 +93,11 @@ _SHOWN_BY = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(groups, fault):
-    way, changes = FAULTS[fault]
+    algorithm, changes = FAULTS[fault]
 
     def seen(case) -> bool:
         program, transport = case
-        judged = judge(program, way, groups, transport=transport, **changes)
+        judged = judge(program, algorithm, groups, transport=transport, **changes)
         return judged is not None and judged.verdict.kind in ("wrong", "other results")
 
     calm = settings(
@@ -112,9 +112,9 @@ def test_faults_are_seen(groups, fault):
     find(st.tuples(programs, transports), seen, settings=calm)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_was_reduced_in_place_is_read_by_its_old_name(groups, way):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_was_reduced_in_place_is_read_by_its_old_name(groups, algorithm):
     """The reduced tensor leaves the graph, and its placement is used again behind the wait."""
     steps = (("relu", 0, 0), ("reduce_", 2, 0), ("relu", 0, 0), ("gather_out", 1, 0))
-    judged = judge(Steps(((1, 2), (1, 2)), steps, (2,)), way, groups)
+    judged = judge(Steps(((1, 2), (1, 2)), steps, (2,)), algorithm, groups)
     assert judged.verdict.kind == "right", judged

@@ -68,9 +68,11 @@ def _unheld(program: TinyProgram, problem: Problem) -> Problem:
 
 #: ``{what is said that is not true: how}``
 LIES = {
-    "broadcast meets": lambda p, q: _operations(p, q, ["broadcast"], meets=True),
-    "all-to-all with empty parts meets": lambda p, q: _operations(p, q, ["all_to_all"], meets=True),
-    "one-sided ops meet": lambda p, q: _operations(p, q, REMOTE, meets=True),
+    "broadcast meets": lambda p, q: _operations(p, q, ["broadcast"], synchronizes=True),
+    "all-to-all with empty parts meets": lambda p, q: _operations(
+        p, q, ["all_to_all"], synchronizes=True
+    ),
+    "one-sided ops meet": lambda p, q: _operations(p, q, REMOTE, synchronizes=True),
     "one-sided ops handshake": lambda p, q: _operations(p, q, REMOTE, handshake=True),
     "one-sided ops release": lambda p, q: _operations(p, q, REMOTE, release=True),
     "collectives handshake": lambda p, q: _operations(

@@ -239,8 +239,8 @@ def compared(
 def choice_lines(choices: Iterable[Mapping[str, Any]]) -> list[str]:
     """What was measured of each kind and size of collective."""
     return [
-        f"{c['op'].rpartition('::')[2]} of {c['nbytes']:,} bytes: {c['way']}, of "
-        + ", ".join(f"{way} {s * 1e6:.0f} us" for way, s in c["seconds"].items())
-        + (f", beside {c['company']}" if c["company"] else "")
+        f"{c['op'].rpartition('::')[2]} of {c['nbytes']:,} bytes: {c['algorithm']}, of "
+        + ", ".join(f"{algorithm} {s * 1e6:.0f} us" for algorithm, s in c["seconds"].items())
+        + (f", beside {c['concurrent']}" if c["concurrent"] else "")
         for c in choices
     ]

@@ -193,7 +193,7 @@ class Side:
             self.handle = symmplan.fsdp.apply(
                 self.model,
                 choose=choose,
-                live_gathers=self._options.get("live_gathers"),
+                unsharded_modules=self._options.get("unsharded_modules"),
                 timeout=self._options["wait"],
             )
 

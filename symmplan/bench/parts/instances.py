@@ -146,10 +146,13 @@ class _ProgramBuilder:
         group: str | None = None,
         after: Sequence[str] = (),
     ) -> str:
-        meets = group is not None
-        self.operations.append(Operation(name, stream, group, meets=meets))
+        synchronizes = group is not None
+        self.operations.append(Operation(name, stream, group, synchronizes=synchronizes))
         self.accesses.extend(
-            Access(name, b, write=True, remote=meets, enters=meets, releases=meets) for b in touched
+            Access(
+                name, b, write=True, remote=synchronizes, enters=synchronizes, releases=synchronizes
+            )
+            for b in touched
         )
         self.edges.extend((a, name) for a in after)
         return name
@@ -200,8 +203,8 @@ def _gather(b: _ProgramBuilder, name: str, nbytes: int, behind: str) -> None:
 def _passes(layers: int, steps: int) -> Iterator[tuple[str, int, int]]:
     """Name, layer and micro-batch of each layer's forward, then backward pass."""
     for s in range(steps):
-        for way, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
-            yield from ((f"s{s}.{way}{i}", i, s) for i in order)
+        for algorithm, order in (("f", range(layers)), ("b", range(layers - 1, -1, -1))):
+            yield from ((f"s{s}.{algorithm}{i}", i, s) for i in order)
 
 
 def tensor_parallel_program(layers: int, *, steps: int = 1, hidden_bytes: int = 1 << 20) -> Problem:

@@ -1,4 +1,4 @@
-"""The sides of ``symmplan bench company``: two programs of two groups of the same ranks."""
+"""The sides of ``symmplan bench concurrent``: two programs of two groups of the same ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORCED", "TwoGroups"]
 
-#: The ways that are forced, by program.
+#: The algorithms that are forced, by program.
 FORCED = {
     "compiled": ("placed", "copy engine", "ordinary"),
     "FSDP2": ("placed", "copy engine", "push", "ordinary"),
@@ -30,7 +30,7 @@ _WARM_UP = 4
 
 
 class TwoGroups:
-    """A program with one way to choose.
+    """A program with one algorithm to choose.
 
     Args:
         program: ``"compiled"`` or ``"FSDP2"``.

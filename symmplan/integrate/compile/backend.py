@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.parts import Record
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
+    from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choice, Choose
-    from symmplan.runtime.ways import Collectives
 
 __all__ = ["CompileBackend", "CompileOptions", "backend", "default_backend", "symmplan"]
 
@@ -185,7 +185,7 @@ class CompileBackend:
         """See `symmplan.coordination.world`."""
         return self.plans
 
-    def _simulated_way_(self, call: Any) -> WayName:  # noqa: ARG002
+    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:  # noqa: ARG002
         """It tells of no calls: what a graph runs is seen."""
         return "symmetric"
 
@@ -293,18 +293,18 @@ def backend(
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
         effort: ``"fast"``, or ``"optimal"`` for a search with a proof; see `Plan.search`.
         timeout: Seconds that ranks wait for each other before they raise.
-        choose: How the ways of collectives are chosen. ``"placed"``, the same as ``"symmetric"``,
-            to put every declared tensor into symmetric memory; ``"measure"`` to time each kind and
-            size of collective in every way there is when it is first compiled, and leave out of the
-            plan what is not clearly faster in symmetric memory; ``"copy engine"`` to let copy
-            engines run all-gathers, without kernels, over communicators of their own
-            (``memory="nccl"``); ``"ordinary"`` to plan no collective, only ops that need symmetric
-            memory; ``"auto"`` to measure on devices only, and place all elsewhere. The path of a
-            ``.json`` file to take what was measured elsewhere, see `symmplan.simulate`.
+        choose: How the algorithms of collectives are chosen. ``"placed"``, the same as
+            ``"symmetric"``, to put every declared tensor into symmetric memory; ``"measure"`` to
+            time each kind and size of collective in every way there is when it is first compiled,
+            and leave out of the plan what is not clearly faster in symmetric memory; ``"copy
+            engine"`` to let copy engines run all-gathers, without kernels, over communicators of
+            their own (``memory="nccl"``); ``"ordinary"`` to plan no collective, only ops that need
+            symmetric memory; ``"auto"`` to measure on devices only, and place all elsewhere. The
+            path of a ``.json`` file to take what was measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``, equal on all ranks or the least counts; None for what is free, less a
             tenth, when a graph of some groups is first compiled. Collectives that save least for
-            their bytes give way, after inputs that ``bind`` would keep; ``Plan.summary`` of the
+            their bytes are demoted, after inputs that ``bind`` would keep; ``Plan.summary`` of the
             plans says which.
         bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
             into symmetric memory for good when a graph first passes them to a declared op, so that

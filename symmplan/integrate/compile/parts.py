@@ -71,7 +71,7 @@ class PlannedPart:
         calls: How many declared calls run in placements.
         expected: How those of them that are collectives are to run.
         copies: How many copies it makes into and out of placements.
-        ways: How each of its declared calls runs.
+        algorithms: How each of its declared calls runs.
         shared: The segments that it runs in; None before it first runs.
         agreed: The first plan that showed peers what its own does.
         groups: The process groups of whatever it has in symmetric memory, once it has run.
@@ -90,7 +90,7 @@ class PlannedPart:
     calls: int
     expected: tuple[Expected, ...]
     copies: int
-    ways: tuple[str, ...]
+    algorithms: tuple[str, ...]
     shared: Shared | None = field(init=False, default=None)
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
@@ -144,7 +144,7 @@ class PlannedPart:
             calls=len(program.calls),
             expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
             copies=sum(i.kind.startswith("copy") for i in program.instructions),
-            ways=program.ways,
+            algorithms=program.algorithms,
         )
 
     def run_plainly(self, args: list[Any]) -> Any:

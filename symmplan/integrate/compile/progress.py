@@ -42,9 +42,9 @@ from weakref import WeakKeyDictionary
 
 from attrs import define, field
 
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.exchange import Exchange, processes_of
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.tell import tell
 from symmplan.errors import AgreementError, SymmplanError
 from symmplan.memory import realize
 from symmplan.model import Access, Buffer, Operation, Problem
@@ -242,7 +242,7 @@ class Progress:
         Collective: yes, over those groups.
         """
         with self.planning(groups) as watch:
-            tell("planning", dict.fromkeys(groups), groups, self.timeout, watch)
+            all_gather_json("planning", dict.fromkeys(groups), groups, self.timeout, watch)
         if asked is not None:
             asked += groups
 

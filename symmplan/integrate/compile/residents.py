@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.tell import tell
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.pool import group_names, released
 from symmplan.memory import realize
@@ -209,7 +209,9 @@ class Residents:
             ]
             if not places.were_used(process_group, numbers):
                 self.pool.progress.gather({group: process_group})
-                said = tell("places", {group: numbers}, {group: process_group}, self.timeout)
+                said = all_gather_json(
+                    "places", {group: numbers}, {group: process_group}, self.timeout
+                )
                 numbers = [
                     n if all(_same(other, numbers, i) for other in said[group]) else None
                     for i, n in enumerate(numbers)

@@ -17,8 +17,8 @@ from symmplan.integrate.compile.emit import Emitter, SegmentInput
 from symmplan.integrate.compile.ops import without_returns
 from symmplan.integrate.compile.order import keep_order, poison
 from symmplan.registry import bind_arguments
+from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.lower import launch
-from symmplan.runtime.ways import overload_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -39,12 +39,12 @@ from symmplan.model import Barrier
 from symmplan.planner.barriers import barriers_of, in_turn
 from symmplan.planner.items import items_of
 from symmplan.registry import resolve_group_name, spec_for
+from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.fitting import Fitting
 from symmplan.runtime.observe import launching_from
 from symmplan.runtime.prepare import checked_plan
 from symmplan.runtime.program import place
 from symmplan.runtime.watching import Watching
-from symmplan.runtime.ways import Lowerings
 from symmplan.torch_private import c10d
 from symmplan.torch_private.autograd import keeps_graph
 from symmplan.torch_private.compilers import keep_inputs, saved_outputs, takes_a_list
@@ -161,8 +161,8 @@ class Unit:
             self.record.plans[name] = plan
             self.residents.plan(captured, name, lowerings.memory)
             if all(s.buffer is None for s in captured.sites):
-                ways = ["ordinary"] * len(captured.specs)
-                self.pool.preparation.log(plan, ways, f"compiled graph ({name})")
+                algorithms = ["ordinary"] * len(captured.specs)
+                self.pool.preparation.log(plan, algorithms, f"compiled graph ({name})")
                 return None
             # Parts may run in another order than planned (two forwards, then two backwards), so
             # each also gets the barriers that it needs when it follows itself.
@@ -188,7 +188,8 @@ class Unit:
     ) -> tuple[Fitting, int | None]:
         """The part, with how its collectives run, and how many bytes plans may take.
 
-        Collective: over the part's groups, the first time for them, and where ways are measured.
+        Collective: over the part's groups, the first time for them, and where algorithms are
+            measured.
         """
         names, refused = self._groups(module)
         lowerings = self._prepare(names)
@@ -244,7 +245,7 @@ class Unit:
             kept = sum(b.nbytes for b in captured.residence.buffers)
             if pool.taken(self._plan(captured)[0]) + kept <= room:
                 room -= kept
-            else:  # kept inputs give way first: they are bytes for good
+            else:  # kept inputs are demoted first: they are bytes for good
                 keep = {"keep": frozenset()}
         plan, made = fitting.fit(room, planned, pool.taken, **keep)
         if joined:
@@ -417,6 +418,6 @@ class Unit:
         for each in same:
             each.shared, each.agreed = found
         names = ", ".join(p.name for p in same)
-        ways = [way for p in same for way in p.ways]
-        self.pool.preparation.log(plan, ways, f"compiled graph ({names})")
+        algorithms = [algorithm for p in same for algorithm in p.algorithms]
+        self.pool.preparation.log(plan, algorithms, f"compiled graph ({names})")
         return found[0]

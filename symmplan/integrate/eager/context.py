@@ -14,8 +14,8 @@ from symmplan.torch_private.table import require
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choose
-    from symmplan.runtime.ways import Collectives
 
 __all__ = ["eager", "empty", "out"]
 
@@ -40,17 +40,18 @@ def eager(
     Args:
         group: Torch's process group of all ranks that run the program; the default one if None.
         memory: Name of a memory backend.
-        choose: How the ways of collectives are chosen. ``"placed"``, the same as ``"symmetric"``,
-            puts every declared tensor into symmetric memory; ``"measure"`` times each kind and size
-            of collective in every way there is when the iteration is planned, and leaves out of the
-            plan what is not clearly faster in symmetric memory; ``"copy engine"`` lets copy engines
-            run all-gathers (``memory="nccl"``); ``"ordinary"`` plans no collective, only ops that
-            need symmetric memory; ``"auto"`` measures on devices and places all elsewhere. The path
-            of a ``.json`` file takes what was measured elsewhere, see `symmplan.simulate`.
+        choose: How the algorithms of collectives are chosen. ``"placed"``, the same as
+            ``"symmetric"``, puts every declared tensor into symmetric memory; ``"measure"`` times
+            each kind and size of collective in every way there is when the iteration is planned,
+            and leaves out of the plan what is not clearly faster in symmetric memory; ``"copy
+            engine"`` lets copy engines run all-gathers (``memory="nccl"``); ``"ordinary"`` plans no
+            collective, only ops that need symmetric memory; ``"auto"`` measures on devices and
+            places all elsewhere. The path of a ``.json`` file takes what was measured elsewhere,
+            see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. None for what is free when the iteration is planned, less a tenth. Ranks
             take the least that one of them has. Collectives that save least for their bytes give
-            way; ``session.plan.summary()`` says which.
+            algorithm; ``session.plan.summary()`` says which.
         device: Where declared tensors lie; the current CUDA device if the group has NCCL, else the
             CPU.
         effort: How hard the planner tries.

@@ -18,8 +18,8 @@ import torch
 from symmplan.capture.c10d import NAMES
 from symmplan.coordination.own import OWN
 from symmplan.registry import all_specs
+from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.listening import silence
-from symmplan.runtime.ways import overload_named
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from symmplan.integrate.eager.scratch import ScratchMemory
 from symmplan.memory.spares import give_back
 from symmplan.registry import spec_for
 from symmplan.report.log import LOG
+from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.engines import register_known
 from symmplan.runtime.fitting import Fitting
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.program import place
 from symmplan.runtime.stats import Copy
-from symmplan.runtime.ways import Lowerings
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class IterationRecording:
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
             events, tail = events_of(recorder, program, arena, settings.device)
-        preparation.log(plan, program.ways)
+        preparation.log(plan, program.algorithms)
         return Frozen(
             plan,
             captured,
@@ -270,7 +270,7 @@ class IterationRecording:
         )
 
     def _prepared(self, lowerings: Lowerings) -> _Prepared:
-        """Choose ways, plan, and get memory; place nothing if that is refused.
+        """Choose algorithms, plan, and get memory; place nothing if that is refused.
 
         Collective: yes.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.world import World
     from symmplan.integrate.eager.recording import IterationRecording
     from symmplan.memory import Arena
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.runtime.options import Options
 
 __all__ = ["SimulatedSession"]
@@ -79,7 +79,7 @@ class SimulatedSession(Session):
         """The plan, if an iteration came to its end."""
         return () if self.plan is None else (self.plan,)
 
-    def _simulated_way_(self, call: Any) -> WayName:  # noqa: ARG002
+    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:  # noqa: ARG002
         """It tells of no calls."""
         return "ordinary"
 

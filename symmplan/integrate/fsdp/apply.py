@@ -62,20 +62,20 @@ class Handle:
         plan = self.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
         schedule = self._runtime.schedule
-        placed = 0 if schedule is None else sum(s.place is not None for s in schedule.spots)
+        placed = 0 if schedule is None else sum(s.place is not None for s in schedule.collectives)
         return Stats(
             modules=self._count,
             plans=int(plan is not None),
             placed=placed,
             bound=placed,
-            unplanned=0 if schedule is None else len(schedule.spots) - placed,
+            unplanned=0 if schedule is None else len(schedule.collectives) - placed,
             recorded=counts.recorded,
             rendezvous=self._runtime.memory.rendezvous,
             served=counts.bound + counts.staged,
             reused=counts.reused,
             copies=counts.staged + self._runtime.memory.displaced,
             plain=counts.plain,
-            departures=counts.departures,
+            divergences=counts.divergences,
             replans=counts.replans,
             reasons=tuple(reasons),
             flat=tuple(self._runtime.planning.flat.items()),
@@ -144,7 +144,7 @@ def apply(
     choose: Choose = "auto",
     capacity: int | str | None = None,
     effort: Literal["fast", "optimal"] = "fast",
-    live_gathers: int | None = None,
+    unsharded_modules: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Handle:
     """Put the all-gathers and reduce-scatters of FSDP2 into planned symmetric memory.
@@ -156,8 +156,8 @@ def apply(
     Args:
         model: A module with modules inside to which ``fully_shard`` was applied.
         memory: Name of a memory backend: ``"auto"``, ``"nccl"``, ``"shm"``, ...
-        choose: ``"measure"`` runs each collective in the fastest way, by a short measurement on
-            the real sizes when the plan is frozen; see `Choice`. Without measurement,
+        choose: ``"measure"`` runs each collective by the fastest algorithm, by a short measurement
+            on the real sizes when the plan is frozen; see `Choice`. Without measurement,
             ``"placed"``, the same as ``"symmetric"``, runs all of them in symmetric memory over the
             model's own groups; ``"copy engine"`` without kernels where the backend has copy
             engines, reduce-scatters as an all-to-all and a local sum; ``"push"`` lets gradients go
@@ -166,13 +166,13 @@ def apply(
             takes what was measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
             ``"40GiB"``. None for what is free when the plan is made, less a tenth. Ranks take the
-            least that one of them has. Collectives that save least for their bytes give way, and
+            least that one of them has. Collectives that save least for their bytes are demoted, and
             ``handle.plan.summary()`` says which.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
-        live_gathers: How many modules may have bytes for their unsharded parameters at once, the
-            root's included; None for as many as the first step had, whose gathers all run. Fewer
-            need fewer bytes, and gathers ahead of their time begin when a module before them is
-            done. More are ``reshard_after_forward=False`` for as many of the last modules of a
+        unsharded_modules: How many modules may have bytes for their unsharded parameters at once,
+            the root's included; None for as many as the first step had, whose gathers all run.
+            Fewer need fewer bytes, and gathers ahead of their time begin when a module before them
+            is done. More are ``reshard_after_forward=False`` for as many of the last modules of a
             forward pass as fit: backward does not gather these again, what forward writes to
             their unsharded parameters is still there then, and a forward pass without a backward
             leaves them unsharded. ``plan.summary()`` says how many there are, ``plan.advice()``
@@ -184,7 +184,7 @@ def apply(
         BackendError: There is no such memory backend, or ``choose`` is none of these.
         MissingSeamError: This torch lacks what a planned step's numbers rest on.
         PlanningError: There is no such effort, ``capacity`` is no number of bytes, or
-            ``live_gathers`` is less than 1.
+            ``unsharded_modules`` is less than 1.
 
     Collective: no; the end of the first recorded step is.
 
@@ -200,11 +200,11 @@ def apply(
     options = Options(
         memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
     )
-    if live_gathers is not None and live_gathers < 1:
+    if unsharded_modules is not None and unsharded_modules < 1:
         raise PlanningError(
             "a module cannot run without its parameters",
-            expected="live_gathers of at least 1",
-            got=live_gathers,
+            expected="unsharded_modules of at least 1",
+            got=unsharded_modules,
             fix="leave it out, and see plan.summary() for how many there are",
         )
     if not isinstance(model, Module):
@@ -237,11 +237,11 @@ def apply(
         )
     world = current()
     if world is None:
-        runtime = Runtime(options, len(found), live_gathers)
+        runtime = Runtime(options, len(found), unsharded_modules)
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         runtime.planning.meshes = [{*mesh.mesh.flatten().tolist()} for mesh in meshes]
     else:
-        runtime = SimulatedRuntime(options, len(found), live_gathers, world)
+        runtime = SimulatedRuntime(options, len(found), unsharded_modules, world)
     for site, module, group, gather, scatter in found:
         if fsdp2_in_place.can_be_replaced(group):
             runtime.planning.directs.append(ZeroCopyUnshard(runtime, site, group))

@@ -1,4 +1,4 @@
-"""The way that each of FSDP2's collectives runs; see `symmplan.runtime.choice`."""
+"""The algorithm by which each of FSDP2's collectives runs; see `symmplan.runtime.choice`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan.capture.fsdp import Way
+from symmplan.capture.fsdp import Algorithm
 from symmplan.coordination.world import on_device
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
-from symmplan.planner.budget import Stake
+from symmplan.planner.budget import Demotable
 from symmplan.runtime.cases import often_of, runs_ordinary
-from symmplan.runtime.choice import GAVE_WAY, Choice
-from symmplan.runtime.table import ruled
-from symmplan.runtime.trials import Company, Trial, choices_of, measure, room_for
+from symmplan.runtime.choice import DEMOTED, Choice
+from symmplan.runtime.trials import Concurrent, Trial, choices_of, measure, room_for
+from symmplan.runtime.tuning_table import ruled
 from symmplan.torch_private import fsdp2, nccl
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.memory import Memory
-    from symmplan.model import Problem, WayName
+    from symmplan.model import AlgorithmName, Problem
     from symmplan.runtime.cases import Case
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
@@ -53,8 +53,9 @@ class Choices:
 
     Attributes:
         all: What was measured of the calls seen so far, in the order of the program.
-        company: ``{kind and size of a collective: (another group's, how many of it for each)}`` of
-            what is also measured beside that; see [Note: company] in `symmplan.runtime.company`.
+        concurrent: ``{kind and size of a collective: (another group's, how many of it for each)}``
+            of what is also measured beside that; see [Note: concurrent collectives] in
+            `symmplan.runtime.concurrent`.
         beside: ``{name: process group}`` of those others, whose ranks all come to measure.
     """
 
@@ -66,7 +67,7 @@ class Choices:
         self._choose = options.chosen(device)
         self._table = options.table
         self.all: tuple[Choice, ...] = ()
-        self.company: Mapping[Any, tuple[Case, float]] = {}
+        self.concurrent: Mapping[Any, tuple[Case, float]] = {}
         self.beside: Mapping[str, Any] = {}
 
     @property
@@ -80,42 +81,44 @@ class Choices:
     def _key(self, call: Call) -> tuple[Any, ...]:
         """What takes about the same time in this program has the same."""
         kind = self.kind(call)
-        return *kind, self.company[kind][0] if kind in self.company else None
+        return *kind, self.concurrent[kind][0] if kind in self.concurrent else None
 
     def _choice(self, call: Call) -> Choice | None:
         if self._choose != "measure":
             return None
         return choices_of(self._groups[call.group]).get(self._key(call))
 
-    def way(self, call: Call, gave: Mapping[Any, WayName]) -> Way:
-        """How ``call`` runs, where those of some keys must take other ways."""
+    def algorithm(self, call: Call, gave: Mapping[Any, AlgorithmName]) -> Algorithm:
+        """How ``call`` runs, where those of some keys must take other algorithms."""
         if self._where.preparation.refusal is not None:
-            return Way("ordinary", self._where.preparation.reason)
+            return Algorithm("ordinary", self._where.preparation.reason)
         if self._key(call) in gave:
-            way = gave[self._key(call)]
-            return Way(way, GAVE_WAY if way == "ordinary" else "")
+            algorithm = gave[self._key(call)]
+            return Algorithm(algorithm, DEMOTED if algorithm == "ordinary" else "")
         if call.group in self._where.unreached:
-            return Way("ordinary", self._where.unreached[call.group])
+            return Algorithm("ordinary", self._where.unreached[call.group])
         if self._choose == "table":
             return self._by_table(call)
         choice = self._choice(call)
         if choice is not None:
             self.all = tuple(dict.fromkeys((*self.all, choice)))
-            return Way(choice.way, choice.reason)
+            return Algorithm(choice.algorithm, choice.reason)
         if self._choose == "push" and self._pushes(call):
-            return Way("push")
+            return Algorithm("push")
         if self._choose in ("copy engine", "push"):
-            return Way("copy engine")
+            return Algorithm("copy engine")
         if self._choose == "ordinary":
-            return Way("ordinary", "choose='ordinary'")
+            return Algorithm("ordinary", "choose='ordinary'")
         if self._splits_words(call):
-            return Way("ordinary", SPLIT_WORDS)
+            return Algorithm("ordinary", SPLIT_WORDS)
         if self._choose == "measure":
-            return Way("ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory")
-        return Way("symmetric")
+            return Algorithm(
+                "ordinary", f"less than {_SMALL} bytes gain nothing in symmetric memory"
+            )
+        return Algorithm("symmetric")
 
-    def _by_table(self, call: Call) -> Way:
-        way = ruled(
+    def _by_table(self, call: Call) -> Algorithm:
+        algorithm = ruled(
             self._table,
             call.key.kind,
             self._groups[call.group].size(),
@@ -123,10 +126,10 @@ class Choices:
             self._memory,
             pushes=self._pushes(call),
         )
-        splits = way[0] == "symmetric" and self._splits_words(call)
-        return Way("ordinary", SPLIT_WORDS) if splits else Way(*way)
+        splits = algorithm[0] == "symmetric" and self._splits_words(call)
+        return Algorithm("ordinary", SPLIT_WORDS) if splits else Algorithm(*algorithm)
 
-    def stakes(self, planned: Iterable[Planned]) -> list[Stake]:
+    def demotables(self, planned: Iterable[Planned]) -> list[Demotable]:
         """What the collectives of a plan have in it, those of one kind and size together."""
         alike: dict[Any, list[Planned]] = {}
         largest: dict[str, int] = {}  # who makes a slot as large as it is
@@ -134,17 +137,21 @@ class Choices:
             if p.buffer is not None:
                 alike.setdefault(self._key(p.call), []).append(p)
                 largest[p.buffer] = max(p.call.nbytes, largest.get(p.buffer, 0))
-        stakes = []
+        demotables = []
         for key, found in alike.items():
-            call, way, choice = found[0].call, found[0].way.name, self._choice(found[0].call)
-            less: dict[WayName, float] = {"ordinary": 0.0}
-            if call.key.kind == "reduce_scatter" and way in ("copy engine", "push"):
+            call, algorithm, choice = (
+                found[0].call,
+                found[0].algorithm.name,
+                self._choice(found[0].call),
+            )
+            less: dict[AlgorithmName, float] = {"ordinary": 0.0}
+            if call.key.kind == "reduce_scatter" and algorithm in ("copy engine", "push"):
                 less = {"symmetric": 0.5, "ordinary": 0.0}
-            stakes.append(
-                Stake(
+            demotables.append(
+                Demotable(
                     key=key,
                     what=f"{call.key.kind} of {call.nbytes:,} bytes",
-                    way=way,
+                    algorithm=algorithm,
                     calls=len(found),
                     nbytes=call.nbytes,
                     buffers=frozenset(
@@ -157,7 +164,7 @@ class Choices:
                     seconds={} if choice is None else choice.seconds,
                 )
             )
-        return stakes
+        return demotables
 
     def _pushes(self, call: Call) -> bool:
         """Whether a reduction can be made of pushes: FSDP2 divides others before it reduces."""
@@ -179,8 +186,8 @@ class Choices:
         found: dict[Any, Call] = {}
         for call in calls:
             small = self._device.type == "cuda" and call.nbytes < _SMALL
-            ways = nccl.has_copy_engine_policy() or not self._splits_words(call)
-            if ways and not small and call.group in self._where.reached:
+            algorithms = nccl.has_copy_engine_policy() or not self._splits_words(call)
+            if algorithms and not small and call.group in self._where.reached:
                 found.setdefault(self._key(call), call)
         return [c for key, c in found.items() if key not in choices_of(self._groups[c.group])]
 
@@ -188,8 +195,8 @@ class Choices:
     def _room(self) -> int:
         """How large a tensor may be while collectives are measured, in bytes."""
         # Its own bytes, symmetric ones, those that an all-to-all receives, its results; what its
-        # company takes and gives.
-        return room_for(6 if self.company else 4, self._device)
+        # concurrent collective takes and gives.
+        return room_for(6 if self.concurrent else 4, self._device)
 
     def part(self, call: Call) -> Call:
         """What is measured of it. See [Note: how much memory measuring takes]."""
@@ -218,7 +225,7 @@ class Choices:
         alone = [(call, self._trial(call, p, scratch)) for call, p in planned]
         new = [t for c, t in alone if t.key not in choices_of(self._groups[c.group])]
         measure(
-            [*new, *self._in_company(alone)],
+            [*new, *self._with_concurrent(alone)],
             problem,
             {**self._where.reached, **self.beside},
             memory=self._memory,
@@ -237,7 +244,7 @@ class Choices:
             group=call.group,
             ranks=self._groups[call.group].size(),
             seconds={},
-            way="ordinary",
+            algorithm="ordinary",
         )
         # FSDP2 does not say how much a step computes meanwhile.
         beside = None if self._device.type == "cuda" else 0.0
@@ -246,22 +253,28 @@ class Choices:
         scale = call.nbytes / nbytes
         return Trial((*kind, None), list(kind[:-1]), choice, nbytes, beside, scale, acts)
 
-    def _in_company(self, trials: Sequence[tuple[Call, Trial]]) -> list[Trial]:
+    def _with_concurrent(self, trials: Sequence[tuple[Call, Trial]]) -> list[Trial]:
         """The same beside what else runs meanwhile, where that is so."""
         runs: dict[Case, tuple[Act, float]] = {}
         found = []
         for call, trial in trials:
-            if self.kind(call) not in self.company:
+            if self.kind(call) not in self.concurrent:
                 continue
-            case, often = self.company[self.kind(call)]
+            case, often = self.concurrent[self.kind(call)]
             ranks = self.beside[case.group].size()
             if case not in runs:
                 runs[case] = runs_ordinary(case, ranks, self._room, self._device)
             act, scale = runs[case]
             choice = Choice(
-                case.op, case.nbytes, case.dtype, case.group, ranks, seconds={}, way="ordinary"
+                case.op,
+                case.nbytes,
+                case.dtype,
+                case.group,
+                ranks,
+                seconds={},
+                algorithm="ordinary",
             )
-            company = Company(
+            concurrent = Concurrent(
                 case.group,
                 functools.partial(_always, choice),
                 often_of(often * scale / trial.scale),
@@ -269,7 +282,9 @@ class Choices:
             )
             same = [*trial.same, case.key]
             found.append(
-                evolve(trial, key=self._key(call), same=same, company=company, alone=trial.key)
+                evolve(
+                    trial, key=self._key(call), same=same, concurrent=concurrent, alone=trial.key
+                )
             )
         return found
 
@@ -280,7 +295,7 @@ class Choices:
         there: Mapping[str, torch.Tensor],
         engines: Engines | None,
     ) -> dict[str, Act]:
-        """What runs the collective in each way; nothing is written before it is called."""
+        """What runs the collective by each algorithm; nothing is written before it is called."""
         call = planned.call
         dtype = getattr(torch, call.key.dtype.removeprefix("torch."))
         assert planned.buffer is not None
@@ -290,28 +305,30 @@ class Choices:
         count = placed.numel() // group.size()
         mine = slice(group.rank() * count, (group.rank() + 1) * count)
         gather, scatter = fsdp2.comms(None)
-        ways: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "local", plain, group)]
+        algorithms: list[tuple[str, str, torch.Tensor, Any]] = [("ordinary", "local", plain, group)]
         if not self._splits_words(call):
-            ways.append(("symmetric", self._memory, placed, group))
+            algorithms.append(("symmetric", self._memory, placed, group))
         acts: dict[str, Callable[[], Any] | None] = {}
         if call.key.kind == "all_gather":
             if engines is not None:
-                ways.append(("copy engine", self._memory, placed, engines.gather))
-            for way, memory, tensor, over in ways:
-                acts[way] = gathers(memory, gather, tensor, tensor[mine], over, async_op=False)
+                algorithms.append(("copy engine", self._memory, placed, engines.gather))
+            for algorithm, memory, tensor, over in algorithms:
+                acts[algorithm] = gathers(
+                    memory, gather, tensor, tensor[mine], over, async_op=False
+                )
         else:
             output = plain.new_zeros(count)
             op = _op(placed)
-            for way, memory, tensor, over in ways:
+            for algorithm, memory, tensor, over in algorithms:
                 act = scatters(memory, scatter, output, tensor, over, op, async_op=False)
-                acts[way] = _copied_in(tensor, placed if tensor is plain else plain, act)
+                acts[algorithm] = _copied_in(tensor, placed if tensor is plain else plain, act)
             if engines is not None and planned.received is not None:
                 received = there[planned.received].view(dtype)
                 act = exchanges(output, placed, received, engines.exchange, op)
                 acts["copy engine"] = _copied_in(placed, plain, act)
                 if self._pushes(call):  # they are such an all-to-all of what need not be copied
                     acts["push"] = act
-        return {way: _then(act) for way, act in acts.items() if act is not None}
+        return {algorithm: _then(act) for algorithm, act in acts.items() if act is not None}
 
 
 def _always(value: Any, *_: object) -> Any:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmplan.coordination.tell import everywhere
+from symmplan.coordination.all_gather import everywhere
 from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.runtime.loans import Loan
@@ -351,7 +351,7 @@ class ZeroCopyUnshard:
         """Gather into the placement, whoever is there."""
         runtime, group = self._runtime, self._group
         self._saved = None  # of a prefetch that FSDP2 has forgotten since
-        free = home.make_way()
+        free = home.give_room()
         runtime.gathering(self, key)
         if free:
             self._loan = self._new_loan(home)
@@ -370,7 +370,7 @@ class ZeroCopyUnshard:
         saved, self._saved = self._saved, None
         assert saved is not None
         group = self._group
-        if home.make_way():
+        if home.give_room():
             self._loan = self._new_loan(home)
             home.users.take(home.begin, home.end, self._loan)
             home.bytes.copy_(saved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.coordination.tell import leaders, tell
+from symmplan.coordination.all_gather import all_gather_json, leaders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def merged(
     """
     mine = [recording.drops() for recording in recordings]
     names = dict.fromkeys(leaders(groups).values())
-    answers = tell("drops", dict.fromkeys(names, mine), groups, timeout)
+    answers = all_gather_json("drops", dict.fromkeys(names, mine), groups, timeout)
     result = mine
     for said in (drops for texts in answers.values() for drops in texts):
         if not _alike(said, mine):

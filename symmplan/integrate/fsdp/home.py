@@ -92,7 +92,7 @@ class ParameterStorage:
         """Whether both have some of the same bytes."""
         return self.users is other.users and self.begin < other.end and other.begin < self.end
 
-    def make_way(self) -> bool:
+    def give_room(self) -> bool:
         """Let whoever can leave these bytes, on this rank; whether they are free then."""
         stay = [
             loan

@@ -35,9 +35,9 @@ from symmplan.runtime.prepare import Preparation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Way
+    from symmplan.capture.fsdp import Algorithm
     from symmplan.capture.fsdp_recording import Call
-    from symmplan.integrate.fsdp.schedule import Spot
+    from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.memory import Arena
     from symmplan.model import Placement, Plan
     from symmplan.runtime.guests import Guest
@@ -265,23 +265,25 @@ class Memory:
 
     # Groups.
 
-    def over(self, call: Call, way: Way) -> Any:
+    def over(self, call: Call, algorithm: Algorithm) -> Any:
         """The process group over which a collective runs."""
-        engines = self.engines.get(call.group) if way.name == "copy engine" else None
+        engines = self.engines.get(call.group) if algorithm.name == "copy engine" else None
         if engines is None:
             return self.groups[call.group]
         return engines.gather if call.key.kind == "all_gather" else engines.exchange
 
-    def pushes(self, spot: Spot) -> Pushes:
+    def pushes(self, scheduled: ScheduledCollective) -> Pushes:
         """What reduces over a collective's group by pushes."""
-        assert spot.place is not None
-        group = spot.call.group
+        assert scheduled.place is not None
+        group = scheduled.call.group
         if group not in self._pushes:
-            segment = self._arenas[0].segments[spot.place.segment]
+            segment = self._arenas[0].segments[scheduled.place.segment]
             engines = self.engines.get(group)
-            meets = segment.meeting(self.groups[group] if engines is None else engines.exchange)
+            synchronizes = segment.meeting(
+                self.groups[group] if engines is None else engines.exchange
+            )
             peers, rank = segment.peers(self.groups[group]), self.groups[group].rank()
-            self._pushes[group] = Pushes(peers, meets, rank, self.device)
+            self._pushes[group] = Pushes(peers, synchronizes, rank, self.device)
         return self._pushes[group]
 
     # Segments.

@@ -1,4 +1,4 @@
-"""How FSDP2's collectives run on symmetric bytes: by the rows of `symmplan.runtime.ways`.
+"""How FSDP2's collectives run on symmetric bytes: by the rows of `symmplan.runtime.algorithms`.
 
 A row that runs an op of symmplan's gets that op. The process group's own collectives are FSDP2's,
 which makes them as it likes; copy engines run them over communicators of their own.
@@ -16,7 +16,7 @@ from symmplan.integrate.fsdp.sums import sum_rows
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.streams import off_default_stream
-from symmplan.runtime.ways import Lowerings
+from symmplan.runtime.algorithms import Lowerings
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan.capture.fsdp import GuestBytes, Way, problem_of
-from symmplan.capture.fsdp_live import kept_after_forward, most_alive, with_kept
+from symmplan.capture.fsdp import Algorithm, GuestBytes, problem_of
 from symmplan.capture.fsdp_recording import Recording
+from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
+from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.tell import tell, telling, throughout
 from symmplan.coordination.world import current
 from symmplan.integrate.fsdp.choice import Choices
 from symmplan.integrate.fsdp.drops import merged
@@ -24,7 +24,7 @@ from symmplan.memory.topology import unreached
 from symmplan.model import Alternative
 from symmplan.planner.budget import within
 from symmplan.planner.homes import plan_with_homes
-from symmplan.runtime.company import company_heard
+from symmplan.runtime.concurrent import concurrent_heard
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
-    from symmplan.model import Plan, Problem, WayName
-    from symmplan.planner.budget import Stake
+    from symmplan.model import AlgorithmName, Plan, Problem
+    from symmplan.planner.budget import Demotable
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.guests import Guest
@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     #: The collectives of each recording, and all that a plan needs.
     _Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
     _Prepared: TypeAlias = tuple[Plan, _Stretches, Held | None, Mapping[int, Sequence[GuestBytes]]]
-    #: A plan, what could give way in it, and what it was made of.
-    _Candidate: TypeAlias = tuple[Plan, list[Stake], tuple[_Stretches, Mapping[Any, WayName]]]
+    #: A plan, what could be demoted in it, and what it was made of.
+    _Candidate: TypeAlias = tuple[
+        Plan, list[Demotable], tuple[_Stretches, Mapping[Any, AlgorithmName]]
+    ]
 
 __all__ = ["Planning"]
 
@@ -117,14 +119,14 @@ class Planning:
     def _make(self, recordings: Sequence[Recording], beside: Mapping[str, Any]) -> Schedule:
         options, memory = self._options, self._memory
         preparation = memory.preparation
-        name = preparation.agree(memory.device, memory.groups, live_gathers=self.live)
+        name = preparation.agree(memory.device, memory.groups, unsharded_modules=self.live)
         memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
         if self.choices is None:
             self.choices = Choices(memory, name, options)
         choices, groups = self.choices, memory.groups
-        choices.beside, choices.company = beside, {}
+        choices.beside, choices.concurrent = beside, {}
         for recording in recordings:
-            choices.company = {**_company(recording, choices), **choices.company}
+            choices.concurrent = {**_concurrent(recording, choices), **choices.concurrent}
         recordings = merged(recordings, groups, options.timeout)
         prepare = functools.partial(self._prepared, recordings, choices)
         made = preparation.attempt(prepare, {**groups, **beside}, self._undo)
@@ -138,8 +140,10 @@ class Planning:
         self._kept = list(recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
         self._settle(plan, [p for stretch in stretches for p in stretch if p.direct], kept)
-        ways = ["ordinary" if p.buffer is None else p.way.name for s in stretches for p in s]
-        preparation.log(plan, ways)
+        algorithms = [
+            "ordinary" if p.buffer is None else p.algorithm.name for s in stretches for p in s
+        ]
+        preparation.log(plan, algorithms)
         return Schedule(plan, stretches)
 
     def _undo(self, made: _Prepared) -> None:
@@ -154,32 +158,35 @@ class Planning:
 
         def planned(
             guests: Mapping[int, Sequence[GuestBytes]],
-            gave: Mapping[Any, WayName],
+            gave: Mapping[Any, AlgorithmName],
             live: int | None = self.live,
         ) -> _Candidate:
-            way, effort = functools.partial(choices.way, gave=gave), self._options.effort
+            algorithm, effort = (
+                functools.partial(choices.algorithm, gave=gave),
+                self._options.effort,
+            )
             ranks, as_kept = self._ranks(), _as_kept(recordings, direct, live)
-            plan, found = _planned(as_kept, ranks, way, direct, effort, guests, live)
-            return plan, choices.stakes(p for s in found for p in s), (found, dict(gave))
+            plan, found = _planned(as_kept, ranks, algorithm, direct, effort, guests, live)
+            return plan, choices.demotables(p for s in found for p in s), (found, dict(gave))
 
         def advised(
             plan: Plan,
             guests: Mapping[int, Sequence[GuestBytes]],
-            gave: Mapping[Any, WayName],
+            gave: Mapping[Any, AlgorithmName],
         ) -> Plan:
             alive = _alive(recordings, direct, self.live)
             if not alive:
                 return plan
 
             others = {_alive(recordings, direct, n): n for n in (alive - 1, alive + 1) if n}
-            way, ranks = functools.partial(choices.way, gave=gave), self._ranks()
+            algorithm, ranks = functools.partial(choices.algorithm, gave=gave), self._ranks()
 
             def problem(live: int) -> tuple[Problem, frozenset[str]]:
                 as_kept = _as_kept(recordings, direct, live)
-                return _problem(as_kept, ranks, way, direct, guests, live)[:2]
+                return _problem(as_kept, ranks, algorithm, direct, guests, live)[:2]
 
             alternatives = [Alternative(n, *problem(x)) for n, x in others.items() if n != alive]
-            return evolve(plan, live_gathers=alive, alternatives=tuple(alternatives))
+            return evolve(plan, unsharded_modules=alive, alternatives=tuple(alternatives))
 
         room = None
         if self._memory.preparation.refusal is None:
@@ -209,7 +216,7 @@ class Planning:
             if (guest := memory.guests[i]).hostable and guest.arena.memory == name
         }
         mine = [[i, *(g.nbytes for g in needs)] for i, needs in found.items()]
-        said = tell("guests", dict.fromkeys(groups, mine), groups, self._options.timeout)
+        said = all_gather_json("guests", dict.fromkeys(groups, mine), groups, self._options.timeout)
         return found if all(x == mine for of in said.values() for x in of) else {}
 
     def _alike(self, plan: Plan, guests: Mapping[int, Sequence[GuestBytes]], room: int) -> bool:
@@ -221,7 +228,7 @@ class Planning:
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
         mine = plan.fingerprint if plan.peak_bytes <= room and not plan.barriers else ""
         groups = {**self._memory.groups, **groups}
-        return throughout("carve-outs", mine, groups, self._options.timeout)
+        return all_agree("carve-outs", mine, groups, self._options.timeout)
 
     def loosen(self) -> bool:
         """Let all parameters move, if on no rank anybody has views of them; whether they can.
@@ -229,7 +236,7 @@ class Planning:
         Collective: yes, over all groups of the model.
         """
         free = not self._memory.captured and all(direct.can_leave() for direct in self.directs)
-        if not throughout("loosen", free, self._memory.groups, self._options.timeout):
+        if not all_agree("loosen", free, self._memory.groups, self._options.timeout):
             return False
         for direct in self.directs:
             direct.vacate()
@@ -250,7 +257,7 @@ class Planning:
                     memory.at(place),
                     memory.users(place),
                     place.offset,
-                    memory.over(p.call, p.way),
+                    memory.over(p.call, p.algorithm),
                     memory.name,
                 )
         for direct in self.directs:
@@ -262,11 +269,11 @@ class Planning:
         Collective: yes, over all groups.
         """
         memory = self._memory
-        name = memory.preparation.agree(memory.device, memory.groups, live_gathers=self.live)
+        name = memory.preparation.agree(memory.device, memory.groups, unsharded_modules=self.live)
         choices = Choices(memory, name, self._options)
         self._measure([recording], choices)
         for call in recording.collectives:
-            choices.way(call, {})
+            choices.algorithm(call, {})
         return name, choices.all
 
     def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
@@ -280,11 +287,11 @@ class Planning:
             recording.drop(index)
         if not recording.events:
             return
-        # In the way that needs most bytes.
+        # By the algorithm that needs most bytes.
         most: Literal["copy engine", "symmetric"] = "symmetric"
         if self._memory.device.type == "cuda" and nccl.has_copy_engine_policy():
             most = "copy engine"
-        problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Way(most))
+        problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Algorithm(most))
         choices.measure(problem, list(zip(wholes, planned, strict=True)))
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
@@ -309,14 +316,14 @@ def _alive(recordings: Sequence[Recording], direct: Collection[str], live: int |
 def _planned(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
-    way_of: Callable[[Call], Way],
+    algorithm_of: Callable[[Call], Algorithm],
     direct: Mapping[str, int],
     effort: Literal["fast", "optimal"],
     guests: Mapping[int, Sequence[GuestBytes]],
     live: int | None,
 ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
     """The plan of what was recorded, verified, and the collectives of each recording."""
-    problem, homes, stretches = _problem(recordings, ranks, way_of, direct, guests, live)
+    problem, homes, stretches = _problem(recordings, ranks, algorithm_of, direct, guests, live)
     plan = plan_with_homes(problem, homes, effort)
     plan.verify()
     return plan, stretches
@@ -325,24 +332,24 @@ def _planned(
 def _problem(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
-    way_of: Callable[[Call], Way],
+    algorithm_of: Callable[[Call], Algorithm],
     direct: Mapping[str, int],
     guests: Mapping[int, Sequence[GuestBytes]],
     live: int | None,
 ) -> tuple[Problem, frozenset[str], tuple[tuple[Planned, ...], ...]]:
     """What was recorded needs, which buffers are parameters themselves, and the collectives."""
-    problem, stretches = problem_of(recordings, ranks, way_of, direct, guests, live)
+    problem, stretches = problem_of(recordings, ranks, algorithm_of, direct, guests, live)
     homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
     return problem, homes, stretches
 
 
-def _company(recording: Recording, choices: Choices) -> dict[Any, tuple[Case, float]]:
+def _concurrent(recording: Recording, choices: Choices) -> dict[Any, tuple[Case, float]]:
     """What was heard beside each kind of collective."""
     ran = [recording.collectives[i] for what, i in recording.events if what == "run"]
     calls = [(call.key.kind, choices.kind(call)) for call in ran if call.group]
     before = [0, *itertools.accumulate(bool(call.group) for call in ran)]  # some were withdrawn
     others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in choices.beside]
-    found: Any = company_heard(calls, others)
+    found: Any = concurrent_heard(calls, others)
     return dict(found)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.occupancy import Occupant
-    from symmplan.integrate.fsdp.schedule import Schedule, Spot
+    from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.model import Placement
     from symmplan.runtime.guests import Guest
     from symmplan.runtime.loans import Loan
@@ -60,7 +60,7 @@ class Runtime:
         options: How `apply` was asked to work.
         modules: How many FSDP modules there are.
         live: How many of them may have their parameters at once; see
-            [Note: live gathers] in `symmplan.capture.fsdp_live`.
+            [Note: unsharded modules] in `symmplan.capture.fsdp_unsharded`.
 
     Attributes:
         options: The same.
@@ -123,25 +123,27 @@ class Runtime:
         if self._arrived != key:
             self.arrive(key, device)
         self._arrived = None
-        spot = self._follow(key)
+        scheduled = self._follow(key)
         loan: Loan | None = None
-        if spot is not None and spot.pushed:
-            assert spot.place is not None
+        if scheduled is not None and scheduled.pushed:
+            assert scheduled.place is not None
             # Nothing is copied there: one element that looks like all of them.
             base = torch.empty(1, dtype=dtype, device=device)
-            send = functools.partial(self.memory.pushes(spot).send, slot=spot.place, dtype=dtype)
+            pushes = self.memory.pushes(scheduled)
+            send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
 
             def push(gradients: Sequence[torch.Tensor]) -> None:
                 with launching(slot.expected):
                     slot.pushing = send(gradients)
 
             fsdp2.COPY_INS[base.data_ptr()] = base, push
-        elif spot is not None and spot.place is not None and not spot.direct:
-            loan = self.memory.take(spot.place)
-            base = plain() if loan is None else self.memory.at(spot.place, dtype)
+        elif scheduled is not None and scheduled.place is not None and not scheduled.direct:
+            loan = self.memory.take(scheduled.place)
+            base = plain() if loan is None else self.memory.at(scheduled.place, dtype)
         else:
             base = plain()
-        slot = Slot(key, base, spot=spot, loan=loan, expected=self.expected(key, spot))
+        expected = self.expected(key, scheduled)
+        slot = Slot(key, base, scheduled=scheduled, loan=loan, expected=expected)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
@@ -224,19 +226,19 @@ class Runtime:
         self.planning.layouts.pop(site, None)
         self.planning.flat[site] = why
 
-    def _follow(self, key: Key) -> Spot | None:
+    def _follow(self, key: Key) -> ScheduledCollective | None:
         if self.schedule is None:
             return None
-        spot, in_order = self.schedule.follow(key)
-        if spot is not None and not in_order:
-            self.counts.departures += 1
-        return spot
+        scheduled, in_order = self.schedule.follow(key)
+        if scheduled is not None and not in_order:
+            self.counts.divergences += 1
+        return scheduled
 
-    def expected(self, key: Key, spot: Spot | None = None) -> Expected | None:
+    def expected(self, key: Key, scheduled: ScheduledCollective | None = None) -> Expected | None:
         """How a collective is to run; None where nobody looks, or there is no plan for it."""
         if not checking() or self.schedule is None:
             return None
-        return self.schedule.expected(key, self.memory.name, spot)
+        return self.schedule.expected(key, self.memory.name, scheduled)
 
     # Running collectives.
 
@@ -276,7 +278,7 @@ class Runtime:
             self._last[slot.key.site] = (slot.log, slot.index)
         self._was_backward = slot.key.of_backward
         self._reduced = self._reduced or slot.key.kind == "reduce_scatter"
-        reason, act = self._way(slot, name, in_place)
+        reason, act = self._algorithm(slot, name, in_place)
         if act is None and slot.pushed:
             raise RunError(
                 f"the gradients of FSDP module {slot.key.site!r} were pushed to its peers",
@@ -301,52 +303,51 @@ class Runtime:
             self.counts.bound += 1
         else:
             work = None
-            assert slot.spot is not None
-            assert slot.spot.place is not None
+            assert slot.scheduled is not None
+            assert slot.scheduled.place is not None
             with launching(slot.expected):
-                self.memory.stage(slot.spot.place, slot.base, act, result=result)
+                self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
             self.counts.staged += 1
             self.counts.because(reasons.IN_USE)
         if slot.loan is not None:
             slot.loan.ran(work, done=done)
         return work
 
-    def _way(
-        self,
-        slot: Slot,
-        group: str,
-        in_place: Callable[[Where], Callable[[], Any] | None],
+    def _algorithm(
+        self, slot: Slot, group: str, in_place: Callable[[Where], Callable[[], Any] | None]
     ) -> tuple[str, Callable[[], Any] | None]:
         """How to run a collective in its placement, or why not; the same on all ranks."""
         if self.schedule is None:
             return "", None
-        if slot.spot is None:
+        if slot.scheduled is None:
             self._strange = True
             return reasons.NOT_PLANNED, None
-        if slot.spot.place is None:
-            return slot.spot.way.reason, None
-        if slot.spot.direct:
+        if slot.scheduled.place is None:
+            return slot.scheduled.algorithm.reason, None
+        if slot.scheduled.direct:
             self._strange = True
             return reasons.FLAT, None
-        if slot.spot.call.group != group:
+        if slot.scheduled.call.group != group:
             self._strange = True
             return reasons.OTHER_GROUP, None
         if slot.pushed:
-            pushes = self.memory.pushes(slot.spot)
+            pushes = self.memory.pushes(slot.scheduled)
             return reasons.OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
-        where = self._where(slot.spot, slot.spot.place, slot.base)
+        where = self._where(slot.scheduled, slot.scheduled.place, slot.base)
         act = in_place(where)
-        received = slot.spot.received
+        received = slot.scheduled.received
         if act is None:
             return reasons.OTHER_OP, None
         if received is None:
             return "", act
         return "", lambda: self.memory.alone(received, act)
 
-    def _where(self, spot: Spot, place: Placement, base: torch.Tensor) -> Where:
+    def _where(self, scheduled: ScheduledCollective, place: Placement, base: torch.Tensor) -> Where:
         memory = self.memory
-        received = None if spot.received is None else memory.at(spot.received, base.dtype)
-        return Where(memory.at(place, base.dtype), memory.over(spot.call, spot.way), received)
+        received = None if scheduled.received is None else memory.at(scheduled.received, base.dtype)
+        return Where(
+            memory.at(place, base.dtype), memory.over(scheduled.call, scheduled.algorithm), received
+        )
 
     # Freezing.
 

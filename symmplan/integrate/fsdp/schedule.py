@@ -20,35 +20,35 @@ from symmplan.runtime.observe import Expected
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.capture.fsdp import Planned, Way
+    from symmplan.capture.fsdp import Algorithm, Planned
     from symmplan.capture.fsdp_recording import Call, Key
     from symmplan.model import Placement, Plan
 
-__all__ = ["Schedule", "Spot"]
+__all__ = ["Schedule", "ScheduledCollective"]
 
 
 @frozen(eq=False)
-class Spot:
+class ScheduledCollective:
     """One collective of the schedule.
 
     Attributes:
         call: Which.
         place: Where its buffer lies; None if it stays in ordinary memory.
         received: Where the output of its all-to-all lies; None if it has none.
-        way: How it runs.
+        algorithm: How it runs.
         direct: Whether its buffer is the parameters themselves.
     """
 
     call: Call
     place: Placement | None
     received: Placement | None
-    way: Way
+    algorithm: Algorithm
     direct: bool = False
 
     @property
     def pushed(self) -> bool:
         """Whether its input goes straight to the peers; see `symmplan.integrate.fsdp.push`."""
-        return self.place is not None and self.way.name == "push"
+        return self.place is not None and self.algorithm.name == "push"
 
 
 class Schedule:
@@ -61,35 +61,35 @@ class Schedule:
 
     def __init__(self, plan: Plan, stretches: Sequence[Sequence[Planned]]) -> None:
         stretches = [[c for c in stretch if not c.carried] for stretch in stretches]
-        self.spots = tuple(
-            Spot(
+        self.collectives = tuple(
+            ScheduledCollective(
                 c.call,
                 None if c.buffer is None else plan.placements[c.buffer],
                 None if c.received is None else plan.placements[c.received],
-                c.way,
+                c.algorithm,
                 c.direct,
             )
             for stretch in stretches
             for c in stretch
         )
         self._places: dict[Key, list[int]] = {}
-        for index, spot in enumerate(self.spots):
-            self._places.setdefault(spot.call.key, []).append(index)
-        #: Begin and end of the stretch of each spot.
+        for index, scheduled in enumerate(self.collectives):
+            self._places.setdefault(scheduled.call.key, []).append(index)
+        #: Begin and end of the stretch of each of them.
         self._bounds: list[tuple[int, int]] = []
         for stretch in stretches:
             begin = len(self._bounds)
             self._bounds += [(begin, begin + len(stretch))] * len(stretch)
         self._next = self._bounds[-1][0]
 
-    def follow(self, key: Key) -> tuple[Spot | None, bool]:
-        """The spot of the program's next collective.
+    def follow(self, key: Key) -> tuple[ScheduledCollective | None, bool]:
+        """What the plan has of the program's next collective.
 
         Args:
             key: The collective.
 
         Returns:
-            Its spot, None if the plan knows no such collective; and whether it came in order. Out
+            That, None if the plan knows no such collective; and whether it came in order. Out
             of order, the next such collective of this stretch is taken, or else of the plan.
             See [Note: one answer on all ranks].
         """
@@ -104,26 +104,28 @@ class Schedule:
         in_order = index == self._next
         begin, end = self._bounds[index]
         self._next = index + 1 if index + 1 < end else begin
-        return self.spots[index], in_order
+        return self.collectives[index], in_order
 
-    def expected(self, key: Key, memory: str, spot: Spot | None = None) -> Expected | None:
+    def expected(
+        self, key: Key, memory: str, scheduled: ScheduledCollective | None = None
+    ) -> Expected | None:
         """How a collective is to run; None if the plan does not know it.
 
         Args:
             key: The collective.
             memory: Name of the memory backend.
-            spot: Its spot, if that is known.
+            scheduled: What the plan has of it, if that is known.
         """
-        known = (s for s in self.spots if s.call.key == key)
-        spot = next(known, None) if spot is None else spot
-        if spot is None:
+        known = (s for s in self.collectives if s.call.key == key)
+        scheduled = next(known, None) if scheduled is None else scheduled
+        if scheduled is None:
             return None
         return Expected(
             name=key.site,
             op=OPS[key.kind],
-            group=spot.call.group,
+            group=scheduled.call.group,
             memory=memory,
-            nbytes=spot.call.nbytes,
+            nbytes=scheduled.call.nbytes,
             dtype=key.dtype.removeprefix("torch."),
-            way="ordinary" if spot.place is None else spot.way.name,
+            algorithm="ordinary" if scheduled.place is None else scheduled.algorithm.name,
         )

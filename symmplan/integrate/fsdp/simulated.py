@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Key
     from symmplan.integrate.fsdp.slots import Where
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.runtime.options import Options
 
 __all__ = ["SimulatedRuntime"]
@@ -53,7 +53,7 @@ class SimulatedRuntime(Runtime):
         self._arrived = None
         buffer = plain()
         # What is kept of it must not keep it.
-        slot = Slot(key, torch.empty(0, dtype=dtype, device=device), spot=self._follow(key))
+        slot = Slot(key, torch.empty(0, dtype=dtype, device=device), scheduled=self._follow(key))
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
         at_end(buffer, slot.drop)
@@ -81,7 +81,7 @@ class SimulatedRuntime(Runtime):
             self._last[slot.key.site] = (slot.log, slot.index)
         self._was_backward = slot.key.backward or not gathers
         self._reduced = self._reduced or not gathers
-        known = slot.spot is not None and slot.spot.call.group == name
+        known = slot.scheduled is not None and slot.scheduled.call.group == name
         self._strange = self._strange or (self.schedule is not None and not known)
         nbytes = buffer.numel() * buffer.element_size()
         self._world.calls.append((self, slot.key, SimulatedCall(slot.key.kind, nbytes, name)))
@@ -103,11 +103,13 @@ class SimulatedRuntime(Runtime):
                         self._world.buffer(self, key, output)
         return () if self.planning.plan is None else (self.planning.plan,)
 
-    def _simulated_way_(self, call: Any) -> WayName:
+    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:
         """How a collective with this key runs."""
-        spots = () if self.schedule is None else self.schedule.spots
-        spot = next((s for s in spots if s.call.key == call), None)
-        return "ordinary" if spot is None or spot.place is None else spot.way.name
+        collectives = () if self.schedule is None else self.schedule.collectives
+        scheduled = next((s for s in collectives if s.call.key == call), None)
+        return (
+            "ordinary" if scheduled is None or scheduled.place is None else scheduled.algorithm.name
+        )
 
     def _simulated_end_(self) -> None:
         """Give the segments back."""

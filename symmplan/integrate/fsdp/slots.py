@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.push import Pushes
-    from symmplan.integrate.fsdp.schedule import Spot
+    from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.runtime.loans import Loan
     from symmplan.runtime.observe import Expected
 
@@ -44,7 +44,7 @@ class Counts:
     bound: int = 0
     staged: int = 0
     plain: int = 0
-    departures: int = 0
+    divergences: int = 0
     replans: int = 0
     reused: int = 0
     reasons: dict[str, int] = field(factory=dict)
@@ -63,7 +63,7 @@ class Slot:
         base: The buffer's bytes under another storage. Collectives get this one: their threads
             may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
         held: Whether anybody holds the buffer.
-        spot: Its spot in the plan, None while recording or if the plan has none.
+        scheduled: What the plan has of it, None while recording or if the plan has none.
         loan: Set if the buffer lies in its placement.
         index: Its index in ``log``.
         log: The recording it is in.
@@ -76,7 +76,7 @@ class Slot:
     key: Key
     base: torch.Tensor
     held: bool = True
-    spot: Spot | None = None
+    scheduled: ScheduledCollective | None = None
     loan: Loan | None = None
     index: int = 0
     log: Recording | None = None
@@ -88,7 +88,7 @@ class Slot:
     @property
     def pushed(self) -> bool:
         """Whether its bytes go straight to the peers."""
-        return self.spot is not None and self.spot.pushed
+        return self.scheduled is not None and self.scheduled.pushed
 
     def watch(self, buffer: torch.Tensor) -> None:
         """The slot is dropped with this tensor: it has no bytes that others may keep."""

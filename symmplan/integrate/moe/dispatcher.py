@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory import Arena
     from symmplan.memory.segment import Rendezvous
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.runtime.options import Options
 
 __all__ = ["ExpertParallel"]
@@ -74,7 +74,7 @@ class ExpertParallel:
         self._arena: Arena | None = None
         self._released = False
         #: ``{bytes of a row: how rows of that size move}``.
-        self._ways: dict[int, WayName] = {}
+        self._algorithms: dict[int, AlgorithmName] = {}
         self._choices: list[Choice] = []
         self._turn = 0
         self._last: Any = None  # on devices: the end of the last call
@@ -188,10 +188,10 @@ class ExpertParallel:
         shape = (sum(routes.received), *rows.shape[1:])
         result = torch.empty(shape, dtype=rows.dtype, device=rows.device)
         row = math.prod(rows.shape[1:]) * rows.element_size()
-        if self._way(rows, row, routes) == "ordinary":
+        if self._algorithm(rows, row, routes) == "ordinary":
             self._counts["plain"] += 1
             self._reasons.update(filter(None, [self._preparation.reason]))
-            _in_torchs_way(result, rows, routes, self._group.process_group)
+            _ordinary(result, rows, routes, self._group.process_group)
         else:
             self._counts["served"] += 1
             self._pushed(result, rows, row, routes)
@@ -220,21 +220,21 @@ class ExpertParallel:
         except RunError:
             return
 
-    def _way(self, rows: torch.Tensor, row: int, routes: Routes) -> WayName:
+    def _algorithm(self, rows: torch.Tensor, row: int, routes: Routes) -> AlgorithmName:
         """How this call moves its rows; all ranks find the same."""
-        way = self._ways.get(row)
-        if way == "ordinary" or not row:
+        algorithm = self._algorithms.get(row)
+        if algorithm == "ordinary" or not row:
             return "ordinary"
         if self._arena is None or routes.most * row > self._room(self._arena):
             self._replan(row, routes.most)
-            way = None if way is None else self._ways.get(row)
+            algorithm = None if algorithm is None else self._algorithms.get(row)
         if self._arena is None:
             return "ordinary"
-        if way is None:
-            way = self._ways[row] = self._chosen(self._arena, rows, row)
-            if all(w == "ordinary" for w in self._ways.values()):
+        if algorithm is None:
+            algorithm = self._algorithms[row] = self._chosen(self._arena, rows, row)
+            if all(w == "ordinary" for w in self._algorithms.values()):
                 self._let_go()
-        return way
+        return algorithm
 
     def _room(self, arena: Arena) -> int:
         return arena.plan.placements[_SLOTS[0]].nbytes
@@ -243,7 +243,7 @@ class ExpertParallel:
         """Make room for this call. See [Note: overflow]. Collective: yes."""
         refused = self._preparation.refusal is not None
         if refused or self._options.chosen(self._device) == "ordinary":
-            self._ways[row] = "ordinary"
+            self._algorithms[row] = "ordinary"
             return
         before = self._rows
         if most > self._rows:
@@ -259,7 +259,7 @@ class ExpertParallel:
             self._counts["replans"] += 1
         self._arena = self._obtained(self._rows * self._row)
         if self._arena is None:
-            self._ways = dict.fromkeys((*self._ways, row), "ordinary")
+            self._algorithms = dict.fromkeys((*self._algorithms, row), "ordinary")
         self._turn = 0
 
     def _obtained(self, nbytes: int) -> Arena | None:
@@ -294,7 +294,7 @@ class ExpertParallel:
         self._counts["rendezvous"] += made[1]
         return made[0]
 
-    def _chosen(self, arena: Arena, rows: torch.Tensor, row: int) -> WayName:
+    def _chosen(self, arena: Arena, rows: torch.Tensor, row: int) -> AlgorithmName:
         """How rows of that size move. Collective: yes, if that is measured."""
         choose = self._options.chosen(self._device)
         if choose != "measure":
@@ -314,11 +314,11 @@ class ExpertParallel:
                 group=group.name,
                 ranks=group.size,
                 seconds={},
-                way="ordinary",
+                algorithm="ordinary",
                 copied_out=True,
             ),
             {
-                "ordinary": lambda: _in_torchs_way(into, sample, even, group.process_group),
+                "ordinary": lambda: _ordinary(into, sample, even, group.process_group),
                 "push": lambda: self._pushed(into, sample, row, even),
             },
             group.process_group,
@@ -326,7 +326,7 @@ class ExpertParallel:
             self._options.timeout,
         )
         self._choices.append(choice)
-        return choice.way
+        return choice.algorithm
 
     def _pushed(self, result: torch.Tensor, rows: torch.Tensor, row: int, routes: Routes) -> None:
         """Move rows through the segment. See [Note: rows are pushed]."""
@@ -403,7 +403,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradient, ctx.via, ctx.back), None, None  # type: ignore[no-untyped-call]
 
 
-def _in_torchs_way(result: torch.Tensor, rows: torch.Tensor, routes: Routes, group: Any) -> None:
+def _ordinary(result: torch.Tensor, rows: torch.Tensor, routes: Routes, group: Any) -> None:
     dist.all_to_all_single(result, rows, routes.received, routes.sent, group=group)
 
 

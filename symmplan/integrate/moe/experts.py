@@ -39,8 +39,9 @@ def expert_parallel(
             ranks plan again for more, a warning of the logger ``symmplan`` says so, and
             ``stats.replans`` counts it.
         choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``; ``"push"``, and all
-            other names of ways: copied into the peers' memory; ``"measure"``: whichever is faster
-            at the worst case, on all ranks alike; ``"auto"``: measured on devices, else pushed.
+            other names of algorithms: copied into the peers' memory; ``"measure"``: whichever is
+            faster at the worst case, on all ranks alike; ``"auto"``: measured on devices, else
+            pushed.
         device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
         timeout: Seconds that ranks wait for each other before they raise.
 

@@ -1,4 +1,4 @@
-"""Which way rows of one size go: timed once, alike on all ranks."""
+"""The algorithm by which rows of one size go: timed once, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from symmplan.coordination.tell import tell
+from symmplan.coordination.all_gather import all_gather_json
 from symmplan.runtime.choice import fastest
 from symmplan.runtime.clock import clock_of, seconds_of
 from symmplan.torch_private.c10d import group_name
@@ -26,16 +26,16 @@ _ENOUGH = 512 << 20
 
 def measured(
     choice: Choice,
-    ways: Mapping[str, Callable[[], None]],
+    algorithms: Mapping[str, Callable[[], None]],
     group: Any,
     device: torch.device,
     timeout: float,
 ) -> Choice:
-    """A choice with its times and its way.
+    """A choice with its times and its algorithm.
 
     Args:
         choice: All that is known of it before.
-        ways: ``{way: what moves rows}``, torch's own first.
+        algorithms: ``{algorithm: what moves rows}``, torch's own first.
         group: The process group.
         device: Where the rows lie.
         timeout: Seconds that ranks wait for each other.
@@ -56,12 +56,14 @@ def measured(
     with clock.together({name: group}):
         times = seconds_of(
             clock,
-            {way: act(move) for way, move in ways.items()},
+            {algorithm: act(move) for algorithm, move in algorithms.items()},
             group,
             choice.nbytes,
             beside=None if kernels else 0.0,  # nobody says how much the experts compute meanwhile
             enough=_ENOUGH,
         )
-    said = tell("times", {name: times}, {name: group}, timeout)[name]
-    seconds = {way: max(float(rank[way]) for rank in said) for way in times}
-    return evolve(choice, seconds=seconds, way=fastest(seconds, kernels=kernels, beside=kernels))
+    said = all_gather_json("times", {name: times}, {name: group}, timeout)[name]
+    seconds = {algorithm: max(float(rank[algorithm]) for rank in said) for algorithm in times}
+    return evolve(
+        choice, seconds=seconds, algorithm=fastest(seconds, kernels=kernels, beside=kernels)
+    )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.memory import Arena
-    from symmplan.model import Plan, WayName
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.runtime.options import Options
 
 __all__ = ["SimulatedExperts"]
@@ -99,8 +99,8 @@ class SimulatedExperts(ExpertParallel):
             self._check(rows, routes)
             count = sum(routes.received)
         row = math.prod(rows.shape[1:]) * rows.element_size()
-        way = self._way(rows, row, routes)
-        self._counts["plain" if way == "ordinary" else "served"] += 1
+        algorithm = self._algorithm(rows, row, routes)
+        self._counts["plain" if algorithm == "ordinary" else "served"] += 1
         call = SimulatedCall("all_to_all", max(count, rows.shape[0]) * row, self._group.name)
         self._world.calls.append((self, row, call))
         return rows.new_empty((count, *rows.shape[1:]))
@@ -118,9 +118,9 @@ class SimulatedExperts(ExpertParallel):
         """The last plan, if rows were exchanged."""
         return self._made
 
-    def _simulated_way_(self, call: Any) -> WayName:
+    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:
         """How rows of so many bytes move."""
-        return self._ways.get(call, "ordinary")
+        return self._algorithms.get(call, "ordinary")
 
     def _simulated_end_(self) -> None:
         """Give the segment back."""

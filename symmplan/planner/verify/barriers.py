@@ -171,7 +171,7 @@ def _twice(plan: Plan) -> Clocks:
     """The program with its barriers before their operations, and all of it once more behind."""
     barred: dict[str, list[Operation]] = {}
     for k, barrier in enumerate(plan.barriers):
-        node = Operation(f"\0barrier{k}", group=barrier.group, meets=True)
+        node = Operation(f"\0barrier{k}", group=barrier.group, synchronizes=True)
         barred.setdefault(barrier.before, []).append(node)
     operations: list[Operation] = []
     edges: list[tuple[str, str]] = []
@@ -234,7 +234,7 @@ def _heard(
             ended = [clocks.number[begun] for begun in op.ends]
             for j in ended if op.name in later else (i, *ended):
                 call = clocks.operations[j]
-                if call.group == group and (call.meets or call.handshake or call.release):
+                if call.group == group and (call.synchronizes or call.handshake or call.release):
                     over = np.maximum(over, told[j])
             for j in clocks.after[i]:
                 np.maximum(rows[j], over, out=rows[j])

@@ -67,10 +67,10 @@ class TinyProgram:
                 continue
             if call.kind not in BEHAVIOURS:
                 raise ValueError(f"{call.name!r}: kind {call.kind!r} is none of {[*BEHAVIOURS]}")
-            known_ways = BEHAVIOURS[call.kind].transports
-            if call.transport not in known_ways:
+            known_algorithms = BEHAVIOURS[call.kind].transports
+            if call.transport not in known_algorithms:
                 what = f"{call.name!r}: transport {call.transport!r}"
-                raise ValueError(f"{what} is none of {[*known_ways]}")
+                raise ValueError(f"{what} is none of {[*known_algorithms]}")
             if unknown := {*call.reads, *call.writes} - known:
                 raise ValueError(f"{call.name!r} names unknown buffers {sorted(unknown)}")
             if call.asynchronous:

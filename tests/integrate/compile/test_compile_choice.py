@@ -21,7 +21,7 @@ def _program(x, w, group):
     return part + 1, F.wait_tensor(a), F.wait_tensor(b) * 2
 
 
-def _compare(rank, size, way, inner):
+def _compare(rank, size, algorithm, inner):
     """Run the program plainly and compiled, whatever is measured."""
     import torch.distributed as dist
 
@@ -30,7 +30,7 @@ def _compare(rank, size, way, inner):
 
     torch._dynamo.reset()
     trials.forget()
-    trials.fastest, saved = lambda *_, **__: way, trials.fastest
+    trials.fastest, saved = lambda *_, **__: algorithm, trials.fastest
     torch.manual_seed(rank)
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     group = dist.group.WORLD.group_name
@@ -53,9 +53,9 @@ pair = pool_of(2, timeout=120.0)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("way", ["ordinary", "symmetric"])
-def test_ranks_choose_alike_and_results_stay(pair, way, inner):
-    first, second = pair.run(_compare, way, inner)
+@pytest.mark.parametrize("algorithm", ["ordinary", "symmetric"])
+def test_ranks_choose_alike_and_results_stay(pair, algorithm, inner):
+    first, second = pair.run(_compare, algorithm, inner)
     assert first == second
     stats, choices, reasons = first
     # Inductor makes the all-reduce work in place.
@@ -70,8 +70,8 @@ def test_ranks_choose_alike_and_results_stay(pair, way, inner):
     if inner == "eager":  # Inductor reorders
         assert [c.beside for c in choices] == [2 * 4 * 8 * 8, 0, 0, 0]
     assert choices[3].copied_out
-    assert {c.way for c in choices} == {way}
-    if way == "ordinary":
+    assert {c.algorithm for c in choices} == {algorithm}
+    if algorithm == "ordinary":
         assert stats.placed == 0
         assert all("symmetric memory was not clearly faster" in reason for reason in reasons)
         assert any("copied out, against" in reason for reason in reasons)

@@ -207,7 +207,7 @@ def _two_gathers(x, group, size):
     first = F.all_gather_into_tensor(x.relu(), size, group)
     second = F.all_gather_into_tensor(x.sin(), size, group)
     one = F.wait_tensor(first) + 1
-    left = T.under_way(one)
+    left = T.in_flight(one)
     two = F.wait_tensor(second) + 1
     third = F.wait_tensor(F.all_gather_into_tensor(one + two, size, group))
     return one, left, two, third * 2

@@ -199,12 +199,12 @@ def _padded(plan_problem):
     return plan
 
 
-#: Ways to compile one and the same program, each of which has code of its own.
-_WAYS = ("placed", "poisoned", "moved", "left out")
+#: Algorithms to compile one and the same program, each of which has code of its own.
+_ALGORITHMS = ("placed", "poisoned", "moved", "left out")
 
 
 def _cached(rank, size, directory):
-    """``{way: (hits, misses)}`` of Inductor's code cache, results being right."""
+    """``{algorithm: (hits, misses)}`` of Inductor's code cache, results being right."""
     import os
     from pathlib import Path
 
@@ -224,15 +224,15 @@ def _cached(rank, size, directory):
     expected = _program(x, w, group, size)
     found = {}
     planner, fastest = unit.plan_problem, trials.fastest
-    for way in _WAYS:
+    for algorithm in _ALGORITHMS:
         torch._dynamo.reset()
         counters.clear()
         trials.forget()
-        choose = "measure" if way == "left out" else "placed"
+        choose = "measure" if algorithm == "left out" else "placed"
         trials.fastest = lambda *_, **__: "ordinary"  # whatever is measured
-        unit.plan_problem = _padded(planner) if way == "moved" else planner
+        unit.plan_problem = _padded(planner) if algorithm == "moved" else planner
         backend = symmplan.backend(
-            timeout=60.0, choose=choose, debug=way == "poisoned" and "poison"
+            timeout=60.0, choose=choose, debug=algorithm == "poisoned" and "poison"
         )
         try:
             with config.patch(fx_graph_cache=True, fx_graph_remote_cache=False):
@@ -241,9 +241,9 @@ def _cached(rank, size, directory):
                     got = compiled(x, w, group, size)
                     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
             count = counters["inductor"]
-            found[way] = (count["fxgraph_cache_hit"], count["fxgraph_cache_miss"])
-            assert counters["aot_autograd"]["autograd_cache_hit"] == 0, way
-            assert (backend.stats.placed == 0) == (way == "left out")
+            found[algorithm] = (count["fxgraph_cache_hit"], count["fxgraph_cache_miss"])
+            assert counters["aot_autograd"]["autograd_cache_hit"] == 0, algorithm
+            assert (backend.stats.placed == 0) == (algorithm == "left out")
         finally:
             unit.plan_problem, trials.fastest = planner, fastest
             dist.barrier()
@@ -259,7 +259,7 @@ def test_the_plan_is_part_of_what_the_code_cache_goes_by(tmp_path):
             first, second = ranks.run(_cached, str(tmp_path))
         assert first == second
         runs.append(first)
-    assert runs == [dict.fromkeys(_WAYS, (0, 1)), dict.fromkeys(_WAYS, (1, 0))]
+    assert runs == [dict.fromkeys(_ALGORITHMS, (0, 1)), dict.fromkeys(_ALGORITHMS, (1, 0))]
 
 
 # -- copies ---------------------------------------------------------------------------------------

@@ -88,11 +88,11 @@ def _same(rank, world_size, program, c10d):
 
     import symmplan
     from symmplan.memory import locate
-    from symmplan.runtime import ways
+    from symmplan.runtime import algorithms
 
-    kept = ways.Lowerings.table
+    kept = algorithms.Lowerings.table
     if c10d:  # as on devices
-        ways.Lowerings.table = property(lambda _: ways._C10D)
+        algorithms.Lowerings.table = property(lambda _: algorithms._C10D)
     steps, no_grad = program
     name = dist.group.WORLD.group_name
     generator = torch.Generator().manual_seed(rank)
@@ -117,7 +117,7 @@ def _same(rank, world_size, program, c10d):
             session.plan.verify()
             stats = session.stats
     finally:
-        ways.Lowerings.table = kept
+        algorithms.Lowerings.table = kept
     return stats.bound, stats.staged, placed, session.plan.fingerprint
 
 

@@ -61,7 +61,7 @@ def stepped(rank, world, options):
 
 
 def test_every_gather_of_the_plain_program_runs_in_its_order(two):
-    for result in same(two.run(stepped, {}), departures=0, plain=0, copies=0, reused=0):
+    for result in same(two.run(stepped, {}), divergences=0, plain=0, copies=0, reused=0):
         plain, planned = result["logs"]
         assert len(plain) == 1 + 2 * BLOCKS
         assert planned == plain
@@ -70,8 +70,8 @@ def test_every_gather_of_the_plain_program_runs_in_its_order(two):
 @pytest.mark.parametrize(("live", "kept"), [(4, 2), (3, 0), (5, 4), (9, 4)])
 def test_modules_that_are_to_stay_are_gathered_once(two, live, kept):
     """Besides the root's two blocks have bytes; of more the last ones stay."""
-    options = {"live_gathers": live}
-    for result in same(two.run(stepped, options), departures=0, plain=0, copies=0, replans=0):
+    options = {"unsharded_modules": live}
+    for result in same(two.run(stepped, options), divergences=0, plain=0, copies=0, replans=0):
         plain, planned = result["logs"]
         assert planned == plain[: 1 + BLOCKS] + plain[1 + BLOCKS + kept :]
         assert result["stats"]["reused"] == 3 * kept  # the first step was recorded
@@ -132,7 +132,7 @@ def stays(rank, world):
         last.register_full_backward_pre_hook(look)
         return model
 
-    traces = fsdp_models.both(build, program, rank, live_gathers=5)
+    traces = fsdp_models.both(build, program, rank, unsharded_modules=5)
     return traces["stats"], seen
 
 
@@ -233,7 +233,7 @@ CHANGES = [its_shard, past_counters, one_element, its_optimizer, own_tensors, ev
 @pytest.mark.parametrize("where", ["between", "forward"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_shards_that_change_on_some_ranks_are_gathered_as_they_are(two, change, where):
-    same(two.run(changed, change, where), copies=0, plain=0, departures=0)
+    same(two.run(changed, change, where), copies=0, plain=0, divergences=0)
 
 
 def evaluated(rank, world, what, live):
@@ -280,7 +280,7 @@ def evaluated(rank, world, what, live):
         for_good = stats.plain, stats.copies
         return stats.flat, for_good
 
-    return fsdp_models.both(build, program, rank, look=end, live_gathers=live)
+    return fsdp_models.both(build, program, rank, look=end, unsharded_modules=live)
 
 
 EVALUATIONS = ["between", "inference", "generates", "accumulates", "before"]
@@ -367,9 +367,9 @@ def kept_buffer(rank, world):
             told.append((sum(s.nbytes for s in held), [s.name for s in held]))
 
     def look(handle):
-        return handle.stats.segment_bytes, handle.plan.peak_bytes, handle.plan.live_gathers
+        return handle.stats.segment_bytes, handle.plan.peak_bytes, handle.plan.unsharded_modules
 
-    result = fsdp_models.both(lambda: shard(Net(6)), program, rank, look=look, live_gathers=4)
+    result = fsdp_models.both(lambda: shard(Net(6)), program, rank, look=look, unsharded_modules=4)
     return {**result, "told": told}
 
 

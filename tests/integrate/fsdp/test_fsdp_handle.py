@@ -86,7 +86,7 @@ def test_the_life_of_a_handle(two, shared_memory_is_left_clean):
         assert "has no FSDP2 module" in told["no fsdp"]
         assert "fix: call fully_shard" in told["no fsdp"]
         assert "unknown memory backend 'tape'" in told["memory"]
-        assert "unknown way to choose 'dice'" in told["choose"]
+        assert "unknown algorithm 'dice'" in told["choose"]
         assert "effort is 'none'" in told["effort"]
         assert "handle.remove()" in told["twice"]
         assert "no FSDP collective has run yet" in told["too early"]

@@ -13,8 +13,10 @@ pytestmark = pytest.mark.ranks
 STEPS = 50
 
 
-def fifty(rank, world, way):
-    return both(lambda: shard(Net()), lambda *args: train(*args, steps=STEPS), rank, choose=way)
+def fifty(rank, world, algorithm):
+    return both(
+        lambda: shard(Net()), lambda *args: train(*args, steps=STEPS), rank, choose=algorithm
+    )
 
 
 def error(model, rank, world):
@@ -38,7 +40,7 @@ def error(model, rank, world):
     return (far / STEPS) ** 0.5
 
 
-def errors(rank, world, way, dtype):
+def errors(rank, world, algorithm, dtype):
     """Of plain FSDP2, and of symmplan."""
     import symmplan
 
@@ -49,23 +51,23 @@ def errors(rank, world, way, dtype):
         if not placed:
             found.append(error(model, rank, world))
             continue
-        with removed(symmplan.fsdp.apply(model, choose=way, timeout=30.0)) as handle:
+        with removed(symmplan.fsdp.apply(model, choose=algorithm, timeout=30.0)) as handle:
             found.append(error(model, rank, world))
             assert handle.stats.served > STEPS
     return found
 
 
-@pytest.mark.parametrize("way", ["push", "placed", "copy engine"])
-def test_sums_of_two_ranks_have_the_same_bits(way):
+@pytest.mark.parametrize("algorithm", ["push", "placed", "copy engine"])
+def test_sums_of_two_ranks_have_the_same_bits(algorithm):
     with RankPool(2) as pool:
-        for result in pool.run(fifty, way):
+        for result in pool.run(fifty, algorithm):
             assert result["differences"] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["push", "placed", "copy engine"])
+@pytest.mark.parametrize("algorithm", ["push", "placed", "copy engine"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sums_of_more_are_no_further_from_exact_ones(dtype, way):
+def test_sums_of_more_are_no_further_from_exact_ones(dtype, algorithm):
     with RankPool(3) as pool:
-        for plain, placed in pool.run(errors, way, dtype):
+        for plain, placed in pool.run(errors, algorithm, dtype):
             assert 0 < placed <= 1.05 * plain

@@ -100,7 +100,7 @@ def test_a_block_is_recomputed_twice_while_others_need_its_bytes(two):
     """The second time FSDP2 has no hook before the graph reads the parameters."""
     units = (Unit(wrap="parts", recompute=True), *(Unit(),) * 3)
     acts = (("train",), ("order", (0, 1, 0)), ("train",), ("train",))
-    for result in check(two, Program(2, units, acts, stages=((1, 2),), live_gathers=1)):
+    for result in check(two, Program(2, units, acts, stages=((1, 2),), unsharded_modules=1)):
         assert result["refused"] is None
 
 
@@ -116,7 +116,7 @@ def test_a_module_that_is_computed_again_in_its_own_backward_keeps_its_bytes(two
     """No hook of FSDP2's comes before that graph is read, so nothing could be put back."""
     acts = (("train",), ("order", (3, 5, 4)), ("train",), ("train",))
     units = (Unit(wrap="parts", recompute=True), *[Unit()] * 3)
-    for result in check(two, Program(2, units, acts, stages=((1, 2),), live_gathers=2)):
+    for result in check(two, Program(2, units, acts, stages=((1, 2),), unsharded_modules=2)):
         assert result["refused"] is None
 
 

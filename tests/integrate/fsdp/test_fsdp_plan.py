@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.capture.fsdp import Planned, Way, problem_of
+from symmplan.capture.fsdp import Algorithm, Planned, problem_of
 from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.model import Requirement
@@ -42,8 +42,8 @@ def record(*events):
 RANKS = {"world": (0, 1, 2, 3), "pair": (0, 1), "other": (4, 5)}
 
 
-def solve(*recordings, way_of=lambda _: Way("symmetric")):
-    problem, stretches = problem_of(recordings, RANKS, way_of)
+def solve(*recordings, algorithm_of=lambda _: Algorithm("symmetric")):
+    problem, stretches = problem_of(recordings, RANKS, algorithm_of)
     plan = plan_problem(problem)
     plan.verify()
     return plan, stretches
@@ -67,7 +67,7 @@ def test_the_registry_says_what_must_be_symmetric(monkeypatch):
     _declared(monkeypatch, requirements=())
     plan, ((gather, scatter),) = solve(steps)
     assert [b.op for b in plan.problem.buffers] == whole[:1]
-    assert (gather.way.name, scatter.way.name) == ("symmetric", "ordinary")
+    assert (gather.algorithm.name, scatter.algorithm.name) == ("symmetric", "ordinary")
     assert "not declared" in plan.unplanned[0].reason
 
 
@@ -85,7 +85,7 @@ def test_the_registry_says_what_orders_ranks(monkeypatch):
     steps = record("+A", "A", "-A", "+B", "B", "-B")
     assert solve(steps)[0].barriers == ()
     early = [Requirement(where, enters=False) for where in ("output_tensor", "input_tensor")]
-    _declared(monkeypatch, meets=False, requirements=tuple(early))
+    _declared(monkeypatch, synchronizes=False, requirements=tuple(early))
     assert solve(steps)[0].barriers != ()
 
 
@@ -120,8 +120,10 @@ def test_a_buffer_that_outlives_its_recording_shares_with_none():
 def test_what_was_left_out_is_explained():
     plan, stretches = solve(
         record("+a", "a", "-a", "+B", "B", "-B"),
-        way_of=lambda call: (
-            Way("ordinary", "slow") if call.key.kind == "reduce_scatter" else Way("symmetric")
+        algorithm_of=lambda call: (
+            Algorithm("ordinary", "slow")
+            if call.key.kind == "reduce_scatter"
+            else Algorithm("symmetric")
         ),
     )
     (out,) = plan.unplanned
@@ -132,7 +134,7 @@ def test_what_was_left_out_is_explained():
 def test_what_an_all_to_all_receives_has_bytes_of_its_own_while_it_runs():
     plan, stretches = solve(
         record("+a", "a", "+B", "B", "-B", "-a", "+C", "C", "-C"),
-        way_of=lambda _: Way("copy engine"),
+        algorithm_of=lambda _: Algorithm("copy engine"),
     )
     # While B runs there are a's, B's and what B receives.
     assert plan.peak_bytes == plan.lower_bound_bytes == 3 * 256
@@ -203,19 +205,21 @@ def schedule(*stretches):
 
 
 def follow(made, sites):
-    """Index of each site's spot (None: unknown), and whether all came in order."""
+    """Index of each site's collective (None: unknown), and whether all came in order."""
     found = [made.follow(key(site)) for site in sites]
-    return [None if s is None else made.spots.index(s) for s, _ in found], [o for _, o in found]
+    return [None if s is None else made.collectives.index(s) for s, _ in found], [
+        o for _, o in found
+    ]
 
 
 def test_a_schedule_is_followed_again_and_again():
-    spots, in_order = follow(schedule("abcb"), "abcbabcb")
-    assert spots == [0, 1, 2, 3] * 2
+    collectives, in_order = follow(schedule("abcb"), "abcbabcb")
+    assert collectives == [0, 1, 2, 3] * 2
     assert all(in_order)
 
 
 @pytest.mark.parametrize(
-    ("sites", "spots", "in_order"),
+    ("sites", "collectives", "in_order"),
     [
         ("acb", [0, 2, 3], [True, False, True]),  # one is skipped
         ("abab", [0, 1, 0, 1], [True, True, False, True]),  # broken off, begun again
@@ -223,8 +227,8 @@ def test_a_schedule_is_followed_again_and_again():
         ("aaab", [0, 0, 0, 1], [True, False, False, True]),  # used three times
     ],
 )
-def test_departures_go_on_from_where_the_program_is(sites, spots, in_order):
-    assert follow(schedule("abcb"), sites) == (spots, in_order)
+def test_divergences_go_on_from_where_the_program_is(sites, collectives, in_order):
+    assert follow(schedule("abcb"), sites) == (collectives, in_order)
 
 
 def test_the_newest_stretch_is_followed_first():
@@ -242,23 +246,23 @@ def test_a_schedule_is_a_function_of_the_sequence(stretches, sites):
     one, other = schedule(*stretches), schedule(*stretches)
     known = set("".join(stretches))
     for site in sites:
-        spot, in_order = one.follow(key(site))
-        spot_there, in_order_there = other.follow(key(site))
+        scheduled, in_order = one.follow(key(site))
+        scheduled_there, in_order_there = other.follow(key(site))
         assert in_order == in_order_there
-        assert (spot is None) == (spot_there is None) == (site not in known)
-        if spot is not None:
-            assert spot.call == spot_there.call
-            assert spot.place == spot_there.place
-            assert spot.call.key.site == site
+        assert (scheduled is None) == (scheduled_there is None) == (site not in known)
+        if scheduled is not None:
+            assert scheduled.call == scheduled_there.call
+            assert scheduled.place == scheduled_there.place
+            assert scheduled.call.key.site == site
 
 
 def test_what_is_left_out_has_no_place():
     call = Call(key("a"), 256, "world")
     plan, _ = solve(record("+b", "b", "-b"))
-    made = Schedule(plan, [[Planned(call, None, way=Way("ordinary", "slow"))]])
-    spot, _ = made.follow(call.key)
-    assert spot.place is None
-    assert spot.way.reason == "slow"
+    made = Schedule(plan, [[Planned(call, None, algorithm=Algorithm("ordinary", "slow"))]])
+    scheduled, _ = made.follow(call.key)
+    assert scheduled.place is None
+    assert scheduled.algorithm.reason == "slow"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -228,7 +228,7 @@ def _no_room(rank, world_size, where):
 
 
 @pytest.mark.parametrize("where", ["allocate", "rendezvous"])
-def test_without_room_on_one_rank_all_go_torchs_way(pool, where):
+def test_without_room_on_one_rank_all_go_torchs_algorithm(pool, where):
     why = {"allocate": "no room", "rendezvous": "no way"}[where]
     results = pool.run(_no_room, where)
     (said,) = [text for told, *_ in results for text in told]
@@ -238,7 +238,7 @@ def test_without_room_on_one_rank_all_go_torchs_way(pool, where):
         assert reasons == ((f"no symmetric memory: rank 1: {why}", 6),)
 
 
-def _company(rank, world_size):
+def _concurrent(rank, world_size):
     """Inside a compiled function, where the graph ends, and inside an eager session."""
     import torch.distributed as dist
 
@@ -275,7 +275,7 @@ def _company(rank, world_size):
 
 @pytest.mark.further
 def test_beside_graphs_and_sessions(pool):
-    pool.run(_company)
+    pool.run(_concurrent)
 
 
 @pytest.mark.parametrize("given", [0, -3, 2.5, True])

@@ -15,7 +15,7 @@ from symmplan.torch_private.c10d import group_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["everywhere", "leaders", "tell", "telling", "throughout"]
+__all__ = ["all_agree", "all_gather_json", "everywhere", "leaders", "telling"]
 
 
 def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
@@ -29,7 +29,7 @@ def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
     return {name: next(n for n in names if ranks[n] >= ranks[name]) for name in groups}
 
 
-def tell(
+def all_gather_json(
     what: str,
     payload: Mapping[str, Any],
     groups: Mapping[str, Any],
@@ -67,11 +67,11 @@ def everywhere(what: str, mine: Sequence[bool], group: Any, timeout: float) -> l
     Collective: yes, over ``group``.
     """
     name = group_name(group)
-    said = tell(what, {name: list(mine)}, {name: group}, timeout)[name]
+    said = all_gather_json(what, {name: list(mine)}, {name: group}, timeout)[name]
     return [all(isinstance(s, list) and s[i] is True for s in said) for i in range(len(mine))]
 
 
-def throughout(what: str, mine: Any, groups: Mapping[str, Any], timeout: float) -> bool:
+def all_agree(what: str, mine: Any, groups: Mapping[str, Any], timeout: float) -> bool:
     """Whether all ranks of some groups, and of what these meet, say the same, and nothing empty.
 
     Each rank asks its peers, and then twice whether theirs agree: in a mesh that is everybody.
@@ -85,7 +85,7 @@ def throughout(what: str, mine: Any, groups: Mapping[str, Any], timeout: float) 
     Collective: yes, over those groups.
     """
     for _ in range(3):
-        said = tell(what, dict.fromkeys(groups, mine), groups, timeout)
+        said = all_gather_json(what, dict.fromkeys(groups, mine), groups, timeout)
         mine = bool(mine) and all(x == mine for of in said.values() for x in of)
     return bool(mine)
 

@@ -1,4 +1,4 @@
-"""The ways in which FSDP2's collectives run: forced, ruled, measured, and agreed."""
+"""The algorithms by which FSDP2's collectives run: forced, ruled, measured, and agreed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_conditions import flat, forced, forced_kind, forced_way
+from fsdp_conditions import flat, forced, forced_algorithm, forced_kind
 from fsdp_models import Net, Trace, batch, both, check, sgd, shard, train, train_step
 from ranks import RankPool, pool_of
 from test_fsdp import (
@@ -23,7 +23,7 @@ from test_fsdp import (
     several_forwards,
     tied,
 )
-from test_fsdp_departures import failing_step, holder, uneven_use
+from test_fsdp_divergences import failing_step, holder, uneven_use
 from test_fsdp_setters import SEVERAL_TYPES, own_types, placements, uneven
 from test_fsdp_user import in_backward_optimizer
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -111,7 +111,7 @@ def late_sums(rank, world, blocks):
 
     push.sum_rows = late
     try:
-        with forced_way("push"):
+        with forced_algorithm("push"):
             return both(lambda: shard(Net(blocks=blocks)), train, rank)
     finally:
         push.sum_rows = original
@@ -169,7 +169,7 @@ def added(rank, world, dtypes, touched):
 
     push.sum_rows, push.sum_parts = map(counting, originals)
     try:
-        with forced_way("push"):
+        with forced_algorithm("push"):
             result = both(build, program, rank)
     finally:
         push.sum_rows, push.sum_parts = originals
@@ -206,7 +206,7 @@ def slots(rank, world, dtype):
         return sorted((b.where, b.persistent) for b in reduced)
 
     policy = MixedPrecisionPolicy(dtype, dtype)
-    with forced_way("push"):
+    with forced_algorithm("push"):
         return both(lambda: shard(Net(), mp_policy=policy), train, rank, look=look)
 
 

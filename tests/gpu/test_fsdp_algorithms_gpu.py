@@ -1,6 +1,6 @@
-"""The ways in which FSDP2's collectives run on devices: what the plan says is what runs.
+"""The algorithms by which FSDP2's collectives run on devices: what the plan says is what runs.
 
-    python -m pytest tests/gpu/test_fsdp_ways_gpu.py -m gpu
+    python -m pytest tests/gpu/test_fsdp_algorithms_gpu.py -m gpu
 
 All devices of one host, four at most.
 """
@@ -98,7 +98,7 @@ def profiled(rank, world, choose):
         "placed": sorted(said),
         "ordinary": sorted({u.op for u in plan.unplanned}),
         "summary": plan.summary(),
-        "choices": [(c.op, c.nbytes, c.way, dict(c.seconds)) for c in handle.choices],
+        "choices": [(c.op, c.nbytes, c.algorithm, dict(c.seconds)) for c in handle.choices],
         "rendezvous": handle.stats.rendezvous,
         "segments": len(plan.segments),
     }
@@ -196,7 +196,7 @@ def summed(rank, world, given, rounded, made):
 
 
 def fail_alone(rank, world, where):
-    from test_fsdp_ways import failing_freeze
+    from test_fsdp_algorithms import failing_freeze
 
     def program(model, trace, rank, steps):
         train(model, trace, rank, steps, dim=512)
@@ -243,7 +243,7 @@ def loans(rank, world, waits):
 def test_twenty_steps_are_those_of_plain_fsdp2(pool, choose, bf16):
     for result in pool.run(parity, choose, bf16, False):
         assert result["differences"] == []
-        assert result["stats"]["copies"] == result["stats"]["departures"] == 0
+        assert result["stats"]["copies"] == result["stats"]["divergences"] == 0
 
 
 @pytest.mark.parametrize("choose", ["placed", "copy engine"])
@@ -264,21 +264,21 @@ def test_what_the_plan_says_is_what_runs(pool, choose):
         copied = sum(count for name, count in names.items() if "Memcpy PtoP" in name)
         engines = False
         for op, kind in (("_allgather_", "AllGather"), ("_reduce_scatter_", "ReduceScatter")):
-            ways = {where.split(", ")[1] for o, where in seen["placed"] if op in o}
+            algorithms = {where.split(", ")[1] for o, where in seen["placed"] if op in o}
             if any(op in o for o in seen["ordinary"]):
-                ways.add("ordinary")
-            assert ways
+                algorithms.add("ordinary")
+            assert algorithms
             of_kind = [name for name in names if kind in name]
             symmetric = any("ncclSymk" in name for name in of_kind)
             ring = any("ncclDevKernel" in name for name in of_kind)
-            assert symmetric == ("symmetric" in ways), (ways, names)
-            assert ring == ("ordinary" in ways), (ways, names)
-            engines = engines or bool({"copy engine", "push"} & ways)
+            assert symmetric == ("symmetric" in algorithms), (algorithms, names)
+            assert ring == ("ordinary" in algorithms), (algorithms, names)
+            engines = engines or bool({"copy engine", "push"} & algorithms)
         assert (copied > 0) == engines
     if choose != "measure":
         wanted = {"placed": "symmetric"}.get(choose, choose)
-        ways = {where.split(", ")[1] for _, where in told["placed"]}
-        assert ways == ({"copy engine", "push"} if wanted == "push" else {wanted})
+        algorithms = {where.split(", ")[1] for _, where in told["placed"]}
+        assert algorithms == ({"copy engine", "push"} if wanted == "push" else {wanted})
         assert told["ordinary"] == []
     assert told["rendezvous"] <= told["segments"] * (1 if choose == "placed" else 3)
 

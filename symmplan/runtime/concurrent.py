@@ -1,19 +1,21 @@
 """Which collectives of a program may run while another group's does.
 
-[Note: company]
+[Note: concurrent collectives]
     Collectives of one group run one after the other, those of two groups need not: a sharded gather
     and a tensor-parallel sum share links, copy engines and multiprocessors. So each such kind of
     collective is also timed beside the other group's, in the way that this has by then, and what is
-    timed is until both are done. It goes round twice, as the other may take another way meanwhile.
-    The slowest of all ranks that meet counts, also through other groups, so that a whole mesh takes
-    the same ways; where these ranks have no such programs alike, what was measured alone holds.
+    timed is until both are done. It goes round twice, as the other may take another algorithm
+    meanwhile. The slowest of all ranks that meet counts, also through other groups, so that a whole
+    mesh takes the same ways; where these ranks have no such programs alike, what was measured alone
+    holds.
 
     Of several neighbours the kind with most bytes counts, as often as it runs for each collective
     of this kind.
 
-    FSDP2's collectives of one kind and size all take one way, so they have one company, that of all
-    of them together. It is what was heard of other groups in the recorded step (see
-    [Note: listening] in `symmplan.runtime.listening`), and runs in torch's own way.
+    FSDP2's collectives of one kind and size all take one algorithm, so they have one set of
+    concurrent collectives, that of all of them together. It is what was heard of other groups in
+    the recorded step (see [Note: listening] in `symmplan.runtime.listening`), and runs in torch's
+    own way.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
 
     from symmplan.capture import Captured
 
-__all__ = ["company_heard", "company_of"]
+__all__ = ["concurrent_heard", "concurrent_with"]
 
 
-def company_of(
+def concurrent_with(
     captured: Captured,
     groups: Mapping[fx.Node, str],
     kinds: Mapping[fx.Node, tuple[Hashable, int]],
@@ -51,7 +53,7 @@ def company_of(
 
     Returns:
         ``{collective: (another group's, how many of that kind for each of this)}`` of those that
-        have company.
+        have concurrent collectives.
     """
     if len({*groups.values()}) < 2:
         return {}
@@ -76,7 +78,7 @@ def company_of(
     return found
 
 
-def company_heard(
+def concurrent_heard(
     calls: Sequence[tuple[Hashable, Hashable]], heard: Sequence[tuple[int, Hashable, int]]
 ) -> dict[Hashable, tuple[Hashable, float]]:
     """What may run beside each kind of call, by the order in which all were issued.
@@ -90,7 +92,8 @@ def company_heard(
         heard: Of others' collectives how many calls were issued before, their kind and bytes.
 
     Returns:
-        ``{kind: (others' kind, how many of that for each call of this)}`` of those with company.
+        ``{kind: (others' kind, how many of that for each call of this)}`` of those with concurrent
+        collectives.
     """
     streams: dict[Hashable, list[int]] = {}
     for at, (stream, _) in enumerate(calls):

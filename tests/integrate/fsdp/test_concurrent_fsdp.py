@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import pool_of
 from torch import nn
 
-from symmplan.runtime.company import company_heard
+from symmplan.runtime.concurrent import concurrent_heard
 
 four = pool_of(4, timeout=120.0)
 pair = pool_of(2, timeout=120.0)
@@ -22,12 +22,12 @@ pair = pool_of(2, timeout=120.0)
 
 
 @given(st.data())
-def test_what_was_heard_is_company_of_the_calls_next_to_it(data):
+def test_what_was_heard_is_concurrent_of_the_calls_next_to_it(data):
     streams = st.sampled_from(["gathers", "reductions"])
     calls = [(s, (s, n)) for s, n in data.draw(st.lists(st.tuples(streams, st.integers(0, 2))))]
     places = sorted(data.draw(st.lists(st.integers(0, len(calls)), max_size=8)))
     heard = [(at, f"other {at}", 1 + at) for at in places]
-    found = company_heard(calls, heard)
+    found = concurrent_heard(calls, heard)
 
     def beside(call, at):
         """No call of the same stream lies between them."""
@@ -42,7 +42,7 @@ def test_what_was_heard_is_company_of_the_calls_next_to_it(data):
             assert found[kind][0] in near
             assert 0 < found[kind][1] <= len(heard)
     if calls and heard:  # each was shared out once, whoever has most of what
-        one = company_heard(calls, [(at, "other", 1) for at in places])
+        one = concurrent_heard(calls, [(at, "other", 1) for at in places])
         counts = {k: sum(k == kind for _, kind in calls) for k in one}
         assert sum(often * counts[k] for k, (_, often) in one.items()) == pytest.approx(len(heard))
 
@@ -52,7 +52,7 @@ def test_what_was_heard_is_company_of_the_calls_next_to_it(data):
 
 @contextlib.contextmanager
 def timed(rank, size, loses):
-    """In company one rank after the other is slow in symmetric memory; alone nobody is.
+    """Beside others one rank after the other is slow in symmetric memory; alone nobody is.
 
     Yields what was timed beside what. ``loses`` says whether it then loses.
     """
@@ -60,15 +60,15 @@ def timed(rank, size, loses):
 
     original, seen, turn = trials.seconds_of, [], [0]
 
-    def seconds_of(clock, acts, group, nbytes, *, beside, enough, company=None):
+    def seconds_of(clock, acts, group, nbytes, *, beside, enough, concurrent=None):
         for act in acts.values():
-            clock.span(act, 2, 0, group, company)
-        seen.append(company is not None)
-        if company is None:
-            return {way: 5.0 if way == "ordinary" else 3.0 for way in acts}
+            clock.span(act, 2, 0, group, concurrent)
+        seen.append(concurrent is not None)
+        if concurrent is None:
+            return {algorithm: 5.0 if algorithm == "ordinary" else 3.0 for algorithm in acts}
         turn[0] += 1
         slow = 9.0 if loses and turn[0] % size == rank else 3.0
-        return {way: 5.0 if way == "ordinary" else slow for way in acts}
+        return {algorithm: 5.0 if algorithm == "ordinary" else slow for algorithm in acts}
 
     trials.seconds_of = seconds_of
     trials.forget()
@@ -84,7 +84,8 @@ def look(handle):
 
     return {
         "choices": [
-            (c.op, c.nbytes, c.way, c.company, c.seconds["symmetric"]) for c in handle.choices
+            (c.op, c.nbytes, c.algorithm, c.concurrent, c.seconds["symmetric"])
+            for c in handle.choices
         ],
         # Only the recorded step is listened to.
         "listening": [len(listening._LIBRARIES), len(listening._LISTENERS)],
@@ -133,11 +134,11 @@ def test_gathers_are_timed_beside_tensor_parallel_sums(four, loses):
     assert all(r["seen"] == results[0]["seen"] for r in results)
     assert first["listening"] == [0, 0]
     assert first["groups"] == 1
-    company = [c for c in first["choices"] if c[3]]
-    assert {c[0] for c in company} == {"all_gather", "reduce_scatter"}
-    for _, _, way, beside, seconds in company:
+    concurrent = [c for c in first["choices"] if c[3]]
+    assert {c[0] for c in concurrent} == {"all_gather", "reduce_scatter"}
+    for _, _, algorithm, beside, seconds in concurrent:
         assert beside == "_c10d_functional::all_reduce_.default with 256 bytes, ordinary"
-        assert (way, seconds) == (("ordinary", 9.0) if loses else ("symmetric", 3.0))
+        assert (algorithm, seconds) == (("ordinary", 9.0) if loses else ("symmetric", 3.0))
     # The root's are the first and the last: beside them nothing is summed.
     alone = [c[:3] for c in first["choices"] if not c[3]]
     assert alone == [(op, 2048, "symmetric") for op in ("all_gather", "reduce_scatter")]
@@ -184,8 +185,8 @@ def test_collectives_written_by_hand_are_heard(pair, kind):
     for result in results:
         companies = {c[3] for c in result["looked"]["choices"]}
         if kind == "another group":
-            (company,) = companies - {""}
-            assert company.startswith("_c10d_functional::all_reduce_.default with 256 bytes")
+            (concurrent,) = companies - {""}
+            assert concurrent.startswith("_c10d_functional::all_reduce_.default with 256 bytes")
         else:  # it runs one after the other
             assert companies == {""}
             assert not any(result["seen"])

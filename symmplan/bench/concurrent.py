@@ -41,7 +41,7 @@ _WITHIN = 1.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``symmplan bench company``."""
+    """The options of ``symmplan bench concurrent``."""
     command.add_options(parser, _OPTIONS, timeout=500.0)
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     command.check_peers(args.ranks)
     settings = command.settings_of(args, _OPTIONS)
-    about, ranks = command.measured("company", _measure, settings, args, connect=False)
+    about, ranks = command.measured("concurrent", _measure, settings, args, connect=False)
     return command.compared(about, ranks, _row)
 
 

@@ -1,4 +1,4 @@
-"""`symmplan.fsdp.apply(live_gathers=...)`: how many unsharded modules have bytes at once."""
+"""`symmplan.fsdp.apply(unsharded_modules=...)`: how many unsharded modules have bytes at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fsdp_models import Net, shard, train
 from hypothesis import given
 from ranks import RankPool
 
-from symmplan.capture.fsdp_live import gathers_live, most_alive
 from symmplan.capture.fsdp_recording import Key, Recording
+from symmplan.capture.fsdp_unsharded import gathers_unsharded, most_alive
 from symmplan.errors import PlanningError
 
 SITES = ("root", "a", "b", "c", "d", "e")
@@ -65,11 +65,11 @@ def alive_at_most(events, inside):
 @given(recordings(), st.integers(1, 6))
 def test_no_more_are_alive_than_told_or_needed(recording, live):
     inside = set(recording.ran)
-    told = alive_at_most(gathers_live(recording, inside, live), inside)
+    told = alive_at_most(gathers_unsharded(recording, inside, live), inside)
     # What the program has at once if nothing is gathered ahead of its time: the root and one.
     assert told <= max(live, 2)
     assert told == most_alive([recording], set(SITES), live)
-    assert alive_at_most(gathers_live(recording, inside, None), inside) == most_alive(
+    assert alive_at_most(gathers_unsharded(recording, inside, None), inside) == most_alive(
         [recording], set(SITES), None
     )
 
@@ -77,7 +77,7 @@ def test_no_more_are_alive_than_told_or_needed(recording, live):
 @given(recordings(), st.integers(1, 6))
 def test_bytes_are_free_only_after_their_module(recording, live):
     inside = set(recording.ran)
-    events = gathers_live(recording, inside, live)
+    events = gathers_unsharded(recording, inside, live)
     at = {event: i for i, event in enumerate(events)}
     released = [i for what, i in recording.events if what == "release"]
     order = [i for what, i in events if what == "begin"]
@@ -101,17 +101,17 @@ def sharded(blocks=5, ahead=0):
     return model
 
 
-def told(rank, world, live, ahead, way="placed"):
+def told(rank, world, live, ahead, algorithm="placed"):
     def look(handle):
-        advice = [a for a in handle.plan.advice() if a.kind == "live_gathers"]
-        line = next(x for x in handle.plan.summary().splitlines() if "live gathers" in x)
+        advice = [a for a in handle.plan.advice() if a.kind == "unsharded_modules"]
+        line = next(x for x in handle.plan.summary().splitlines() if "unsharded modules" in x)
         saves = [(a.saves, a.text) for a in advice]
-        return handle.plan.live_gathers, handle.plan.peak_bytes, saves, line
+        return handle.plan.unsharded_modules, handle.plan.peak_bytes, saves, line
 
     def build():
         return sharded(ahead=ahead)
 
-    return fsdp_models.both(build, train, rank, look=look, live_gathers=live, choose=way)
+    return fsdp_models.both(build, train, rank, look=look, unsharded_modules=live, choose=algorithm)
 
 
 def deepened(rank, world, live):
@@ -124,7 +124,7 @@ def deepened(rank, world, live):
             block.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
         train(model, trace, rank)
 
-    return fsdp_models.both(sharded, program, rank, live_gathers=live)
+    return fsdp_models.both(sharded, program, rank, unsharded_modules=live)
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +135,22 @@ def two():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ahead", [2, 0, 1])
-@pytest.mark.parametrize("way", ["placed", "push"])
-def test_fewer_need_fewer_bytes_and_all_compute_the_same(two, ahead, way):
+@pytest.mark.parametrize("algorithm", ["placed", "push"])
+def test_fewer_need_fewer_bytes_and_all_compute_the_same(two, ahead, algorithm):
     bytes_of = {}
     for live in (None, 1, 2, 3, 5):
-        for result in two.run(told, live, ahead, way):
+        for result in two.run(told, live, ahead, algorithm):
             assert result["differences"] == []
             stats = result["stats"]
-            assert stats["replans"] == stats["plain"] == stats["departures"] == 0
+            assert stats["replans"] == stats["plain"] == stats["divergences"] == 0
             count, peak, advice, line = result["looked"]
-            assert line == f"live gathers: {count} at once"
+            assert line == f"unsharded modules: {count} at once"
             bytes_of[live] = peak
             if live is not None:
                 assert count <= max(live, 2)  # the root and a block it must have
             for saves, text in advice:
                 if saves:
-                    assert f"live_gathers={count - 1} needs {saves:,} bytes less" in text
+                    assert f"unsharded_modules={count - 1} needs {saves:,} bytes less" in text
     assert bytes_of[1] == bytes_of[2] < bytes_of[3] < bytes_of[5]
 
 
@@ -165,5 +165,5 @@ def test_lists_may_become_longer_where_there_is_room(two):
 def test_a_module_needs_its_parameters():
     import symmplan
 
-    with pytest.raises(PlanningError, match="live_gathers of at least 1"):
-        symmplan.fsdp.apply(Net(), live_gathers=0)
+    with pytest.raises(PlanningError, match="unsharded_modules of at least 1"):
+        symmplan.fsdp.apply(Net(), unsharded_modules=0)

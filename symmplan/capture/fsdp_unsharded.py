@@ -5,7 +5,7 @@
     gather would wait until the module's kernels ended. So in the plan a gather's bytes are in use
     until the next gather was started, unless that had been started ahead of time.
 
-[Note: live gathers]
+[Note: unsharded modules]
     Told how many gathers may be alive, the plan gives released bytes to the next gather at once
     where there would be more. What is gathered ahead of its time and finds no room is gathered when
     the next module is released. A gather that is needed before that, as a block's inside a root's,
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Call, Recording
 
-__all__ = ["gathers_live", "kept_after_forward", "most_alive", "with_kept"]
+__all__ = ["gathers_unsharded", "kept_after_forward", "most_alive", "with_kept"]
 
 _Events = list[tuple[str, int]]
 
 
-def gathers_live(recording: Recording, direct: set[int], live: int | None) -> _Events:
+def gathers_unsharded(recording: Recording, direct: set[int], live: int | None) -> _Events:
     """The events, in which buffers of ``direct`` drop when their bytes are free to be reused.
 
     Args:
@@ -58,7 +58,7 @@ def most_alive(recordings: Sequence[Recording], direct: Collection[str], live: i
     most = 0
     for recording in recordings:
         inside = {i for i, call in enumerate(recording.collectives) if _gathers(call, direct)}
-        most = max(most, _most(gathers_live(recording, inside, live), inside))
+        most = max(most, _most(gathers_unsharded(recording, inside, live), inside))
     return most
 
 
@@ -175,7 +175,7 @@ def _at_most(
 
     Args:
         recording: What the program did.
-        direct: As in `gathers_live`.
+        direct: As in `gathers_unsharded`.
         most: How many may be alive.
         needed: Gathers that cannot wait for room: with 1 until a module was released, else at all.
     """

@@ -1,6 +1,6 @@
 """FSDP2 beside tensor-parallel sums of another group of the same two devices: measured beside them.
 
-python -m pytest tests/gpu/test_company_gpu.py -m gpu
+python -m pytest tests/gpu/test_concurrent_gpu.py -m gpu
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _steps(rank, world_size, choose):
         made = TwoGroups("FSDP2", side, options, groups, x)
         found[side] = made()
         torch.cuda.synchronize()
-        choices = [(c.op, c.nbytes, c.way, c.company, sorted(c.seconds)) for c in made.choices]
+        choices = [
+            (c.op, c.nbytes, c.algorithm, c.concurrent, sorted(c.seconds)) for c in made.choices
+        ]
         made.end()
     apart = float((found[choose] - found["plain"]).abs().max() / found["plain"].abs().max())
     dist.destroy_process_group(other)
@@ -44,6 +46,6 @@ def test_fsdp_is_measured_beside_the_sums_of_another_group(pool):
     choices, listening, apart = first
     assert listening == 0
     assert apart < 0.05
-    company = [c for c in choices if c[3]]
-    assert {c[0] for c in company} == {"all_gather", "reduce_scatter"}
-    assert all("all_reduce_" in c[3] and {"ordinary", "symmetric"} <= {*c[4]} for c in company)
+    concurrent = [c for c in choices if c[3]]
+    assert {c[0] for c in concurrent} == {"all_gather", "reduce_scatter"}
+    assert all("all_reduce_" in c[3] and {"ordinary", "symmetric"} <= {*c[4]} for c in concurrent)

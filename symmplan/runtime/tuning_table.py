@@ -1,4 +1,4 @@
-"""Ways that were measured elsewhere, in a file; and the rules for what was measured nowhere.
+"""Algorithms that were measured elsewhere, in a file; and the rules for what was measured nowhere.
 
 [Note: rules]
     What is planned without a measurement and without a row that fits follows these. In shared
@@ -20,7 +20,7 @@ from attrs import asdict, field, frozen
 
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
-from symmplan.model import WayName
+from symmplan.model import AlgorithmName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,14 +43,14 @@ class TuningRow:
         op: ``"all_gather"``, ``"reduce_scatter"``, or an op's qualified name.
         ranks: How many ranks the group had.
         nbytes: Bytes, as in `symmplan.runtime.choice.Choice`.
-        way: The way that was chosen.
-        seconds: ``{way: time}`` that it was chosen by.
+        algorithm: The algorithm that was chosen.
+        seconds: ``{algorithm: time}`` that it was chosen by.
     """
 
     op: str
     ranks: int
     nbytes: int
-    way: WayName
+    algorithm: AlgorithmName
     seconds: Mapping[str, float] = field(factory=dict, hash=False)
 
 
@@ -66,11 +66,11 @@ class Table:
     memory: str
     rows: tuple[TuningRow, ...]
 
-    def way(self, op: str, ranks: int, nbytes: int) -> WayName | None:
-        """The way of the row that is nearest, first in ranks, then in bytes; None if none is near.
+    def algorithm(self, op: str, ranks: int, nbytes: int) -> AlgorithmName | None:
+        """The algorithm of the row that is nearest, in ranks, then in bytes; None if none is near.
 
         >>> table = Table("nccl", (TuningRow("all_gather", 8, 1 << 24, "copy engine"),))
-        >>> table.way("all_gather", 512, 1 << 25), table.way("all_gather", 512, 1 << 12)
+        >>> table.algorithm("all_gather", 512, 1 << 25), table.algorithm("all_gather", 512, 1 << 12)
         ('copy engine', None)
         """
         near = [r for r in self.rows if r.op == op and _apart(r.nbytes, nbytes) <= math.log2(_FAR)]
@@ -79,7 +79,7 @@ class Table:
             key=lambda r: (_apart(r.ranks, ranks), _apart(r.nbytes, nbytes), r.nbytes),
             default=None,
         )
-        return None if found is None else found.way
+        return None if found is None else found.algorithm
 
     @property
     def digest(self) -> str:
@@ -123,17 +123,17 @@ def _table(data: Any) -> Table:
 
 def _row(data: Any) -> TuningRow:
     row = TuningRow(
-        str(data["op"]), int(data["ranks"]), int(data["nbytes"]), data["way"], data["seconds"]
+        str(data["op"]), int(data["ranks"]), int(data["nbytes"]), data["algorithm"], data["seconds"]
     )
-    if row.way not in get_args(WayName) or row.ranks < 1 or row.nbytes < 1:
+    if row.algorithm not in get_args(AlgorithmName) or row.ranks < 1 or row.nbytes < 1:
         raise ValueError(row)
     return row
 
 
 def ruled(
     table: Table | None, op: str, ranks: int, nbytes: int, memory: str, *, pushes: bool = False
-) -> tuple[WayName, str]:
-    """The way of a collective, and why it stays in ordinary memory; see [Note: rules].
+) -> tuple[AlgorithmName, str]:
+    """The algorithm of a collective, and why it stays in ordinary memory; see [Note: rules].
 
     Args:
         table: What was measured elsewhere, None for nothing.
@@ -143,7 +143,7 @@ def ruled(
         memory: Name of the memory backend.
         pushes: Whether it can be made of pushes.
     """
-    found = None if table is None else table.way(op, ranks, nbytes)
+    found = None if table is None else table.algorithm(op, ranks, nbytes)
     if found == "push" and not pushes:
         found = "symmetric"
     if found is not None:

@@ -15,7 +15,7 @@ import symmplan
 from symmplan.capture.sites import Step
 from symmplan.model import Operation, Problem
 from symmplan.runtime.choice import Choice
-from symmplan.runtime.company import company_of
+from symmplan.runtime.concurrent import concurrent_with
 
 F = torch.ops._c10d_functional
 
@@ -46,7 +46,7 @@ def programs(draw):
 
 
 @given(programs())
-def test_company_is_what_nothing_orders(program):
+def test_concurrent_is_what_nothing_orders(program):
     problem, calls = program
     steps = {name: Step("launch", name) for name in calls}
     captured = SimpleNamespace(problem=problem, steps=steps)
@@ -58,7 +58,7 @@ def test_company_is_what_nothing_orders(program):
 
     # Each call is of a kind of its own, the later the larger.
     kinds = {name: (name, 1 << i) for i, name in enumerate(calls)}
-    found = company_of(captured, calls, kinds)
+    found = concurrent_with(captured, calls, kinds)
     for call, group in calls.items():
         beside = [c for c in calls if calls[c] != group and not (over(c, call) or over(call, c))]
         assert (call in found) == bool(beside)
@@ -67,7 +67,7 @@ def test_company_is_what_nothing_orders(program):
             assert 0 < found[call][1] <= 1
 
 
-def test_a_long_gather_has_the_company_of_all_that_run_meanwhile():
+def test_a_long_gather_has_the_concurrent_of_all_that_run_meanwhile():
     order = ["gather", "sum 0", "/sum 0", "sum 1", "/sum 1", "/gather", "sum 2", "/sum 2"]
     groups = {n: "dp" if n == "gather" else "tp" for n in order if n[0] != "/"}
     operations = [
@@ -76,16 +76,18 @@ def test_a_long_gather_has_the_company_of_all_that_run_meanwhile():
     steps = {name: Step("launch", name) for name in groups}
     captured = SimpleNamespace(problem=Problem((), operations, ()), steps=steps)
     kinds = {n: (g, 8) for n, g in groups.items()}
-    assert company_of(captured, groups, kinds) == {
+    assert concurrent_with(captured, groups, kinds) == {
         "gather": ("sum 0", 2.0),
         "sum 0": ("gather", 0.5),
         "sum 1": ("gather", 0.5),
     }
 
 
-def test_what_is_left_out_in_company_says_so():
+def test_what_is_left_out_in_concurrent_says_so():
     seconds = {"ordinary": 2e-6, "symmetric": 6e-6}
-    choice = Choice("x", 8, "float32", "g", 2, seconds, "ordinary", company="y with 4 bytes, push")
+    choice = Choice(
+        "x", 8, "float32", "g", 2, seconds, "ordinary", concurrent="y with 4 bytes, push"
+    )
     assert choice.reason == (
         "symmetric memory was not clearly faster: 6 us, beside y with 4 bytes, push, against 2 us "
         "in torch's own way"
@@ -121,13 +123,14 @@ def _overlapped(x, w, data, tensor):
 
 
 def _apart(x, w, data, tensor):
-    """The same without company."""
+    """The same without concurrent collectives."""
     whole = F.wait_tensor(F.all_gather_into_tensor(w.sin(), 2, data))
     summed = F.wait_tensor(F.all_reduce(x @ x, "sum", tensor))
     return F.wait_tensor(F.all_reduce(summed @ whole[:16], "sum", tensor))
 
 
-#: Seconds of a gather and of a sum, alone and in company; and of a sum beside a gather by its way.
+#: Seconds of a gather and of a sum, alone and concurrent; and of a sum beside a gather by its
+#: algorithm.
 _TABLE = {
     ("gather", False): {"ordinary": 10.0, "symmetric": 8.0},
     ("gather", True): {"ordinary": 10.0, "symmetric": 12.0},
@@ -137,18 +140,18 @@ _TABLE = {
 
 
 def _timed(asked):
-    """What takes the place of the timer: all runs, in company where it has some; what is said."""
+    """What takes the place of the timer: all runs, with what is concurrent; what is said."""
     from symmplan.runtime import trials
 
-    def seconds_of(clock, acts, group, nbytes, *, beside, enough, company=None):
+    def seconds_of(clock, acts, group, nbytes, *, beside, enough, concurrent=None):
         kind = "reduce" if asked["reduces"](nbytes) else "gather"
-        asked["seen"].append((kind, company is not None))
+        asked["seen"].append((kind, concurrent is not None))
         for act in acts.values():
-            clock.span(act, 2, 1, group, company)
-        row = _TABLE[kind, company is not None]
+            clock.span(act, 2, 1, group, concurrent)
+        row = _TABLE[kind, concurrent is not None]
         rank = torch.distributed.get_rank()
         # One rank is faster: the slowest counts.
-        return {way: seconds / (1 + 3 * (rank == 0)) for way, seconds in row.items()}
+        return {algorithm: seconds / (1 + 3 * (rank == 0)) for algorithm, seconds in row.items()}
 
     trials.seconds_of = seconds_of
 
@@ -174,7 +177,7 @@ def _chosen(rank, size, name, inner):
             got = torch.compile(program, backend=backend, fullgraph=True)(x, w, *groups)
             torch.testing.assert_close(got, want)
         choices = [
-            (c.op.split("::")[1].split(".")[0].rstrip("_"), c.way, c.company)
+            (c.op.split("::")[1].split(".")[0].rstrip("_"), c.algorithm, c.concurrent)
             for c in backend.choices
         ]
         return asked["seen"], choices, backend.stats.placed
@@ -185,14 +188,14 @@ def _chosen(rank, size, name, inner):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_a_way_that_loses_only_in_company_is_not_chosen_there(pair, inner):
+def test_a_algorithm_that_loses_only_in_concurrent_is_not_chosen_there(pair, inner):
     first, second = pair.run(_chosen, "overlapped", inner)
     assert first == second
     seen, choices, placed = first
     # Both alone (the sums with and without products), then each beside the other, twice.
     alone, beside = seen[: seen.index(("gather", True))], seen[seen.index(("gather", True)) :]
     assert ("gather", False) in alone
-    assert not any(company for _, company in alone)
+    assert not any(concurrent for _, concurrent in alone)
     assert beside == [("gather", True), ("reduce", True)] * 2
     assert choices[0][:2] == ("all_gather_into_tensor", "ordinary")
     assert choices[0][2].endswith("all_reduce.default with 1,024 bytes, symmetric") or (
@@ -207,11 +210,11 @@ def test_a_way_that_loses_only_in_company_is_not_chosen_there(pair, inner):
 
 
 @pytest.mark.ranks
-def test_the_same_way_is_chosen_where_there_is_no_company(pair):
+def test_the_same_algorithm_is_chosen_where_there_is_no_concurrent(pair):
     first, second = pair.run(_chosen, "apart", "eager")
     assert first == second
     seen, choices, _ = first
-    assert not any(company for _, company in seen)
+    assert not any(concurrent for _, concurrent in seen)
     assert [c[1:] for c in choices] == [("symmetric", ""), ("ordinary", ""), ("ordinary", "")]
 
 
@@ -227,12 +230,12 @@ def _mesh(rank, size):
     groups = [mesh.get_group(n).group_name for n in ("data", "tensor")]
     original, turn = trials.seconds_of, [0]
 
-    def seconds_of(clock, acts, group, nbytes, *, beside, enough, company=None):
+    def seconds_of(clock, acts, group, nbytes, *, beside, enough, concurrent=None):
         turn[0] += 1
         for act in acts.values():
-            clock.span(act, 1, 0, group, company)
+            clock.span(act, 1, 0, group, concurrent)
         slow = turn[0] % size == rank
-        return {way: 9.0 if slow and way == "symmetric" else 5.0 for way in acts}
+        return {algorithm: 9.0 if slow and algorithm == "symmetric" else 5.0 for algorithm in acts}
 
     trials.seconds_of = seconds_of
     backend = symmplan.backend("eager", timeout=20.0, choose="measure", collectives="process group")
@@ -240,7 +243,7 @@ def _mesh(rank, size):
         x, w = torch.randn(16, 16), torch.randn(16, 16)
         compiled = torch.compile(_overlapped, backend=backend, fullgraph=True)
         torch.testing.assert_close(compiled(x, w, *groups), _overlapped(x, w, *groups))
-        return [(c.op, c.way, dict(c.seconds)) for c in backend.choices if c.company]
+        return [(c.op, c.algorithm, dict(c.seconds)) for c in backend.choices if c.concurrent]
     finally:
         trials.seconds_of = original
         backend.release()
@@ -250,7 +253,7 @@ def _mesh(rank, size):
 
 @pytest.mark.ranks
 @pytest.mark.further
-def test_all_ranks_of_a_mesh_choose_alike_in_company():
+def test_all_ranks_of_a_mesh_choose_alike_in_concurrent():
     with RankPool(4, timeout=120.0) as four:
         first, *others = four.run(_mesh)
     assert first
@@ -260,12 +263,12 @@ def test_all_ranks_of_a_mesh_choose_alike_in_company():
 
 @pytest.mark.ranks
 @pytest.mark.further
-def test_the_benchmark_compares_the_choice_with_forced_ways(capsys):
+def test_the_benchmark_compares_the_choice_with_forced_algorithms(capsys):
     import json
 
     from symmplan.cli import main
 
-    words = "bench company --json --ranks 2 --layers 3 --width 32 --tokens 8 --rounds 2"
+    words = "bench concurrent --json --ranks 2 --layers 3 --width 32 --tokens 8 --rounds 2"
     assert main(words.split()) == 0
     result = json.loads(capsys.readouterr().out)
     compiled, fsdp = result["results"]
@@ -275,4 +278,4 @@ def test_the_benchmark_compares_the_choice_with_forced_ways(capsys):
         assert set(row["ms"]) == {"plain", "measure", *forced}
         assert row["best"] in forced
         assert row["equal"]
-        assert any(choice["company"] for choice in row["choices"])
+        assert any(choice["concurrent"] for choice in row["choices"])

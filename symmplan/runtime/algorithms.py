@@ -2,7 +2,7 @@
 
 A functional collective allocates its result itself, so it cannot write a placement. Each row names
 the form that can, and which of the op's declared tensors that form needs in symmetric memory: the
-catalogue says what the *op* wants, a row what *this way of running it* wants.
+catalogue says what the *op* wants, a row what *this algorithm* wants.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Collectives: TypeAlias = Literal["auto", "process group"]
 
 @frozen
 class Lowering:
-    """One way to run an op.
+    """How an op runs by one algorithm.
 
     Attributes:
         target: Qualified name of the op that is called instead, with overload.
@@ -151,7 +151,7 @@ _C10D: Mapping[str, Lowering] = {
 }  # fmt: skip
 
 _UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"
-_NO_WAY = "no form of this op writes into given memory on this backend"
+_NO_ALGORITHM = "no form of this op writes into given memory on this backend"
 
 
 @frozen(eq=False)
@@ -188,7 +188,7 @@ class Lowerings:
         return "declared"
 
     def lookup(self, op: Any) -> OpSpec | None:
-        """What is declared of an op, as it holds for the way it will be run."""
+        """What is declared of an op, as it holds for the algorithm by which it runs."""
         spec = spec_for(op)
         if spec is None:
             return None
@@ -196,7 +196,7 @@ class Lowerings:
         if row is None:
             return spec
         if row.one_sided:
-            return evolve(spec, handshake=True, release=True, meets=True, asynchronous=False)
+            return evolve(spec, handshake=True, release=True, synchronizes=True, asynchronous=False)
         return evolve(spec, fills=(("inputs" if row.each else "input", "return"),) * row.inplace)
 
     def skip(self, spec: OpSpec, requirement: Requirement) -> str | None:
@@ -205,7 +205,7 @@ class Lowerings:
         if row is not None:
             return None if requirement.where.split(".")[0] in row.needs else row.why_not
         if spec.origin == "catalogue" and runs_on_groups(spec.op):
-            return _NO_WAY
+            return _NO_ALGORITHM
         if spec.origin == "catalogue" and not BACKENDS[self.memory].devices:
             return f"the op needs device memory, and this program runs on {self.memory}"
         return None
