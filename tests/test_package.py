@@ -26,12 +26,13 @@ TESTS = ROOT / "tests"
 #: What each layer may import, besides itself. DESIGN: cli, bench -> simulation -> integrate ->
 #: runtime -> capture, memory -> coordination -> planner -> model, errors; registry and report stand
 #: on model. `torch_private` has torch's private names; all but the pure layers may stand on it.
-BASE = {"model", "errors", "torch_private"}
+BASE = {"model", "errors", "torch_private", "process"}
 PLANS = BASE | {"registry", "planner", "coordination"}
 RUNS = PLANS | {"capture", "memory", "report"}
 INTEGRATES = RUNS | {"runtime", "integrate"}
 ALLOWED = {
     "errors": set(),
+    "process": set(),
     "model": {"errors"},
     "torch_private": {"errors"},
     "report": {"model", "errors"},
@@ -57,7 +58,7 @@ LOOKS_AHEAD = {
     ("model", "report"): {"model/plan.py"},
 }
 #: Pure Python: planning must work where torch is not installed, and must stay quick to import.
-WITHOUT_TORCH = {"errors", "model", "planner", "report"}
+WITHOUT_TORCH = {"errors", "process", "model", "planner", "report"}
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import time
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from symmplan.coordination.groups import ProcessIdentity, is_gone
 from symmplan.coordination.sessions import (
@@ -33,6 +32,7 @@ from symmplan.coordination.sessions import (
 )
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError, PeerLostError, SymmplanError
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,9 +46,6 @@ __all__ = ["Exchange", "processes_of", "was_told"]
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
 _LIVENESS_PERIOD = 0.05
-
-#: Process group -> its ranks' processes. A group that is made again is another object.
-_KNOWN: WeakKeyDictionary[Any, tuple[ProcessIdentity, ...]] = WeakKeyDictionary()
 
 
 class Exchange:
@@ -101,7 +98,7 @@ class Exchange:
         """Remember which processes are a group's ranks, now and in later exchanges."""
         if name in self._sides:
             side = self._sides[name]
-            side.processes = _KNOWN[side.group.process_group] = tuple(processes)
+            side.processes = PROCESS.members[side.group.process_group] = tuple(processes)
 
     def level(self) -> None:
         """Count alike on all ranks from now on, whatever exchanges some of them did not make.
@@ -208,7 +205,7 @@ class _Side:
     def __init__(self, group: Group, keys: str, apart: str) -> None:
         self.group = group
         # Known from the first exchange on; rounds then notice when a process ends.
-        self.processes: Sequence[ProcessIdentity] = _KNOWN.get(group.process_group, ())
+        self.processes: Sequence[ProcessIdentity] = PROCESS.members.get(group.process_group, ())
         self._store = group.store
         self._keys = keys
         self._number = group.store.add(f"{keys}/{apart or 'calls'}/{group.rank}", 1)
@@ -323,7 +320,7 @@ class _Side:
 
 def processes_of(process_group: Any) -> tuple[ProcessIdentity, ...]:
     """The ranks' processes, in order; empty before the group's first exchange of plans."""
-    return _KNOWN.get(process_group, ())
+    return PROCESS.members.get(process_group, ())
 
 
 def was_told(error: BaseException) -> bool:

@@ -12,12 +12,12 @@ import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from attrs import asdict, field, frozen
 from attrs.validators import instance_of
 
 from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, RunError
+from symmplan.process import PROCESS
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ __all__ = [
 ]
 
 _ENDED = frozenset("ZXx")  # a killed process stays visible as a zombie until its parent reaps it
-
-#: Process group -> the process that is its rank here: the first that asked.
-_RANKS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 @frozen
@@ -166,7 +163,7 @@ def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
         size=process_group.size(),
         store=c10d.group_store(process_group),
         process_group=process_group,
-        pid=_RANKS.setdefault(process_group, os.getpid()),
+        pid=PROCESS.ranks.setdefault(process_group, os.getpid()),
     )
     group.require_own()
     return group

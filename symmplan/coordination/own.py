@@ -11,25 +11,26 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
-__all__ = ["OWN", "own_work"]
+from symmplan.process import PROCESS
+
+__all__ = ["in_own_work", "own_work"]
 
 
-class _OwnWork(threading.local, contextlib.ContextDecorator):
+class _OwnWork(contextlib.ContextDecorator):
     """A context manager and a decorator; may be nested."""
 
-    depth = 0  # how deep this thread is in work of symmplan's own
-
     def __enter__(self) -> None:
-        self.depth += 1
+        PROCESS.thread.own_work += 1
 
     def __exit__(self, *error: object) -> None:
-        self.depth -= 1
+        PROCESS.thread.own_work -= 1
 
 
 #: ``with own_work:`` or ``@own_work``. See [Note: own work].
 own_work = _OwnWork()
 
-#: ``OWN.depth`` is zero while the program runs. Read on every declared call, so it is no function.
-OWN = own_work
+
+def in_own_work() -> bool:
+    """Whether this thread is in work of symmplan's own: what it calls is not the program's."""
+    return PROCESS.thread.own_work > 0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan import errors
 from symmplan.errors import AgreementError, RunError, SymmplanError
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,9 +92,8 @@ class SessionKeys:
 
     def leave(self) -> None:
         """The session is over on this rank. Never raises."""
-        global _current  # noqa: PLW0603 (a process is in one session at a time)
-        if _current is self:
-            _current = None
+        if PROCESS.session_keys is self:
+            PROCESS.session_keys = None
         if self.group.size > 1:
             with contextlib.suppress(Exception):  # the store may be what failed
                 store, key = self.group.store, f"{self._prefix}/meanwhile"
@@ -142,12 +142,10 @@ class Alarm:
         return None
 
 
-_current: SessionKeys | None = None
-
-
 def current_keys() -> SessionKeys | None:
     """Of the session that this process is in, None outside."""
-    return _current
+    keys: SessionKeys | None = PROCESS.session_keys
+    return keys
 
 
 def enter_session(group: Group) -> SessionKeys:
@@ -155,13 +153,12 @@ def enter_session(group: Group) -> SessionKeys:
 
     Collective: yes, in that every rank must enter equally many. Nobody waits.
     """
-    global _current  # noqa: PLW0603
     number = 0
     if group.size > 1:
         number = group.store.add(f"symmplan/sessions/{group.rank}", 1)
         group.store.set(f"symmplan/in session/{group.rank}", str(number))
-    _current = SessionKeys(group, number)
-    return _current
+    keys = PROCESS.session_keys = SessionKeys(group, number)
+    return keys
 
 
 def in_other_session(group: Group, ranks: Sequence[int]) -> int | None:
@@ -184,7 +181,8 @@ def wrong_session(group: Group, rank: int, exchange: int) -> AgreementError:
     exchange as one of those in the session, so that all count alike afterwards.
     """
     theirs = _where(group, rank)
-    mine = "outside of any" if _current is None else f"in session {_current.number}"
+    keys = current_keys()
+    mine = "outside of any" if keys is None else f"in session {keys.number}"
     error = AgreementError(
         f"rank {rank} has entered an eager session that rank {group.rank} has not",
         expected="all ranks in the same session, or all outside",
@@ -193,7 +191,7 @@ def wrong_session(group: Group, rank: int, exchange: int) -> AgreementError:
         **group.here,
         ranks=(group.rank, rank),
     )
-    if _current is None:
+    if keys is None:
         session = _of_session(group, theirs)
         with contextlib.suppress(Exception):  # there is an error to tell of
             group.store.set(f"{session}/meanwhile", str(exchange))
@@ -221,7 +219,8 @@ def _of_session(group: Group, number: int) -> str:
 
 def keys_of_calls() -> str:
     """What the keys of exchanges begin with."""
-    return "symmplan" if _current is None else _current.prefix
+    keys = current_keys()
+    return "symmplan" if keys is None else keys.prefix
 
 
 def post_error(group: Group, key: str, error: BaseException) -> None:

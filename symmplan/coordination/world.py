@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field
 
+from symmplan.process import PROCESS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -95,27 +97,26 @@ class World:
         self.buffers.append((planner, known_by, self.seen(tensor)))
 
 
-_CURRENT: list[World] = []
-
-
 def current() -> World | None:
     """The simulated world, None outside `symmplan.simulate`."""
-    return _CURRENT[-1] if _CURRENT else None
+    world: World | None = PROCESS.world
+    return world
 
 
 def on_device(device: torch.device) -> bool:
     """Whether what is planned for ``device`` runs on one."""
-    return _CURRENT[-1].devices if _CURRENT else device.type == "cuda"
+    world = current()
+    return device.type == "cuda" if world is None else world.devices
 
 
 def enter(world: World) -> None:
     """Begin to simulate."""
-    _CURRENT.append(world)
+    PROCESS.world = world
 
 
 def leave() -> None:
     """End it."""
-    _CURRENT.pop()
+    PROCESS.world = None
 
 
 def at_end(tensor: torch.Tensor, act: Callable[[], None]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from symmplan.coordination.agreement import compare_notes
 from symmplan.coordination.exchange import Exchange
@@ -16,6 +14,7 @@ from symmplan.memory.local import LocalBackend
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Health, Segment
 from symmplan.memory.shm import ShmBackend
+from symmplan.process import PROCESS
 from symmplan.torch_private.c10d import has_process_groups, world
 from symmplan.torch_private.table import require
 
@@ -32,10 +31,6 @@ __all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
 
 #: Seconds that ranks wait for each other unless told otherwise.
 DEFAULT_TIMEOUT = 300.0
-
-#: All that live, by the order in which they were made.
-ARENAS: WeakValueDictionary[int, Arena] = WeakValueDictionary()
-_NUMBERS = itertools.count()
 
 
 class Arena:
@@ -76,7 +71,8 @@ class Arena:
         self.left = False
         self.races = races
         self._released = False
-        ARENAS[next(_NUMBERS)] = self
+        PROCESS.arenas[PROCESS.arenas_made] = self
+        PROCESS.arenas_made += 1
 
     def __enter__(self) -> Self:
         return self

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS, copy_bytes
-from symmplan.memory.races import LIVE, WHERE
 from symmplan.memory.segment import located
+from symmplan.process import PROCESS
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
@@ -243,13 +243,13 @@ class _Running:
             self._shown = autograd.shown(f"symmplan::{self._call.op}")
             self._shown.__enter__()
         self._call.rendezvous.enter(self._text, self._free)
-        if LIVE:
+        if PROCESS.detectors:
             self._named = True
-            WHERE.ops.append(f"symmplan::{self._call.op}")
+            PROCESS.thread.ops.append(f"symmplan::{self._call.op}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._named:
-            WHERE.ops.pop()
+            PROCESS.thread.ops.pop()
         if self._shown is not None:
             self._shown.__exit__(kind, error, trace)
         if error is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from symmplan.memory.arena import ARENAS
+from symmplan.process import PROCESS
 
 __all__ = ["HeldSegment", "segments"]
 
@@ -44,7 +44,7 @@ def segments() -> tuple[HeldSegment, ...]:
             groups=tuple(segment.rendezvous),
             users=tuple(dict.fromkeys(u for u in (arena.user, *arena.guests) if u)),
         )
-        for number, arena in sorted(ARENAS.items())
+        for number, arena in sorted(PROCESS.arenas.items())
         if not arena.released
         for name, segment in arena.segments.items()
     )

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmplan.memory.races import LIVE, touch, touch_bytes
+from symmplan.memory.races import touch, touch_bytes
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: int) -> None:
     """Copy contiguous ``source`` of ``nbytes`` to byte ``start`` of the bytes ``target``."""
-    if LIVE:
+    if PROCESS.detectors:
         touch_bytes(source.data_ptr(), nbytes, write=False)
         touch_bytes(target.data_ptr() + start, nbytes, write=True)
     if nbytes <= _SMALL and target.is_cpu and source.is_cpu:
@@ -77,7 +78,7 @@ def reduce_into(
     All are flat, of one type and length. A target may be a source, not overlap one otherwise.
     See [Note: summing].
     """
-    if LIVE:
+    if PROCESS.detectors:
         for source in sources:
             touch(source, write=False)
         for target in targets:

@@ -53,9 +53,6 @@ __all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES"]
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
 
-#: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher.
-IMPLEMENTATIONS: dict[str, Callable[..., None]] = {}
-
 
 def all_gather_out(
     input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor, what: str = ""
@@ -372,6 +369,9 @@ _SCHEMAS: dict[Callable[..., None], str] = {
     all_to_all_single_into: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
 }
 
+#: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher.
+IMPLEMENTATIONS = {f"symmplan::{op.__name__}": op for op in _SCHEMAS}
+
 
 def _fake(*args: object, **kwargs: object) -> None:
     """They change ``out`` in place and return nothing: no shape to compute."""
@@ -381,7 +381,6 @@ def _register() -> None:
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     for implementation, arguments in _SCHEMAS.items():
         name = implementation.__name__
-        IMPLEMENTATIONS[f"symmplan::{name}"] = implementation
         _LIBRARY.define(f"{name}({arguments}) -> ()", tags=tags)
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         # No formula and no warning about it: whoever differentiates does so above these ops.

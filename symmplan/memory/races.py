@@ -43,6 +43,7 @@ from attrs import define, field
 
 from symmplan.errors import RaceAccess, RaceError
 from symmplan.memory.race_log import OPEN, AccessRecord, Extent, RaceLog
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     import mmap
@@ -56,25 +57,9 @@ if TYPE_CHECKING:
 
     Listener = Callable[[str, int, Extent, str, bool], None]
 
-__all__ = ["LIVE", "WHERE", "Meetings", "RaceDetector", "source_line", "touch", "touch_bytes"]
+__all__ = ["Meetings", "RaceDetector", "source_line", "touch", "touch_bytes"]
 
 _EXPECTED = "a barrier, or a collective that synchronizes, behind the one and before the other"
-
-#: The detectors of this process. Empty unless somebody debugs: this is all that is asked then.
-LIVE: list[RaceDetector] = []
-
-
-class _Where(threading.local):
-    """Which ops this thread is in, the innermost last; what is said of accesses."""
-
-    def __init__(self) -> None:
-        self.ops: list[str] = []
-        #: The frame below which a line of a compiled graph counts, and that line.
-        self.node: tuple[Any, str] | None = None
-
-
-#: Of accesses that are seen from now on.
-WHERE = _Where()
 
 
 def source_line() -> str:
@@ -83,7 +68,7 @@ def source_line() -> str:
     Inside a compiled graph that runs op by op, the line that the node came from.
     """
     frame: Any = sys._getframe(1)
-    code, line = WHERE.node or (None, "")
+    code, line = PROCESS.thread.node or (None, "")
     while frame is not None:
         if frame.f_code is code:
             return line
@@ -212,12 +197,12 @@ class RaceDetector:
 
     def begin(self) -> None:
         """All segments are there: accesses count from now on."""
-        LIVE.append(self)
+        PROCESS.detectors.append(self)
 
     def end(self) -> None:
         """The arena is gone. Idempotent."""
-        if self in LIVE:
-            LIVE.remove(self)
+        if self in PROCESS.detectors:
+            PROCESS.detectors.remove(self)
         self.segments.clear()
 
     def add_range(self, address: int, nbytes: int, segment: WatchedSegment, owner: int) -> None:
@@ -339,17 +324,13 @@ def _access(segment: WatchedSegment, rank: int, record: AccessRecord) -> RaceAcc
 
 def _watched() -> list[WatchedSegment]:
     """All watched segments of this process."""
-    return [segment for detector in LIVE for segment in detector.segments]
-
-
-#: By this process's rank and the number of ranks: its clock, for as long as it lives.
-_CLOCKS: dict[tuple[int, int], NDArray[np.int64]] = {}
+    return [segment for detector in PROCESS.detectors for segment in detector.segments]
 
 
 def _clock(rank: int, size: int) -> NDArray[np.int64]:
-    clock = _CLOCKS.get((rank, size))
+    clock: NDArray[np.int64] | None = PROCESS.clocks.get((rank, size))
     if clock is None:
-        clock = _CLOCKS[rank, size] = np.zeros(size, dtype=np.int64)
+        clock = PROCESS.clocks[rank, size] = np.zeros(size, dtype=np.int64)
         # Later than that of a process that had this rank before, of which peers may still know.
         clock[rank] = time.time_ns() // 1000
     return clock
@@ -432,9 +413,10 @@ def touch_bytes(address: int, nbytes: int, *, write: bool) -> None:
 
 
 def _find(address: int) -> tuple[WatchedSegment, int, int] | None:
-    found = (detector.find(address) for detector in LIVE)
+    found = (detector.find(address) for detector in PROCESS.detectors)
     return next((one for one in found if one is not None), None)
 
 
 def _running() -> str:
-    return WHERE.ops[-1] if WHERE.ops else ""
+    ops = PROCESS.thread.ops
+    return ops[-1] if ops else ""

@@ -15,9 +15,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field, frozen
@@ -25,6 +22,7 @@ from attrs import define, field, frozen
 from symmplan.coordination.groups import Group, group_key
 from symmplan.coordination.world import current
 from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,7 +167,7 @@ class Segment:
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
         self._inherited = False
-        _LIVE.add(self)
+        PROCESS.segments.add(self)
 
     def __repr__(self) -> str:
         state = "" if self._tensor is not None else ", released"
@@ -260,9 +258,9 @@ class Segment:
         """
         if self._tensor is None:
             return
-        _LIVE.remove(self)
+        PROCESS.segments.remove(self)
         if self._inherited:
-            _KEPT.append((self._tensor, dict(self.rendezvous)))
+            PROCESS.kept.append((self._tensor, dict(self.rendezvous)))
             self._tensor = None
             self.rendezvous.clear()
             return
@@ -287,54 +285,13 @@ class Segment:
             rendezvous.forked()
 
 
-class _Live:
-    """The live segments of this process, by address. See [Note: live segments]."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sorted: tuple[tuple[int, ...], tuple[Segment, ...]] = ((), ())
-
-    def add(self, segment: Segment) -> None:
-        with self._lock:
-            self._replace([*self._sorted[1], segment])
-
-    def remove(self, segment: Segment) -> None:
-        with self._lock:
-            self._replace([s for s in self._sorted[1] if s is not segment])
-
-    def _replace(self, segments: list[Segment]) -> None:
-        segments.sort(key=lambda s: s.address)
-        self._sorted = (tuple(s.address for s in segments), tuple(segments))
-
-    def forked(self) -> None:
-        """In a forked process: its threads are gone, and with them who held the lock."""
-        self._lock = threading.Lock()
-        for segment in self._sorted[1]:
-            segment.forked()
-
-    def find(self, address: int) -> tuple[Segment, int] | None:
-        starts, segments = self._sorted
-        index = bisect_right(starts, address) - 1
-        if index < 0:
-            return None
-        offset = address - starts[index]
-        segment = segments[index]
-        return (segment, offset) if offset < segment.nbytes else None
-
-
-_LIVE = _Live()
-#: Memory of the parent process that this one let go of. It ends with this process.
-_KEPT: list[Any] = []
-os.register_at_fork(after_in_child=_LIVE.forked)
-
-
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
     """The live segment that holds the first byte of ``tensor``, and that byte's offset in it."""
     address = tensor.data_ptr()
     if not address:  # an empty tensor has no address of its own
         address = tensor.untyped_storage().data_ptr()
         address += int(tensor.storage_offset()) * tensor.element_size()
-    return _LIVE.find(address)
+    return PROCESS.segments.find(address)
 
 
 def located(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import socket
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
@@ -24,6 +23,7 @@ from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import host
 from symmplan.coordination.world import current
 from symmplan.memory.backends import BACKENDS, REACHES
+from symmplan.process import PROCESS
 from symmplan.torch_private import nccl
 
 if TYPE_CHECKING:
@@ -108,10 +108,6 @@ class Topology:
         )
 
 
-#: Process group -> kind of device -> what was found.
-_KNOWN: WeakKeyDictionary[Any, dict[str, Topology]] = WeakKeyDictionary()
-
-
 def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> dict[str, Topology]:
     """What some groups are. Asked once in a process for each group and kind of device.
 
@@ -131,15 +127,16 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
         return {n: Topology(ranks=size, device=device.type) for n, size in sizes.items()}
     alone = {n for n, g in groups.items() if g is None or g.size() == 1}
     asked = {n: g for n, g in groups.items() if n not in alone}
-    new = {n: g for n, g in asked.items() if device.type not in _KNOWN.get(g, {})}
+    new = {n: g for n, g in asked.items() if device.type not in PROCESS.topologies.get(g, {})}
     if new:
         mine = facts_of(device)
         for name, said in all_gather_json(
             "topology", dict.fromkeys(new, mine), new, timeout
         ).items():
-            _KNOWN.setdefault(new[name], {})[device.type] = topology_of(said)
+            PROCESS.topologies.setdefault(new[name], {})[device.type] = topology_of(said)
     here = Topology(ranks=1, device=device.type)
-    return {n: here if n in alone else _KNOWN[g][device.type] for n, g in groups.items()}
+    found = PROCESS.topologies
+    return {n: here if n in alone else found[g][device.type] for n, g in groups.items()}
 
 
 def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:
@@ -147,8 +144,12 @@ def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology
 
     Collective: no.
     """
-    found = {n: _KNOWN.get(g, {}).get(device.type) for n, g in groups.items() if g is not None}
-    return {name: of for name, of in found.items() if of is not None}
+    found = {}
+    for name, group in groups.items():
+        of = None if group is None else PROCESS.topologies.get(group, {}).get(device.type)
+        if of is not None:
+            found[name] = of
+    return found
 
 
 def unreached(

@@ -42,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, OutOfSharedMemoryError
 from symmplan.memory.segment import Rendezvous
+from symmplan.process import PROCESS
 from symmplan.torch_private import nccl, symm_mem
 
 if TYPE_CHECKING:
@@ -69,10 +70,6 @@ _WORD = 4
 #: Why an all-gather is not placed; see `is_whole_words`.
 SPLIT_WORDS = f"its parts are not whole words of {_WORD} bytes, which NCCL's symmetric kernel needs"
 
-#: NCCL's segments, released or not. See [Note: torch's allocators].
-_KEPT: list[torch.Tensor] = []
-#: ``{address: (pool, process groups that registered it)}`` of what is not yet released.
-_POOLS: dict[int, tuple[Any, list[Any]]] = {}
 #: Bytes of a device without which no segment is registered: who fails there alone, in the midst of
 #: a collective of NCCL's, leaves its peers waiting.
 _TO_REGISTER = 64 << 20
@@ -322,8 +319,9 @@ class TorchSymmBackend:
 
     def _registered(self, tensor: torch.Tensor, group: Group) -> Any:
         """Torch's handle, None if it has none. Collective."""
-        if self.name == "nccl" and not any(tensor is kept for kept in _KEPT):
-            _KEPT.append(tensor)
+        # See [Note: torch's allocators].
+        if self.name == "nccl" and not any(tensor is kept for kept in PROCESS.kept):
+            PROCESS.kept.append(tensor)
         return symm_mem.rendezvous(tensor, group.torch_name)
 
     def _warm_up(self, group: Group, device: torch.device) -> None:
@@ -350,10 +348,10 @@ class NcclPoolBackend(TorchSymmBackend):
         with torch.cuda.use_mem_pool(pool, device=device):
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         address = tensor.data_ptr()
-        _POOLS[address] = (pool, [])
+        PROCESS.pools[address] = (pool, [])
 
         def free() -> None:
-            for group in _POOLS.pop(address)[1]:
+            for group in PROCESS.pools.pop(address)[1]:
                 # A group that was destroyed has taken its windows along.
                 with contextlib.suppress(RuntimeError):
                     nccl.deregister_pool(pool, group)
@@ -361,7 +359,7 @@ class NcclPoolBackend(TorchSymmBackend):
         return tensor, free
 
     def _registered(self, tensor: torch.Tensor, group: Group) -> None:
-        pool, registered = _POOLS[tensor.data_ptr()]
+        pool, registered = PROCESS.pools[tensor.data_ptr()]
         nccl.register_pool(pool, group.process_group)
         registered.append(group.process_group)
 

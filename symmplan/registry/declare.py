@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from attrs import evolve, frozen
 
@@ -241,6 +241,8 @@ class _Store:
         self._originals: dict[OpOverload, OpOverload] = {}
         # op -> (what upstream said then, the answer); dropped whenever a declaration changes
         self._cache: dict[OpOverload, tuple[tuple[str, ...], OpSpec | None]] = {}
+        # Whether what packages publish is being loaded, or is there.
+        self._published: Literal["no", "loading", "yes"] = "no"
 
     def add(self, specs: Sequence[tuple[OpSpec, Schema]]) -> None:
         """Keep the declarations, all or none.
@@ -284,7 +286,7 @@ class _Store:
 
         Collective: no.
         """
-        plugins.load()  # or they would count as made inside, and be undone for good
+        self._publish()  # or they would count as made inside, and be undone for good
         with self._lock:
             before = self._user
         try:
@@ -292,6 +294,17 @@ class _Store:
         finally:
             with self._lock:
                 self._replace(before)
+
+    def _publish(self) -> None:
+        """Load the declarations that packages publish, once per process."""
+        if self._published == "yes":
+            return
+        with self._lock:  # other threads wait here until all is loaded
+            if self._published != "no":
+                return
+            self._published = "loading"  # first, since what is loaded may look something up
+            plugins.load()
+            self._published = "yes"
 
     def _replace(self, user: dict[str, _UserDeclaration]) -> None:
         # Readers take no lock. One that still holds the old cache may fill it from the old or the
@@ -316,7 +329,7 @@ class _Store:
         return spec
 
     def _look_up(self, op: OpOverload, upstream: tuple[str, ...]) -> OpSpec | None:
-        plugins.load()
+        self._publish()
         schema = schema_of(op)
         declared = self._user.get(schema.op)
         if declared is not None and declared.schema == schema.text:
@@ -333,7 +346,7 @@ class _Store:
 
     def declared(self) -> dict[str, OpSpec]:
         """Users' declarations by op name."""
-        plugins.load()
+        self._publish()
         return {name: d.spec for name, d in self._user.items()}
 
 

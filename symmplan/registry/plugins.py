@@ -12,33 +12,21 @@ The module is imported, or the function called without arguments, before the fir
 from __future__ import annotations
 
 import importlib.metadata
-import threading
 import warnings
 
 __all__ = ["GROUP", "load"]
 
 GROUP = "symmplan.ops"
 
-_lock = threading.RLock()
-_begun = threading.Event()
-_done = threading.Event()
-
 
 def load() -> None:
-    """Load what is published, once per process.
+    """Load what is published.
 
     A package that fails is named in a warning and passed over: it may be somebody's broken install,
     and its ops are then simply not declared.
     """
-    if _done.is_set():
-        return
-    with _lock:  # other threads wait here until all is loaded
-        if _begun.is_set():
-            return
-        _begun.set()  # first, since what is loaded may itself look something up
-        for point in sorted(importlib.metadata.entry_points(group=GROUP), key=_order):
-            _load_one(point)
-        _done.set()
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=_order):
+        _load_one(point)
 
 
 def _order(point: importlib.metadata.EntryPoint) -> tuple[str, str]:

@@ -18,7 +18,6 @@ Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from attrs import frozen
@@ -26,6 +25,7 @@ from attrs import frozen
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
+from symmplan.process import PROCESS
 from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
@@ -68,11 +68,6 @@ class Engines:
         return {c10d.group_name(g): g for g in (self.gather, self.exchange)}
 
 
-_MADE: dict[tuple[int, ...], Engines] = {}
-#: What each process group was found to have. See `known`.
-_OF: WeakKeyDictionary[Any, Engines | None] = WeakKeyDictionary()
-
-
 def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[str, Engines]:
     """For each group its communicators for copy engines; empty where there are none.
 
@@ -87,7 +82,7 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
 
     Collective: yes, over those groups.
     """
-    _OF.update(dict.fromkeys(groups.values()))
+    PROCESS.engines.update(dict.fromkeys(groups.values()))
     groups = {name: group for name, group in groups.items() if group.size() > 1}
     if not BACKENDS[memory].engines or not groups or not nccl.has_copy_engine_policy():
         return {}
@@ -102,18 +97,18 @@ def engines_of(groups: Mapping[str, Any], memory: str, timeout: float) -> dict[s
             continue
         found = _made(ranks[name])
         if found is None:
-            found = _MADE[ranks[name]] = Engines(
+            found = PROCESS.engines_made[ranks[name]] = Engines(
                 *(nccl.copy_engine_group(group, f"symmplan_{w}") for w in ("gather", "exchange"))
             )
-        made[name] = _OF[group] = found
+        made[name] = PROCESS.engines[group] = found
     return made
 
 
 def known(group: Any) -> Engines | None:
     """The communicators that `engines_of` found for a process group, if they still live."""
-    found = _OF.get(group)
+    found: Engines | None = PROCESS.engines.get(group)
     if found is not None and _made(tuple(dist.get_process_group_ranks(group))) is not found:
-        del _OF[group]
+        del PROCESS.engines[group]
         return None
     return found
 
@@ -126,7 +121,7 @@ def known_of(groups: Mapping[str, Any]) -> dict[str, Engines]:
 def asked(group: Any) -> bool:
     """Whether all ranks of a process group were asked for copy engines, and have what was found."""
     known(group)
-    return group in _OF
+    return group in PROCESS.engines
 
 
 def register(arena: Arena | CarveOut, engines: Mapping[str, Engines]) -> int:
@@ -182,11 +177,11 @@ def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) 
 
 def _made(ranks: tuple[int, ...]) -> Engines | None:
     """Those that were made for some ranks and were not destroyed since."""
-    found = _MADE.get(ranks)
+    found: Engines | None = PROCESS.engines_made.get(ranks)
     try:
         for group in () if found is None else (found.gather, found.exchange):
             dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
-        del _MADE[ranks]
+        del PROCESS.engines_made[ranks]
         return None
     return found

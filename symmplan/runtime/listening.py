@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from symmplan.capture.c10d import NAMES, functional_form
-from symmplan.coordination.own import OWN
+from symmplan.coordination.own import in_own_work
+from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments
 from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.cases import ordinary
@@ -38,11 +39,6 @@ class Listener(Protocol):
         """A collective was called, in any thread; ``other`` is a `Case`."""
 
 
-#: And of which kind of device they want to hear.
-_LISTENERS: weakref.WeakKeyDictionary[Listener, str] = weakref.WeakKeyDictionary()
-_LIBRARIES: list[torch.library.Library] = []
-
-
 def listen(listener: Listener | None, device: torch.device) -> None:
     """Let ``listener`` hear of the collectives of all process groups, but for symmplan's own.
 
@@ -52,12 +48,12 @@ def listen(listener: Listener | None, device: torch.device) -> None:
     """
     if listener is None:
         return
-    if not _LIBRARIES:
-        _LIBRARIES.append(torch.library.Library("c10d", "IMPL"))
+    if PROCESS.listening is None:
+        PROCESS.listening = torch.library.Library("c10d", "IMPL")
         try:
             for name in (*NAMES, _ALL_TO_ALL):
                 op = overload_named(f"{name}.default")
-                _LIBRARIES[0].impl(
+                PROCESS.listening.impl(
                     name.partition("::")[2],
                     _kernel(op),
                     "BackendSelect",
@@ -67,34 +63,34 @@ def listen(listener: Listener | None, device: torch.device) -> None:
         except RuntimeError:  # a session has kernels there
             silence()
             return
-    _LISTENERS[listener] = device.type
+    PROCESS.listeners[listener] = device.type
     weakref.finalize(listener, _end).atexit = False
 
 
 def leave(listener: Listener | None) -> None:
     """``listener`` has heard enough. It need not have listened."""
     if listener is not None:
-        _LISTENERS.pop(listener, None)
+        PROCESS.listeners.pop(listener, None)
     _end()
 
 
 def silence() -> None:
     """Nobody listens any more."""
-    _LISTENERS.clear()
+    PROCESS.listeners.clear()
     _end()
 
 
 def _end() -> None:
-    if not _LISTENERS:
-        while _LIBRARIES:
-            dispatch.end_library(_LIBRARIES.pop())
+    if not PROCESS.listeners and PROCESS.listening is not None:
+        dispatch.end_library(PROCESS.listening)
+        PROCESS.listening = None
 
 
 def _kernel(op: Any) -> Callable[..., Any]:
     redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if _LISTENERS and not OWN.depth:
+        if PROCESS.listeners and not in_own_work():
             _tell(op, args, kwargs)
         return redispatch(keys & after, *args, **kwargs)
 
@@ -116,6 +112,6 @@ def _tell(op: Any, args: Any, kwargs: Any) -> None:
     else:
         return
     case = ordinary(target, group, source.dtype, numel, bound)
-    for listener, device in tuple(_LISTENERS.items()):
+    for listener, device in tuple(PROCESS.listeners.items()):
         if device == source.device.type:
             listener.hear(case)

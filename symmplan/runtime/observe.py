@@ -23,6 +23,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
 from symmplan.memory.topology import Topology, known
+from symmplan.process import PROCESS
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.collectives import NCCL
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
@@ -271,13 +272,12 @@ class _Check:
             yield
 
 
-_NOW: _Check | None = None
 _NOTHING = contextlib.nullcontext()
 
 
 def checking() -> bool:
     """Whether a step is being checked."""
-    return _NOW is not None
+    return PROCESS.check is not None
 
 
 def launching(
@@ -290,7 +290,10 @@ def launching(
             call; None if it was not planned.
         reason: Why it will not run as planned, if that is known.
     """
-    return _NOTHING if _NOW is None or expected is None else _NOW.launching(expected, reason)
+    check: _Check | None = PROCESS.check
+    if check is None or expected is None:
+        return _NOTHING
+    return check.launching(expected, reason)
 
 
 def launching_from(calls: Sequence[Expected]) -> contextlib.AbstractContextManager[Any]:
@@ -298,7 +301,7 @@ def launching_from(calls: Sequence[Expected]) -> contextlib.AbstractContextManag
 
     They are told apart from others of the same name by their tensors, which lie in segments.
     """
-    return _NOTHING if _NOW is None else _Calls(calls)
+    return _Calls(calls) if checking() else _NOTHING
 
 
 class _Calls(TorchDispatchMode):
@@ -334,8 +337,7 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
 
     Collective: as ``step``.
     """
-    global _NOW  # noqa: PLW0603 (one at a time: there is one profiler)
-    if device is None or _NOW is not None:
+    if device is None or checking():
         raise RunError(
             "a step is checked before there is a plan"
             if device is None
@@ -346,11 +348,11 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
             if device is None
             else "check one step after the other",
         )
-    now = _NOW = _Check()
+    now = PROCESS.check = _Check()
     try:
         profile = profiled(step, cuda=device.type == "cuda")
     finally:
-        _NOW = None
+        PROCESS.check = None
     marks: dict[int, list[tuple[int, int]]] = {}
     for name, begin, end in profile.host:
         if name.startswith(_MARK):

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from attrs import evolve, frozen
 
@@ -28,6 +27,7 @@ from symmplan.coordination.own import own_work
 from symmplan.errors import AgreementError
 from symmplan.memory.spares import borrowed
 from symmplan.planner import plan as plan_problem
+from symmplan.process import PROCESS
 from symmplan.runtime.choice import Choice, fastest
 from symmplan.runtime.clock import clock_bytes, clock_of, seconds_of
 from symmplan.runtime.engines import Engines, engines_of, register
@@ -94,18 +94,14 @@ class Trial:
     alone: Hashable = None
 
 
-#: By process group. See [Note: who measures].
-_FOUND: WeakKeyDictionary[Any, dict[Hashable, Choice]] = WeakKeyDictionary()
-
-
 def forget() -> None:
     """Measure everything anew from now on. Must be called on all ranks, or on none."""
-    _FOUND.clear()
+    PROCESS.measured.clear()
 
 
 def choices_of(group: Any) -> dict[Hashable, Choice]:
     """What was measured over a process group."""
-    return _FOUND.setdefault(group, {})
+    return PROCESS.measured.setdefault(group, {})
 
 
 def room_for(tensors: float, device: torch.device) -> int:

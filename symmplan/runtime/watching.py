@@ -27,7 +27,8 @@ from attrs import define, field
 from torch import fx
 
 from symmplan.capture.c10d import functional_form
-from symmplan.memory.races import LIVE, WHERE, touch
+from symmplan.memory.races import touch
+from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d, dispatch, works
 from symmplan.torch_private.compilers import takes_a_list
@@ -67,9 +68,6 @@ _MEET = (
 _MEET_C10D = ("barrier", "allgather_", "allgather_into_tensor_coalesced_", "allgather_coalesced_")
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.001
-
-#: The innermost last.
-_ACTIVE: list[Watching] = []
 
 
 @define(eq=False)
@@ -144,13 +142,13 @@ class Watching(TorchDispatchMode):
         self._under = 0
 
     def __enter__(self) -> Self:
-        _ACTIVE.append(self)
+        PROCESS.watching.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _ACTIVE.pop()
+        PROCESS.watching.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -160,7 +158,7 @@ class Watching(TorchDispatchMode):
             return func(*args, **kwargs)
         self._ops += 1
         name, namespace = func._schema.name, func.namespace
-        if not LIVE:
+        if not PROCESS.detectors:
             return func(*args, **kwargs)
         if namespace in _PLAIN:
             _touch(func, args, kwargs)
@@ -179,13 +177,13 @@ class Watching(TorchDispatchMode):
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op and see what it calls."""
-        WHERE.ops.append(func._schema.name)
+        PROCESS.thread.ops.append(func._schema.name)
         try:
             with self:
                 keys = dispatch.keyset_below_modes(func, _tensors((args, kwargs)))
                 return func.redispatch(keys, *args, **kwargs)
         finally:
-            WHERE.ops.pop()
+            PROCESS.thread.ops.pop()
 
     # Collectives of process groups.
 
@@ -217,7 +215,9 @@ class Watching(TorchDispatchMode):
         ranks = c10d.group_ranks(group)
         others = tuple(r for r in ranks if r != torch.distributed.get_rank())
         synchronizes = _who_synchronizes(op, bound, ranks, others)
-        pending = _Pending(group, [(d, d.start(group)) for d in LIVE], others, synchronizes)
+        pending = _Pending(
+            group, [(d, d.start(group)) for d in PROCESS.detectors], others, synchronizes
+        )
         unknown = func.namespace == "c10d" and form is None  # its schema says nothing of writes
         for argument in op._schema.arguments:
             info = argument.alias_info
@@ -260,9 +260,9 @@ class Watching(TorchDispatchMode):
 
 def watched(op: Any) -> Callable[..., Any]:
     """``op.redispatch``, seen by who watches: for ops that are run past the dispatch mode."""
-    if not _ACTIVE or op.namespace not in _COLLECTIVES:
+    if not PROCESS.watching or op.namespace not in _COLLECTIVES:
         return op.redispatch  # type: ignore[no-any-return]
-    watching = _ACTIVE[-1]
+    watching: Watching = PROCESS.watching[-1]
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         start = functools.partial(op.redispatch, keys, *args, **kwargs)
@@ -307,7 +307,8 @@ def _touch(func: Any, args: Any, kwargs: Any) -> None:
     views = [info for info in infos if info is not None]
     if schema.name in _SHAPES or (views and not any(info.is_write for info in views)):
         return
-    name = schema.name if not WHERE.ops else f"{schema.name} in {WHERE.ops[-1]}"
+    ops = PROCESS.thread.ops
+    name = f"{schema.name} in {ops[-1]}" if ops else schema.name
     named = {a.name: a.alias_info for a in schema.arguments}
     given = [*zip(infos, args, strict=False), *((named.get(k), v) for k, v in kwargs.items())]
     for info, value in given:
@@ -328,14 +329,15 @@ class _Nodes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
-        outer, WHERE.node = WHERE.node, (_Nodes.run_node.__code__, _line_of(n))
+        thread = PROCESS.thread
+        outer, thread.node = thread.node, (_Nodes.run_node.__code__, _line_of(n))
         try:
             if isinstance(n.target, HigherOrderOperator):
                 with dispatch.no_modes():
                     return super().run_node(n)
             return super().run_node(n)
         finally:
-            WHERE.node = outer
+            thread.node = outer
 
 
 def run_by_nodes(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from symmplan.coordination.own import OWN
+from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
@@ -114,7 +114,7 @@ def simulate(
             call = _call(op, args, results)
             if call is not None:
                 placed = op.namespace == "symmplan" or op.name().partition(".")[0].endswith("_out")
-                others[call, bool(OWN.depth) and placed] += 1
+                others[call, in_own_work() and placed] += 1
 
     def check_mesh(size: int) -> None:
         if size != ranks:

@@ -19,17 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import evolve, field, frozen
 
 from symmplan.errors import SymmplanError
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from multiprocessing.connection import Connection
 
 __all__ = ["Life", "RankError", "mark", "root_of", "serve"]
-
-#: How a rank speaks to its parent; None in other processes.
-_PARENT: list[Connection] = []
-#: Process groups of the process that a rank was forked from.
-_FORGOTTEN: list[object] = []
 
 
 @frozen(kw_only=True)
@@ -102,8 +98,8 @@ class RankError:
 
 def mark(where: str) -> None:
     """Let the parent know what this rank does next; nothing in a process that is no rank."""
-    for parent in _PARENT:
-        parent.send_bytes(pickle.dumps(("mark", where)))
+    if PROCESS.parent is not None:
+        PROCESS.parent.send_bytes(pickle.dumps(("mark", where)))
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -175,7 +171,7 @@ def _settle(connection: Connection, life: Life, log: str) -> None:
             os.dup2(file.fileno(), stream.fileno())
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     faulthandler.enable(file=file, all_threads=True)
-    _PARENT[:] = [connection]
+    PROCESS.parent = connection
 
 
 def _begin(rank: int, world_size: int, life: Life, port: int, first: Any) -> Any:
@@ -201,7 +197,7 @@ def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
     if dist.is_initialized():  # forked from a rank of another group, whose threads are not here
         from symmplan.torch_private.c10d import forget_groups
 
-        _FORGOTTEN.append(forget_groups())
+        PROCESS.kept.append(forget_groups())
     more: dict[str, Any] = {}
     if life.init == "nccl":
         torch.cuda.set_device(rank)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from typing_extensions import Self
+
 __all__ = [
     "WatchMode",
     "fake_world",
@@ -69,22 +71,6 @@ def in_pipeline(error: BaseException) -> bool:
     return any(Path(frame.filename).parent.name == "pipelining" for frame in frames[-12:])
 
 
-#: Not empty while DTensor asks what an op makes, of whole tensors that nobody has.
-_asked: list[None] = []
-
-
-def _asking(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(propagate)
-    def asking(*args: Any, **kwargs: Any) -> Any:
-        _asked.append(None)
-        try:
-            return propagate(*args, **kwargs)
-        finally:
-            _asked.pop()
-
-    return asking
-
-
 class WatchMode(TorchDispatchMode):
     """Tells of every op that runs on tensors without parts of their own.
 
@@ -99,6 +85,34 @@ class WatchMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
         self._results = Results(mode)
+        self._patch = contextlib.ExitStack()
+        # How often DTensor asks now what an op makes, of whole tensors that nobody has.
+        self._asked = 0
+
+    def __enter__(self) -> Self:
+        if not rows.FAKE_SHARDING.missing():
+            asks: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+            patch = rows.FAKE_SHARDING.replaced(
+                _propagate_tensor_meta_non_cached=self._asking(asks)
+            )
+            self._patch.enter_context(patch)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patch.close()
+
+    def _asking(self, propagate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(propagate)
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            self._asked += 1
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self._asked -= 1
+
+        return asking
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -111,7 +125,7 @@ class WatchMode(TorchDispatchMode):
             if issubclass(kind, DTensor):
                 return NotImplemented
         result = self._results.of(func, args, kwargs or {})
-        if func is not DEVICE and not _asked:
+        if func is not DEVICE and not self._asked:
             self._seen(func, (args, kwargs or {}), result)
         return result
 
@@ -221,9 +235,6 @@ def _patches(
     if not rows.FAKE_INDUCTOR.missing():
         call = torch._TorchCompileInductorWrapper.__call__
         yield rows.FAKE_INDUCTOR.replaced(__call__=_compiles(call))
-    if not rows.FAKE_SHARDING.missing():
-        asks: Any = ShardingPropagator._propagate_tensor_meta_non_cached
-        yield rows.FAKE_SHARDING.replaced(_propagate_tensor_meta_non_cached=_asking(asks))
 
 
 def _compiles(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -193,9 +193,8 @@ def _adds_gradients() -> bool:
     } <= sizes
 
 
-#: ``{address of a reduce-scatter's input: (it, what takes the gradients instead)}``, until they are
-#: copied there.
-COPY_INS: dict[int, tuple[Any, Callable[[list[Any]], None]]] = {}
+#: An attribute of a reduce-scatter's input: what takes its gradients.
+_TAKES = "_symmplan_takes"
 
 
 def has_copy_in() -> bool:
@@ -204,7 +203,7 @@ def has_copy_in() -> bool:
 
 
 def watch_copy_in() -> None:
-    """From now on gradients go where `COPY_INS` says, and nowhere else."""
+    """From now on gradients are given to what `take_copy_in` says, and are copied nowhere else."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     original = _copy_in()
@@ -213,15 +212,21 @@ def watch_copy_in() -> None:
 
     @functools.wraps(original)
     def copy_in(gradients: list[Any], target: Any, *args: Any, **kwargs: Any) -> None:
-        taken = COPY_INS.pop(target.data_ptr(), None) if COPY_INS else None
-        if taken is None:
+        take = getattr(target, _TAKES, None)
+        if take is None:
             original(gradients, target, *args, **kwargs)
         else:
-            taken[1](gradients)
+            delattr(target, _TAKES)
+            take(gradients)
 
     copy_in.symmplan = True  # type: ignore[attr-defined]
     module: Any = collectives
     module.foreach_reduce_scatter_copy_in = copy_in
+
+
+def take_copy_in(target: Any, take: Callable[[list[Any]], None]) -> None:
+    """FSDP2 gives ``take`` the gradients that it would copy into this reduce-scatter's input."""
+    setattr(target, _TAKES, take)
 
 
 def _copy_in() -> Any:

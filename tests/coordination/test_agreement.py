@@ -152,10 +152,10 @@ def test_a_mismatch_allocates_nothing(pool):
 
 
 def open_segments(rank, world):
-    from symmplan.memory.segment import _LIVE
+    from symmplan.process import PROCESS
 
     files = sum("/dev/shm" in os.readlink(f"/proc/self/fd/{fd}") for fd in _fds())
-    return len(_LIVE._sorted[0]) + files
+    return len(PROCESS.segments) + files
 
 
 def _fds():

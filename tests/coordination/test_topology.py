@@ -13,6 +13,7 @@ from ranks import RankPool
 
 from symmplan.memory.backends import BACKENDS, REACHES
 from symmplan.memory.topology import Topology, facts_of, topology_of
+from symmplan.process import PROCESS
 
 F = torch.ops._c10d_functional
 
@@ -165,8 +166,8 @@ def _fake(rank, kind):
     reach = "nvlink" if kind == "nvlink" else BACKENDS["shm"].reach
     backends = {**BACKENDS, "shm": evolve(BACKENDS["shm"], reach=reach)}
     stack.enter_context(mock.patch.object(topology, "BACKENDS", backends))
-    stack.callback(topology._KNOWN.clear)
-    topology._KNOWN.clear()
+    stack.callback(PROCESS.topologies.clear)
+    PROCESS.topologies.clear()
     return stack
 
 
@@ -268,10 +269,8 @@ def _mixed(rank, size):
         a = F.wait_tensor(F.all_gather_into_tensor(x + 1, 2, near))
         return F.wait_tensor(F.all_gather_into_tensor(a + 1, 2, far))
 
-    from symmplan.memory import topology
-
     with _fake(rank, "two hosts"):
-        topology._KNOWN[near] = {"cpu": Topology(ranks=2)}
+        PROCESS.topologies[near] = {"cpu": Topology(ranks=2)}
         backend = symmplan.backend(inner="eager", timeout=30.0)
         compiled = torch.compile(program, backend=backend, fullgraph=True)
         x = torch.full((4,), float(rank))

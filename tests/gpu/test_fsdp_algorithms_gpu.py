@@ -111,14 +111,14 @@ def communicators(rank, world):
     from fsdp_models import Trace
 
     import symmplan
-    from symmplan.runtime import engines as fsdp_engines
+    from symmplan.process import PROCESS
 
     seen = []
     for _ in range(2):
         model = build(world, dim=512)
         handle = symmplan.fsdp.apply(model, choose="copy engine", timeout=60)
         train(model, Trace(), rank, dim=512)
-        (engines,) = fsdp_engines._MADE.values()
+        (engines,) = PROCESS.engines_made.values()
         seen.append(
             (
                 sorted(engines.groups),

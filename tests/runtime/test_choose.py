@@ -8,6 +8,7 @@ from ranks import pool_of
 
 import symmplan
 from symmplan.errors import BackendError
+from symmplan.process import PROCESS
 from symmplan.runtime.choice import CHOOSE, Choice, fastest
 from symmplan.runtime.options import Options
 
@@ -76,8 +77,8 @@ def _setup(rank, size):
     made = engines.Engines(dist.new_group([0, 1]), dist.new_group([0, 1]))
 
     def engines_of(groups, *_):
-        engines._MADE[0, 1] = made
-        engines._OF.update(dict.fromkeys(groups.values(), made))
+        PROCESS.engines_made[0, 1] = made
+        PROCESS.engines.update(dict.fromkeys(groups.values(), made))
         return dict.fromkeys(groups, made)
 
     trials.engines_of = engines_of
@@ -88,9 +89,7 @@ pair = pool_of(2, setup=_setup, timeout=120.0)
 
 def _on_engines():
     """How many collectives have run over copy engines."""
-    from symmplan.runtime import engines
-
-    made = engines._MADE.get((0, 1))
+    made = PROCESS.engines_made.get((0, 1))
     groups = () if made is None else (made.gather, made.exchange)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
@@ -132,11 +131,11 @@ def _algorithms(rank, size, how, choose, program):
     """Run a program five times; what was chosen, and how often over copy engines."""
     import torch.distributed as dist
 
-    from symmplan.runtime import engines, trials
+    from symmplan.runtime import trials
 
     torch._dynamo.reset()
     trials.forget()
-    engines._OF.clear()
+    PROCESS.engines.clear()
     run, group = _PROGRAMS[program], dist.group.WORLD.group_name
     inputs = [torch.randn(4, 8) + rank + turn for turn in range(5)]
     expected = [run(x, group) for x in inputs]

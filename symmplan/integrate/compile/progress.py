@@ -49,6 +49,7 @@ from symmplan.errors import AgreementError, SymmplanError
 from symmplan.memory import realize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
+from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress"]
 
-#: Who speaks on a board: one for good, as peers may read what another has said there before.
-_SPEAKERS: WeakKeyDictionary[Rendezvous, weakref.ref[Progress]] = WeakKeyDictionary()
 #: Which of the words says how often a rank began to plan.
 _PLANNINGS = 1
 #: More plannings than this are not caught up with: what a peer says is bounded.
@@ -133,7 +132,7 @@ class Progress:
             if not board.told():
                 continue
             board.watch(self.look)
-            if _SPEAKERS.setdefault(board, weakref.ref(self))() is self:
+            if PROCESS.speakers.setdefault(board, weakref.ref(self))() is self:
                 counts = self._of(board.group.process_group)
                 counts.boards.append(board)
                 counts.say([board])

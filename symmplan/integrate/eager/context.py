@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from symmplan.coordination.world import current
-from symmplan.integrate.eager.session import ACTIVE, Session
+from symmplan.integrate.eager.session import Session
+from symmplan.process import PROCESS
 from symmplan.runtime.options import Options, here
 from symmplan.torch_private.table import require
 
@@ -117,9 +118,10 @@ def empty(
 
     Collective: no.
     """
-    if torch.compiler.is_compiling() or not ACTIVE:
+    session: Session | None = PROCESS.session
+    if torch.compiler.is_compiling() or session is None:
         return torch.empty(*size, dtype=dtype, device=device)  # type: ignore[arg-type]
-    return ACTIVE[0]._memory("empty", torch.empty, size, {"dtype": dtype, "device": device})
+    return session._memory("empty", torch.empty, size, {"dtype": dtype, "device": device})
 
 
 def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -140,9 +142,10 @@ def out(fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Ten
 
     Collective: no.
     """
-    if torch.compiler.is_compiling() or not ACTIVE or _differentiates(args, kwargs):
+    session: Session | None = PROCESS.session
+    if torch.compiler.is_compiling() or session is None or _differentiates(args, kwargs):
         return fn(*args, **kwargs)
-    return ACTIVE[0]._memory("out", fn, args, kwargs)
+    return session._memory("out", fn, args, kwargs)
 
 
 def _differentiates(args: Any, kwargs: Any) -> bool:

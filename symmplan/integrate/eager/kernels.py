@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.capture.c10d import NAMES
-from symmplan.coordination.own import OWN
+from symmplan.coordination.own import in_own_work
 from symmplan.registry import all_specs
 from symmplan.runtime.algorithms import overload_named
 from symmplan.runtime.listening import silence
@@ -59,7 +59,7 @@ class Cursor:
 
     def caught(self) -> Session | None:
         """Whose call it is that comes now; None if it is none of the program's."""
-        return None if OWN.depth or not self._threads.current() else self._session
+        return None if in_own_work() or not self._threads.current() else self._session
 
     def forget(self) -> None:
         """No call is caught any more."""

@@ -13,7 +13,7 @@ from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import out_overload
 from symmplan.coordination.exchange import Exchange
-from symmplan.coordination.own import OWN, own_work
+from symmplan.coordination.own import in_own_work, own_work
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
@@ -177,7 +177,7 @@ class IterationRecording:
         self._recorder = Recorder(
             self._lookup,
             self._meet_at_op,
-            lambda: bool(OWN.depth),
+            in_own_work,
             watch=None if settings.streams is None else settings.streams.watch,
             scratch=self._scratch,
             default_group=settings.group.name,

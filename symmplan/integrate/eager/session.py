@@ -12,7 +12,7 @@ from attrs import evolve
 from symmplan.capture.c10d import functional_form
 from symmplan.capture.threads import ProgramThreads
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.own import OWN, own_work
+from symmplan.coordination.own import in_own_work, own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
 from symmplan.errors import SessionError
 from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
@@ -22,6 +22,7 @@ from symmplan.integrate.eager.recording import Frozen, IterationRecording, Setti
 from symmplan.integrate.eager.schedule import name_of
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.spares import give_back
+from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 from symmplan.runtime.observe import Checked, check, checking, launching
 from symmplan.runtime.stats import Copy, Stats
@@ -38,10 +39,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
 
-__all__ = ["ACTIVE", "Session"]
-
-
-ACTIVE: list[Session] = []
+__all__ = ["Session"]
 
 
 class Session:
@@ -118,7 +116,7 @@ class Session:
         return [] if self._cursor is None else self._events[: self._cursor.at]
 
     def __enter__(self) -> Self:
-        if ACTIVE:
+        if PROCESS.session is not None:
             raise SessionError(
                 "two eager sessions at a time",
                 expected="at most one in a process",
@@ -129,7 +127,7 @@ class Session:
             raise self._released()
         self._keys = enter_session(self._settings.group)
         self._threads = ProgramThreads()
-        ACTIVE.append(self)
+        PROCESS.session = self
         try:
             self._record(self._keys)
         except BaseException as error:
@@ -201,7 +199,7 @@ class Session:
         if frozen.arena.races is not None:
             names, timeout = declared_names(), self._settings.options.timeout
             self._serving.enter_context(
-                Watching(timeout, lambda op: not OWN.depth and overload_name(op) in names)
+                Watching(timeout, lambda op: not in_own_work() and overload_name(op) in names)
             )
 
     def check(self, iteration: Callable[[], Any]) -> Checked:
@@ -338,7 +336,7 @@ class Session:
     ) -> torch.Tensor:
         """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
         ours = self._threads is not None and self._threads.current()
-        if OWN.depth or not ours or self._state not in ("recording", "frozen"):
+        if in_own_work() or not ours or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
@@ -416,8 +414,8 @@ class Session:
         self._state = "released"
         if self._keys is not None and not forked:
             self._keys.leave()
-        if self in ACTIVE:
-            ACTIVE.remove(self)
+        if PROCESS.session is self:
+            PROCESS.session = None
 
     def _entered(self) -> SessionKeys:
         if self._state == "released":

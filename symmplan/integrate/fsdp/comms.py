@@ -60,6 +60,8 @@ class _Planned:
         buffer = tensor.view(tuple(size))
         if self._slot.pushed:
             self._slot.watch(buffer)
+        if self._slot.send is not None:
+            fsdp2.take_copy_in(buffer, self._slot.push)
         return buffer
 
 
@@ -136,8 +138,8 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
             self._added = None
             if slot.pushed:  # sums are written in their final type at once
                 final = fsdp2.dtype_of_gradients(self._group)
-                waits = fsdp2.COPY_INS and slot.base.data_ptr() in fsdp2.COPY_INS
-                if final is not None and not waits and current() is None:  # they were pushed
+                # Gradients that were not pushed yet are added by FSDP2.
+                if final is not None and slot.send is None and current() is None:
                     self._added = fsdp2.gradients_at(self._group, math.prod(size), final)
                 dtype = final or dtype
             if self._added is not None:

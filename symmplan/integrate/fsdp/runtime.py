@@ -30,7 +30,7 @@ from symmplan.runtime.observe import checking, launching
 from symmplan.torch_private import autograd, c10d, fsdp2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch.distributed as dist
 
@@ -125,25 +125,20 @@ class Runtime:
         self._arrived = None
         scheduled = self._follow(key)
         loan: Loan | None = None
+        send = None
         if scheduled is not None and scheduled.pushed:
             assert scheduled.place is not None
             # Nothing is copied there: one element that looks like all of them.
             base = torch.empty(1, dtype=dtype, device=device)
             pushes = self.memory.pushes(scheduled)
             send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
-
-            def push(gradients: Sequence[torch.Tensor]) -> None:
-                with launching(slot.expected):
-                    slot.pushing = send(gradients)
-
-            fsdp2.COPY_INS[base.data_ptr()] = base, push
         elif scheduled is not None and scheduled.place is not None and not scheduled.direct:
             loan = self.memory.take(scheduled.place)
             base = plain() if loan is None else self.memory.at(scheduled.place, dtype)
         else:
             base = plain()
         expected = self.expected(key, scheduled)
-        slot = Slot(key, base, scheduled=scheduled, loan=loan, expected=expected)
+        slot = Slot(key, base, scheduled=scheduled, loan=loan, expected=expected, send=send)
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:

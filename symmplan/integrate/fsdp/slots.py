@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
+from symmplan.runtime.observe import launching
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from symmplan.capture.fsdp_recording import Key, Recording
@@ -69,6 +73,7 @@ class Slot:
         log: The recording it is in.
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
         expected: How it is to run, where that is being checked.
+        send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
     """
@@ -82,6 +87,7 @@ class Slot:
     log: Recording | None = None
     served: int = 1
     expected: Expected | None = None
+    send: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
     pushing: tuple[torch.Tensor, ...] = ()
     _seen: Any = None
 
@@ -89,6 +95,13 @@ class Slot:
     def pushed(self) -> bool:
         """Whether its bytes go straight to the peers."""
         return self.scheduled is not None and self.scheduled.pushed
+
+    def push(self, gradients: Sequence[torch.Tensor]) -> None:
+        """The gradients that FSDP2 would copy into the buffer go to the peers."""
+        send, self.send = self.send, None
+        assert send is not None
+        with launching(self.expected):
+            self.pushing = send(gradients)
 
     def watch(self, buffer: torch.Tensor) -> None:
         """The slot is dropped with this tensor: it has no bytes that others may keep."""
@@ -99,6 +112,7 @@ class Slot:
         if not self.held:
             return
         self.held = False
+        self.send = None
         self.pushing = ()
         if self.loan is not None:
             self.loan.drop()

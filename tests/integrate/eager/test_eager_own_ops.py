@@ -111,7 +111,7 @@ def _leak(rank, world_size):
     import torch.distributed as dist
 
     import symmplan
-    from symmplan.memory.segment import _LIVE
+    from symmplan.process import PROCESS
 
     name = dist.group.WORLD.group_name
     x = torch.ones(16, 8)
@@ -119,12 +119,12 @@ def _leak(rank, world_size):
     with symmplan.eager(timeout=20.0, memory="shm") as session:
         for _ in range(3):
             torch.ops.symmplan_strict.mean(x + 1, name)
-        counts.append(len(_LIVE._sorted[0]))
+        counts.append(len(PROCESS.segments))
         session.step()
-        counts.append(len(_LIVE._sorted[0]))
+        counts.append(len(PROCESS.segments))
     with pytest.raises(ValueError, match="lies in no live segment"):
         torch.ops.symmplan_strict.mean(x, name)
-    return [*counts, len(_LIVE._sorted[0]), len(session.plan.segments)]
+    return [*counts, len(PROCESS.segments), len(session.plan.segments)]
 
 
 def test_scratch_ends_with_the_recording(pool):

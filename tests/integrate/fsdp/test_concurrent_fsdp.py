@@ -80,7 +80,7 @@ def timed(rank, size, loses):
 
 
 def look(handle):
-    from symmplan.runtime import listening
+    from symmplan.process import PROCESS
 
     return {
         "choices": [
@@ -88,7 +88,7 @@ def look(handle):
             for c in handle.choices
         ],
         # Only the recorded step is listened to.
-        "listening": [len(listening._LIBRARIES), len(listening._LISTENERS)],
+        "listening": [PROCESS.listening is not None, len(PROCESS.listeners)],
         "groups": len(handle._runtime.planning.choices.beside),
     }
 

@@ -71,12 +71,12 @@ def lifecycle(rank, world):
     again = symmplan.fsdp.apply(model, choose="placed", timeout=20.0)
     train(model, Trace(), rank, steps=3)
     told["again"] = again.stats.served
-    from symmplan.memory.segment import _LIVE
+    from symmplan.process import PROCESS
 
-    told["live"] = len(_LIVE._sorted[1])
+    told["live"] = len(PROCESS.segments)
     del model, again, handle
     gc.collect()
-    told["live at end"] = len(_LIVE._sorted[1])
+    told["live at end"] = len(PROCESS.segments)
     dist.barrier()
     return told
 

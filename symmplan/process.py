@@ -1,0 +1,180 @@
+"""All that symmplan remembers of this process, in one object.
+
+[Note: state of the process]
+    What the process holds, or has found out about its groups, cannot belong to a plan or a model:
+    two models share it. It is the fields of `PROCESS` and nowhere else; a test may set it back by
+    `Process.reset`, and a reader sees here who writes what and who reads it. Types of the layers
+    above are not known here: each field names them, and the functions that read it give them.
+
+    In a process that is forked from this one nearly all of it is untrue: the peers, the sessions
+    and the communicators are the parent's. So a child finds those fields fresh. What it has
+    inherited indeed, memory that is mapped and calls that its thread is in the midst of, stays.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from attrs import define, field, fields
+
+__all__ = ["PROCESS", "LiveSegments", "Process", "ThreadState"]
+
+_INHERITED = {"inherited": True}
+
+
+class ThreadState(threading.local):
+    """What one thread is in the midst of."""
+
+    def __init__(self) -> None:
+        #: How deep the thread is in work of symmplan's own: written by `symmplan.memory.own`, read
+        #: on every declared call by whoever watches the program's calls.
+        self.own_work = 0
+        #: Which ops it is in, the innermost last: written by those who run ops for the race
+        #: detector, read where an access is written down.
+        self.ops: list[str] = []
+        #: The frame below which a line of a compiled graph counts, and that line: likewise.
+        self.node: tuple[Any, str] | None = None
+
+
+class LiveSegments:
+    """The live segments of this process, by address.
+
+    See [Note: live segments] in `symmplan.memory.segment`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sorted: tuple[tuple[int, ...], tuple[Any, ...]] = ((), ())
+
+    def __len__(self) -> int:
+        return len(self._sorted[0])
+
+    def add(self, segment: Any) -> None:
+        """A segment begins to live."""
+        with self._lock:
+            self._replace([*self._sorted[1], segment])
+
+    def remove(self, segment: Any) -> None:
+        """Its memory is given back."""
+        with self._lock:
+            self._replace([s for s in self._sorted[1] if s is not segment])
+
+    def find(self, address: int) -> tuple[Any, int] | None:
+        """The segment that holds the byte at ``address``, and that byte's offset in it."""
+        starts, segments = self._sorted
+        index = bisect_right(starts, address) - 1
+        if index < 0:
+            return None
+        offset = address - starts[index]
+        segment = segments[index]
+        return (segment, offset) if offset < segment.nbytes else None
+
+    def forked(self) -> None:
+        """In a forked process: its threads are gone, and with them who held the lock."""
+        self._lock = threading.Lock()
+        for segment in self._sorted[1]:
+            segment.forked()
+
+    def _replace(self, segments: list[Any]) -> None:
+        segments.sort(key=lambda s: s.address)
+        self._sorted = (tuple(s.address for s in segments), tuple(segments))
+
+
+@define(eq=False)
+class Process:
+    """The state of this process. See [Note: state of the process]."""
+
+    # Memory.
+
+    #: Segments by address: written by `Segment`, read by `locate`. A child has them mapped.
+    segments: LiveSegments = field(factory=LiveSegments, metadata=_INHERITED)
+    #: ``{number: Arena}`` in the order of their making, and how many were made: written by `Arena`,
+    #: read by `symmplan.segments`.
+    arenas: WeakValueDictionary[int, Any] = field(factory=WeakValueDictionary)
+    arenas_made: int = 0
+    #: ``{address: (pool, process groups that registered it)}`` of windows: written and read by
+    #: `NcclPoolBackend`. A child may not end them.
+    pools: dict[int, tuple[Any, list[Any]]] = field(factory=dict, metadata=_INHERITED)
+    #: What must not be freed while the process lives: written where that is found out, read by
+    #: torch's symmetric memory, which adds nothing twice. A child has it, too.
+    kept: list[Any] = field(factory=list, metadata=_INHERITED)
+
+    # Process groups, by themselves and not by their names: another may have had that before.
+
+    #: ``{group: the process that is its rank here}``, the first that asked: written and read where
+    #: groups are resolved. A child must know that it is not the rank.
+    ranks: WeakKeyDictionary[Any, int] = field(factory=WeakKeyDictionary, metadata=_INHERITED)
+    #: ``{group: its ranks' ProcessIdentity}``: written and read by `Exchange`.
+    members: WeakKeyDictionary[Any, tuple[Any, ...]] = field(factory=WeakKeyDictionary)
+    #: ``{group: {kind of device: Topology}}``: written and read by `survey`.
+    topologies: WeakKeyDictionary[Any, dict[str, Any]] = field(factory=WeakKeyDictionary)
+    #: ``{group: its Engines, or None}``, and ``{ranks: Engines}`` as they were made: written and
+    #: read by `engines_of`.
+    engines: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
+    engines_made: dict[tuple[int, ...], Any] = field(factory=dict)
+    #: ``{group: {what a Trial is found under: Choice}}``: written and read by `measure`.
+    measured: WeakKeyDictionary[Any, dict[Any, Any]] = field(factory=WeakKeyDictionary)
+    #: ``{Rendezvous: weak reference to the Progress that speaks there}``, one for good, as peers
+    #: may read what another has said there before: written and read by `Progress`.
+    speakers: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
+
+    # What runs.
+
+    #: Of each thread. The one thread of a child goes on where its parent's was.
+    thread: ThreadState = field(factory=ThreadState, metadata=_INHERITED)
+    #: The eager `Session` that was entered: written by it, read by `symmplan.empty` and `out`.
+    session: Any = None
+    #: Its `SessionKeys`: written when it is entered and left, read by every exchange.
+    session_keys: Any = None
+    #: The simulated `World`: written by `symmplan.simulate`, read by all that asks peers or memory.
+    #: A child is in the midst of it.
+    world: Any = field(default=None, metadata=_INHERITED)
+    #: The `_Check` of a step that is being checked: written by `check`, read at every launch.
+    check: Any = None
+    #: The dispatch modes that report accesses, the innermost last: written by `Watching`, read
+    #: where ops run past the modes. A child is in the midst of them.
+    watching: list[Any] = field(factory=list, metadata=_INHERITED)
+    #: Each `RaceDetector`, one for an arena; empty unless somebody debugs, which is all that is
+    #: asked then: written by those, read at every access.
+    detectors: list[Any] = field(factory=list)
+    #: ``{(rank, number of ranks): vector clock}``: written and read by `RaceDetector`.
+    clocks: dict[tuple[int, int], Any] = field(factory=dict)
+    #: ``{Listener: the kind of device of which it wants to hear}``: written by `listen` and
+    #: `leave`, read by the kernels that hear.
+    listeners: WeakKeyDictionary[Any, str] = field(factory=WeakKeyDictionary)
+    #: The library of those kernels: written and read by `listen`. A child's dispatcher has them.
+    listening: Any = field(default=None, metadata=_INHERITED)
+    #: How a rank of `symmplan.testing` speaks to who started it: written when it begins, read by
+    #: `mark`.
+    parent: Any = None
+
+    def reset(self) -> None:
+        """Be as when the process began, but for `kept`; for tests that hold nothing of symmplan's.
+
+        Collective: no.
+        """
+        kept = self.kept
+        self._renew([f.name for f in fields(Process)])
+        self.kept = kept
+
+    def forked(self) -> None:
+        """In a process that was forked from this one: begin anew, but for what it has inherited."""
+        fresh = [f.name for f in fields(Process) if not f.metadata.get("inherited")]
+        # Nothing of the parent's ends here: its end might be told to peers.
+        self.kept.append([getattr(self, name) for name in fresh])
+        self._renew(fresh)
+        self.segments.forked()
+
+    def _renew(self, names: list[str]) -> None:
+        new = Process()
+        for name in names:
+            setattr(self, name, getattr(new, name))
+
+
+#: The one of this process.
+PROCESS = Process()
+os.register_at_fork(after_in_child=PROCESS.forked)

@@ -1,0 +1,178 @@
+"""Rules that the sources keep, each with a check that can fail: where state is, what lines say."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "symmplan"
+SOURCES = {
+    str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8")
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# -- state of the process -------------------------------------------------------------------------
+
+#: What a module may keep beside `symmplan.process.PROCESS`, and why.
+MAY_KEEP = {
+    "process.py: PROCESS": "it is the state",
+    "registry/declare.py: store": "the op registry, an object of its own that tests isolate",
+    "integrate/compile/backend.py: symmplan": "what Dynamo's entry point names; it has release()",
+    "memory/ops.py: _LIBRARY": "ops that are defined at import, for as long as torch lives",
+    "integrate/compile/ops.py: _LIBRARY": "the same",
+    "integrate/compile/ops.py: _SYMM_MEM_LIBRARY": "the same",
+    "memory/spares.py: _COUNT": "segments that nobody uses, until one ledger has them",
+    "memory/spares.py: _LOST": "the same",
+    "memory/spares.py: _SPARE": "the same",
+    "runtime/guests.py: WATCHERS": "the same",
+}
+#: What makes a value that nobody changes, or that says nothing of this process.
+CONSTANTS = frozenset(
+    (
+        *("frozenset", "tuple", "getattr", "get_args", "object", "nullcontext", "compile", "dtype"),
+        *("Struct", "pack", "Path", "slice", "bytes", "partial", "getLogger", "TypeVar"),
+        *("comm_bases", "note"),
+    )
+)
+#: Methods that change what they are called on.
+CHANGES = frozenset(
+    (
+        *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
+        *("remove", "reverse", "setdefault", "sort", "subtract", "update"),
+    )
+)
+DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+
+
+def _last(node: ast.AST) -> str:
+    """``z`` of ``x.y.z``."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _values(files: dict[str, str]) -> set[str]:
+    """Classes without state: frozen ones, tuples, those whose methods set nothing."""
+    found = set()
+    for source in files.values():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            made = [ast.unparse(d) for d in node.decorator_list]
+            frozen = any(d.startswith("frozen") or "frozen=True" in d for d in made)
+            defined = any(d.startswith("define") for d in made)
+            sets = any(
+                isinstance(n, ast.Attribute)
+                and isinstance(n.ctx, ast.Store)
+                and ast.unparse(n.value) == "self"
+                for n in ast.walk(node)
+            )
+            local = any(_last(base) in ("local", "NamedTuple") for base in node.bases)
+            if frozen or not (defined or sets or local):
+                found.add(node.name)
+    return found
+
+
+def _at_import(body: list[ast.stmt]):
+    """The statements that run when a module is imported."""
+    for statement in body:
+        yield statement
+        for name in ("body", "orelse", "finalbody"):
+            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield from _at_import(getattr(statement, name, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _at_import(handler.body)
+
+
+def _changed(files: dict[str, str]) -> set[str]:
+    """Names that some file changes in place: by a method, an index, or as another module's."""
+    found = set()
+    for source in files.values():
+        for node in ast.walk(ast.parse(source)):
+            target = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                target = node.func.value if node.func.attr in CHANGES else None
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+                target = node.value
+            elif isinstance(node, ast.AugAssign):
+                target = node.target
+            if target is not None:
+                found.add(_last(target))
+    return found
+
+
+def module_state(files: dict[str, str]) -> list[str]:
+    """What modules keep that is no constant, in ``{path inside the package: source}``."""
+    values, changed, found = _values(files), _changed(files), []
+    for path, source in sorted(files.items()):
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                found += [f"{path}: {name}" for name in node.names]
+        for node in _at_import(tree.body):
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            value, states = node.value, False
+            if isinstance(value, DISPLAYS):
+                empty = not isinstance(value, ast.Dict) and not getattr(value, "elts", [1])
+                empty = empty or (isinstance(value, ast.Dict) and not value.keys)
+                states = empty or bool(changed.intersection(names))
+            elif isinstance(value, ast.Call):
+                states = _last(value.func) not in CONSTANTS | values
+            if states:
+                found += [f"{path}: {name}" for name in names if name != "__all__"]
+    return sorted(set(found))
+
+
+def test_state_of_the_process_is_in_one_object():
+    found = module_state(SOURCES)
+    assert [name for name in found if name not in MAY_KEEP] == []
+    assert [name for name in MAY_KEEP if name not in found] == [], "nobody keeps that any more"
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("_SEEN = {}", ["_SEEN"]),
+        ("_SEEN: list[int] = []", ["_SEEN"]),
+        ("_SEEN = set()", ["_SEEN"]),
+        ("_SEEN = dict(a=1)", ["_SEEN"]),
+        ("_OF = weakref.WeakKeyDictionary()", ["_OF"]),
+        ("_ALL: WeakSet[int] = WeakSet()", ["_ALL"]),
+        ("_NOW = ContextVar('now')", ["_NOW"]),
+        ("_HERE = threading.local()", ["_HERE"]),
+        ("_NUMBERS = itertools.count()", ["_NUMBERS"]),
+        ("_LAST = collections.deque(maxlen=3)", ["_LAST"]),
+        ("_SIZES = Counter()", ["_SIZES"]),
+        ("_lock = threading.Lock()", ["_lock"]),
+        ("_COUNT = [0]\ndef f():\n    _COUNT[0] += 1", ["_COUNT"]),
+        ("_COUNT = [0]\ndef f():\n    _COUNT.append(1)", ["_COUNT"]),
+        ("_BY = {'a': 1}\ndef f():\n    del _BY['a']", ["_BY"]),
+        ("if x:\n    _SEEN = {}", ["_SEEN"]),
+        ("try:\n    x\nexcept E:\n    _SEEN = {}", ["_SEEN"]),
+        ("_now = None\ndef f():\n    global _now\n    _now = 1", ["_now"]),
+        ("class Invented:\n    def f(self):\n        self.x = 1\n_KEPT = Invented()", ["_KEPT"]),
+        ("@define\nclass Invented:\n    x: int = 0\n_KEPT = Invented()", ["_KEPT"]),
+        ("class Invented(threading.local):\n    x = 0\n_KEPT = Invented()", ["_KEPT"]),
+        ("@frozen\nclass Row:\n    x: int = 0\n_ROW = Row()", []),
+        ("class Plain:\n    def f(self):\n        return 1\n_PLAIN = Plain()", []),
+        ("_WORDS = {'a': 1}\n_NAMES = ['a']\n_SET = frozenset(('a',))", []),
+        ("_WORD = re.compile('a')\n_LOG = logging.getLogger('a')", []),
+        ("def f():\n    seen = {}\n    seen['a'] = 1", []),
+        ("class Invented:\n    def __init__(self):\n        self.seen = {}", []),
+    ],
+)
+def test_the_check_of_state_can_fail(source, names):
+    found = module_state({"memory/invented.py": source})
+    assert found == [f"memory/invented.py: {name}" for name in names]
+
+
+def test_a_table_that_another_module_changes_is_state():
+    files = {
+        "memory/invented.py": "TABLE = {'a': 1}",
+        "runtime/invented.py": "from symmplan.memory import invented\ninvented.TABLE['b'] = 2",
+    }
+    assert module_state(files) == ["memory/invented.py: TABLE"]
+    assert module_state({"memory/invented.py": files["memory/invented.py"]}) == []
