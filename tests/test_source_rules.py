@@ -1,4 +1,4 @@
-"""Rules that the sources keep, each with a check that can fail: where state is, what lines say."""
+"""Rules of the sources, each with a check that can fail: where state is, what a line does."""
 
 from __future__ import annotations
 
@@ -176,3 +176,78 @@ def test_a_table_that_another_module_changes_is_state():
     }
     assert module_state(files) == ["memory/invented.py: TABLE"]
     assert module_state({"memory/invented.py": files["memory/invented.py"]}) == []
+
+
+# -- control flow is statements -------------------------------------------------------------------
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _has(node: ast.AST, *kinds: type[ast.AST], least: int = 1) -> bool:
+    """Whether such expressions are inside of this one."""
+    return sum(isinstance(n, kinds) for n in ast.walk(node) if n is not node) >= least
+
+
+def folded(source: str) -> list[str]:
+    """Where control flow is folded into an expression: ``"line: what"``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        what = ""
+        if isinstance(node, ast.IfExp) and _has(node, ast.IfExp):
+            what = "a condition inside a condition"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, (ast.BoolOp, ast.IfExp)):
+            what = "a condition as a statement"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, COMPREHENSIONS):
+            what = "a comprehension as a statement"
+        elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.IfExp):
+            what = "a loop over a condition"
+        elif isinstance(node, ast.Lambda) and _has(node, ast.BoolOp, ast.IfExp):
+            what = "a condition inside a lambda"
+        elif isinstance(node, ast.BoolOp) and _has(node, ast.NamedExpr, least=2):
+            what = "a chain of :="
+        if what:
+            line = node.iter.lineno if isinstance(node, ast.comprehension) else node.lineno
+            found.append(f"{line}: {what}")
+    return found
+
+
+def test_control_flow_is_not_folded_into_expressions():
+    assert {path: lines for path, source in SOURCES.items() if (lines := folded(source))} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("x = a if b else c if d else e", "a condition inside a condition"),
+        ("x = a if b else (c if d else e)", "a condition inside a condition"),
+        ("x = f(a if b else g(c if d else e))", "a condition inside a condition"),
+        ("ready and run()", "a condition as a statement"),
+        ("ready or run()", "a condition as a statement"),
+        ("run() if ready else wait()", "a condition as a statement"),
+        ("[run(x) for x in y]", "a comprehension as a statement"),
+        ("{run(x) for x in y}", "a comprehension as a statement"),
+        ("for x in y if z else ():\n    pass", "a loop over a condition"),
+        ("x = [a for a in (b if c else d)]", "a loop over a condition"),
+        ("x = lambda a: a or b", "a condition inside a lambda"),
+        ("x = lambda a: a if b else c", "a condition inside a lambda"),
+        ("x = (a := f()) and (b := g(a))", "a chain of :="),
+    ],
+)
+def test_the_check_of_control_flow_can_fail(source, says):
+    assert folded(source) == [f"1: {says}"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = a if b else c",
+        "x = (a if b else c) + (d if e else f)",
+        "if a and b:\n    run()",
+        "x = [f(y) for y in z if y]",
+        "for x in y or ():\n    pass",
+        "x = lambda a: f(a)",
+        "while (a := f()) and a > 1:\n    pass",
+    ],
+)
+def test_the_check_of_control_flow_leaves_the_rest_alone(source):
+    assert folded(source) == []

@@ -32,7 +32,7 @@ from symmplan.capture.streams import MAIN, Timeline
 from symmplan.capture.threads import ProgramThreads
 from symmplan.registry import bind_arguments, resolve_group_name
 from symmplan.torch_private import dispatch, works
-from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map
+from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map, tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
         self.calls.append(Recorded(storage.origin, None, None, kind, *given))
 
     def _arguments(self, given: Any) -> Any:
-        return tree_map(lambda x: self._of(x) if _is_tensor(x) else x, given)
+        return tree_map_only(torch.Tensor, self._of, given)
 
     def _of(self, tensor: torch.Tensor) -> fx.Node:
         """The node that stands for a tensor."""

@@ -92,7 +92,12 @@ def capture_fx(
     Collective: no.
     """
     graph, module = _graph_of(program)
-    specs = {n: s for n in graph.nodes if (o := called(n)) is not None and (s := lookup(o))}
+    specs = {}
+    for node in graph.nodes:
+        op = called(node)
+        spec = None if op is None else lookup(op)
+        if spec is not None:
+            specs[node] = spec
     fakes = example_values(graph, module, example_inputs)
     for node, spec in specs.items():
         _require_values(node, spec, fakes)

@@ -245,11 +245,13 @@ def _as_check(seam: dict[str, Any]) -> dict[str, Any]:
     detail, fix = f"{seam['carries']}: {seam['rests']}", ""
     if seam["undone"]:
         detail += f"; replaced, put back {seam['undone']}"
+    status: Any = "ok"
     if seam["missing"]:
         detail += f"; not in this torch: {', '.join(seam['missing'])}"
+        status = "missing"
     if _is_fatal(seam):
         fix = "install torch 2.11 to 2.15, or a newer symmplan"
-    status: Any = "fix" if fix else "missing" if seam["missing"] else "ok"
+        status = "fix"
     return asdict(Check(seam["name"], status, detail, fix))
 
 

@@ -251,10 +251,11 @@ class _Side:
         if missing:
             self._require_same_call(missing)
             self._require_same_session(phase, missing)
-        for rank in missing if self.processes else ():
-            if is_gone(self.processes[rank]):
-                pid = self.processes[rank].pid
-                raise self.group.ended(rank, pid, f"during {phase!r}", phase=phase)
+        if self.processes:
+            for rank in missing:
+                process = self.processes[rank]
+                if is_gone(process):
+                    raise self.group.ended(rank, process.pid, f"during {phase!r}", phase=phase)
         return not missing and self._add(phase, 0) <= self.group.size
 
     def values(self, phase: str) -> list[bytes]:

@@ -272,10 +272,11 @@ class RaceDetector:
         Raises:
             RaceError: It was, here or on another rank.
         """
-        for segment in _watched() if self._error is None else ():
-            for rank, log in segment.peers.items():
-                if log.failure:
-                    self._error = _told(rank, log.failure)
+        if self._error is None:
+            for segment in _watched():
+                for rank, log in segment.peers.items():
+                    if log.failure:
+                        self._error = _told(rank, log.failure)
         if self._error is not None:
             raise _again(self._error)
 

@@ -175,7 +175,7 @@ class _Rules:
             self._apart.setdefault(y, set()).add(x)
         pads = {b.name for b in problem.buffers if b.signal_pad}
         ops: dict[int, set[int]] = {}
-        for access in problem.accesses if pads else ():
+        for access in problem.accesses:
             if access.buffer in pads:
                 op = self._order.index[access.operation]
                 ops.setdefault(owner[access.buffer], set()).add(op)
@@ -309,16 +309,15 @@ def _joint_bound(items: Items, families: list[_Family], joint: tuple[int, ...]) 
 def _raise_capacity(made: Plan, capacity: int) -> None:
     buffers = _cannot_fit(made, capacity)
     proven = made.lower_bound_bytes > capacity
+    if not proven:
+        why = f"no packing into {capacity} was found"
+    elif len(buffers) == 1:
+        why = f"{buffers[0]} alone needs more than {capacity}"
+    else:
+        named = ", ".join([*buffers[:8], "..."] if len(buffers) > 8 else buffers)
+        why = f"{named} are live together and need more than {capacity}"
     raise CapacityError(
-        f"{len(made.placements)} buffers take {made.peak_bytes} bytes; "
-        + (
-            f"{', '.join(buffers[:8])}{', ...' if len(buffers) > 8 else ''} are live together "
-            f"and need more than {capacity}"
-            if proven and len(buffers) > 1
-            else f"{buffers[0]} alone needs more than {capacity}"
-            if proven
-            else f"no packing into {capacity} was found"
-        ),
+        f"{len(made.placements)} buffers take {made.peak_bytes} bytes; {why}",
         expected=f"at most {capacity} bytes",
         got=f"{made.peak_bytes}, proven minimum {made.lower_bound_bytes}",
         fix="raise the capacity, or order or drop some of the buffers named in `buffers`"

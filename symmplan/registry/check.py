@@ -180,17 +180,19 @@ def _checked_group(schema: Schema, group: object) -> str:
     else:
         what = f"{schema.op} has no argument {group!r} to name its process group"
         got = repr(group)
+    expected = f"one of {', '.join(map(repr, candidates))}"
+    if len(candidates) == 1:
+        fix = f"pass group={candidates[0]!r}"
+    elif candidates:
+        fix = f"the schema is {schema.text}"
+    else:
+        expected = "a str, ProcessGroup or Any argument; the op has none"
+        fix = "leave group out: it then runs over the default group"
     raise DeclarationError(
         what,
-        expected=f"one of {', '.join(map(repr, candidates))}"
-        if candidates
-        else "a str, ProcessGroup or Any argument; the op has none",
+        expected=expected,
         got=got,
-        fix=f"pass group={candidates[0]!r}"
-        if len(candidates) == 1
-        else f"the schema is {schema.text}"
-        if candidates
-        else "leave group out: it then runs over the default group",
+        fix=fix,
         op=schema.op,
         where=group,
         existing=tuple(candidates),

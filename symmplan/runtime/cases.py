@@ -110,7 +110,8 @@ def _case(captured: Captured, node: fx.Node, row: Lowering, memory: str, flops: 
     bound = bind_arguments(overload, node.args, node.kwargs)
     name = "inputs" if row.each else "input"
     given = bound[name]
-    fakes = [n.meta["val"] for n in (given if row.each else [given])]
+    inputs = given if row.each else [given]
+    fakes = [n.meta["val"] for n in inputs]
     group = captured.groups[node]
     assert spec.group is not None  # collectives name theirs
     return Case(
@@ -372,9 +373,10 @@ class _Acts:
         kwargs = {"out": self._plain_outs[0]} if has_out else {}
 
         def act(beside: Callable[[], None]) -> None:
-            results = target(*args, **kwargs)
+            made = target(*args, **kwargs)
+            results = made if each else [made]
             beside()
-            for result in results if each else [results]:
+            for result in results:
                 _wait(result)
 
         return act

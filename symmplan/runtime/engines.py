@@ -178,8 +178,10 @@ def require(groups: Iterable[str], engines: Mapping[str, Engines], memory: str) 
 def _made(ranks: tuple[int, ...]) -> Engines | None:
     """Those that were made for some ranks and were not destroyed since."""
     found: Engines | None = PROCESS.engines_made.get(ranks)
+    if found is None:
+        return None
     try:
-        for group in () if found is None else (found.gather, found.exchange):
+        for group in (found.gather, found.exchange):
             dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):
         del PROCESS.engines_made[ranks]

@@ -116,11 +116,12 @@ def _by_row(
     for path, element in elements.items():
         out = element[row.out] if row.out != "return" else placed.get(path)
         outs[path] = machine.empty((call.node, path)) if out is None else out
-    for path in outs if row.inplace else ():
-        filled = [call.copy("copy in", site) for site in call.made_at(path)]
-        machine.doing(filled[0] if filled else call.operation)
-        machine.copy(outs[path], elements[path]["input"])
-        elements[path] = {**elements[path], "input": outs[path]}
+    if row.inplace:
+        for path, out in outs.items():
+            filled = [call.copy("copy in", site) for site in call.made_at(path)]
+            machine.doing(filled[0] if filled else call.operation)
+            machine.copy(out, elements[path]["input"])
+            elements[path] = {**elements[path], "input": out}
     machine.doing(call.operation)
     for path, element in elements.items():
         args, kwargs = _arranged(target, {**element, "out": outs[path]})

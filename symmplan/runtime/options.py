@@ -81,9 +81,12 @@ class Options:
     @property
     def table(self) -> Table | None:
         """The table of choices that was given, or that a simulated world has."""
+        if is_table(self.choose):
+            return read_table(str(self.choose))
         world = current()
-        path = self.choose if is_table(self.choose) else None if world is None else world.choices
-        return None if path is None else read_table(str(path))
+        if world is None or world.choices is None:
+            return None
+        return read_table(world.choices)
 
     def chosen(self, device: torch.device) -> Choose:
         """``"measure"``, the algorithm of all collectives that have it, or ``"table"``."""

@@ -144,12 +144,12 @@ class PlacedProgram:
     @property
     def algorithms(self) -> tuple[AlgorithmName, ...]:
         """The algorithm of each declared call, those that are left out included."""
-        return tuple(
-            ("copy engine" if self.calls[node].engine else "symmetric")
-            if node in self.calls
-            else "ordinary"
-            for node in self.captured.specs
-        )
+        return tuple(map(self._algorithm, self.captured.specs))
+
+    def _algorithm(self, node: fx.Node) -> AlgorithmName:
+        if node not in self.calls:
+            return "ordinary"
+        return "copy engine" if self.calls[node].engine else "symmetric"
 
 
 def place(

@@ -185,8 +185,9 @@ class _World:
         """(who, whose bytes) of the accesses of a buffer by a call."""
         found = [a for a in self.plan.problem.accesses if (a.buffer, a.operation) == (buffer, op)]
         far = any(a.remote for a in found)
-        group = self.group[buffer]
-        return [(m, r) for r in range(4) for m in (self.peers(group, r) if far else (r,))]
+        if not far:
+            return [(r, r) for r in range(4)]
+        return [(m, r) for r in range(4) for m in self.peers(self.group[buffer], r)]
 
     def _program(self, rank: int, run: int, before: set[tuple[str, str]]) -> None:
         """Order on one rank, and where it meets others."""

@@ -205,7 +205,9 @@ class RankPool:
         """Only start ``fn`` (on ``ranks``, default all that live); `collect` gets the outcomes."""
         message = pickle.dumps((fn, *args))
         self._began = time.monotonic()
-        for rank in range(self.world_size) if ranks is None else ranks:
+        if ranks is None:
+            ranks = range(self.world_size)
+        for rank in ranks:
             if rank in self._dead:
                 continue
             self._pending.add(rank)

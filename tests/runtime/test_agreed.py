@@ -65,7 +65,7 @@ AGREED = {
         _site _slot _strange _tries _waiting _was_backward base buffer
         current dtype element_size exchanges factor_of gathers group_name in_backward
         kind log numel of_backward pop prod ran replans
-        scatters served shape target
+        scatters served shape target async_op op output_tensor
     """,
     "FSDP2's own state, which its calls alone change": """
         Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
@@ -100,11 +100,11 @@ LOCAL = {
     "overlapping": {"_run_guest": "the same"},
     "data_ptr": {
         "run": "a buffer that the program put in the place of FSDP2's",
-        "allocate": "writes sums where gradients are, or to new memory",
         "_part": "reads a part of a buffer",
         "_run_guest": "copies",
     },
-    "_added": {"allocate": "writes sums where gradients are", "__call__": "the same"},
+    "_added": {"allocate": "writes sums where gradients are"},
+    "added": {"reduced": "the same", "__call__": "the same"},
     "dtype_of_gradients": {"allocate": "the type in which sums are written"},
     "is_current_stream_capturing": {"arrive": "raises, or plans later"},
 }

@@ -101,8 +101,9 @@ def _device_bytes() -> dict[str, int]:
 
 def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Step all sides in turn, and compare what they computed."""
-    for side in sides.values() if options["cuda_graph"] else ():
-        side.capture(tokens)
+    if options["cuda_graph"]:
+        for side in sides.values():
+            side.capture(tokens)
     plain = sides.get("plain")
     largest = {name: 0.0 for name in sides if name not in ("plain", "unsharded")}
     # Numbers that no step had before, and the same on all sides.

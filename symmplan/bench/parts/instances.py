@@ -99,10 +99,12 @@ def waves(
     while len(result) < buffers and tries < 400 * buffers:
         tries += 1
         kind = random.below(10)
-        long, middle = (span // 2, 2 * span), (span // 10, span // 3)
-        length = random.between(
-            *(long if kind < 1 else middle if kind < 4 else (2, 2 + span // 16))
-        )
+        least, most = 2, 2 + span // 16
+        if kind < 1:
+            least, most = span // 2, 2 * span
+        elif kind < 4:
+            least, most = span // 10, span // 3
+        length = random.between(least, most)
         begin = random.below(max(1, horizon - length))
         end = min(horizon, begin + length)
         size = random.pick(typical)

@@ -219,7 +219,11 @@ class Emitter:
         if expr.is_Integer:
             return int(expr)
         if expr not in self._numbers:
-            op = operator.add if expr.is_Add else operator.mul if expr.is_Mul else operator.floordiv
+            op = operator.floordiv
+            if expr.is_Add:
+                op = operator.add
+            elif expr.is_Mul:
+                op = operator.mul
             first, *rest = (self._number(e) for e in expr.args)
             for other in rest:
                 first = self._early(op, (first, other))

@@ -272,9 +272,11 @@ def _redirect(
     node: fx.Node, to: fx.Node, *, but: fx.Node | None = None, behind: fx.Node | None = None
 ) -> None:
     """Give the readers of a node another one: all but one of them, or those behind a node."""
-    node.replace_all_uses_with(
-        to, delete_user_cb=lambda user: user is not but and (behind is None or user > behind)
-    )
+
+    def moves(user: fx.Node) -> bool:
+        return user is not but and (behind is None or user > behind)
+
+    node.replace_all_uses_with(to, delete_user_cb=moves)
 
 
 def _results(node: fx.Node, path: tuple[int, ...]) -> list[fx.Node]:

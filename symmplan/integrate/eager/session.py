@@ -197,10 +197,12 @@ class Session:
         self._state = "frozen"
         install(self, self._cursor, self._serving)
         if frozen.arena.races is not None:
-            names, timeout = declared_names(), self._settings.options.timeout
-            self._serving.enter_context(
-                Watching(timeout, lambda op: not in_own_work() and overload_name(op) in names)
-            )
+            names = declared_names()
+
+            def serves(op: Any) -> bool:
+                return not in_own_work() and overload_name(op) in names
+
+            self._serving.enter_context(Watching(self._settings.options.timeout, serves))
 
     def check(self, iteration: Callable[[], Any]) -> Checked:
         """Run an iteration under torch's profiler: did each collective run as it was planned?

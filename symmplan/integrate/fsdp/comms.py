@@ -16,13 +16,13 @@ from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.torch_private import autograd, fsdp2
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     import torch.distributed as dist
 
     from symmplan.integrate.fsdp.runtime import Runtime
-    from symmplan.integrate.fsdp.slots import Slot
+    from symmplan.integrate.fsdp.slots import Slot, Where
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter"]
 
@@ -162,26 +162,29 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         """
         slot, self._slot = self._slot, None
         added, self._added = self._added, None
+
+        def reduced(where: Where) -> Callable[[], Any] | None:
+            if where.pushes is not None:
+                add = added is not None
+                return where.pushes.reduce(output_tensor, op, input_tensor.dtype, add=add)
+            if where.received is not None:
+                return exchanges(output_tensor, where.target, where.received, where.group, op)
+            return scatters(
+                self._runtime.memory.name,
+                self._plain,
+                output_tensor,
+                where.target,
+                where.group,
+                op,
+                async_op=async_op,
+                site=self._site,
+            )
+
         work = self._runtime.run(
             slot,
             input_tensor,
             group,
-            lambda where: (
-                where.pushes.reduce(output_tensor, op, input_tensor.dtype, add=added is not None)
-                if where.pushes is not None
-                else scatters(
-                    self._runtime.memory.name,
-                    self._plain,
-                    output_tensor,
-                    where.target,
-                    where.group,
-                    op,
-                    async_op=async_op,
-                    site=self._site,
-                )
-                if where.received is None
-                else exchanges(output_tensor, where.target, where.received, where.group, op)
-            ),
+            reduced,
             lambda base: self._plain(
                 output_tensor=output_tensor,
                 input_tensor=base,

@@ -246,7 +246,9 @@ class Planning:
         """Let parameters live where the plan puts them, until when it says."""
         memory = self._memory
         homes: dict[str, ParameterStorage] = {}
-        for p in gathers if current() is None else ():
+        if current() is not None:  # where nothing has bytes
+            gathers = ()
+        for p in gathers:
             site = p.call.key.site
             if site not in homes:
                 assert p.buffer is not None

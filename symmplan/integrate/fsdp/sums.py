@@ -41,7 +41,9 @@ class OwnRow:
 
     def tables(self, most: int) -> list[tuple[slice, torch.Tensor, int]]:
         """For each launch: which tensors, what `add_parts` reads of its blocks, and alignment."""
-        for first in range(0, len(self.spans), most) if not self._tables else ():
+        if self._tables:
+            return self._tables
+        for first in range(0, len(self.spans), most):
             which = slice(first, first + most)
             blocks = [
                 [i, at, row + at - begin, min(_BLOCK, end - at)]
@@ -146,17 +148,17 @@ def sum_rows(
 
 def warm_up(device: torch.device) -> None:
     """Compile the kernels: not later, as a CUDA graph may be captured then."""
+    if device.type != "cuda":
+        return
     b16, f32 = torch.bfloat16, torch.float32
-    for given, rounded, made in (
-        ((b16, b16, b16), (b16, b16, f32), (b16, f32, f32), (f32, f32, f32))
-        if device.type == "cuda"
-        else ()
-    ):
+    types = ((b16, b16, b16), (b16, b16, f32), (b16, f32, f32), (f32, f32, f32))
+    ends = (16, 15) if sums_parts(device) else ()
+    for given, rounded, made in types:
         rows = torch.zeros(2, 16, dtype=given, device=device)
         total = torch.empty(16, dtype=made, device=device)
         if made == rounded:
             sum_rows(rows, total, 0.5)
-        for end in (16, 15) if sums_parts(device) else ():
+        for end in ends:
             parts = OwnRow(1, ((0, end, 0),), device)
             for add in (False, True):
                 sum_parts(rows, parts, [rows[1]], total, 0.5, rounded, add=add)

@@ -232,7 +232,9 @@ def _heard(
         for i, op in enumerate(clocks.operations):
             over = rows[i]
             ended = [clocks.number[begun] for begun in op.ends]
-            for j in ended if op.name in later else (i, *ended):
+            if op.name not in later:
+                ended.insert(0, i)
+            for j in ended:
                 call = clocks.operations[j]
                 if call.group == group and (call.synchronizes or call.handshake or call.release):
                     over = np.maximum(over, told[j])
