@@ -79,21 +79,25 @@ def requests_of(node: fx.Node, spec: OpSpec, group: str, values: Values) -> Iter
     bound = bind_arguments(overload, node.args, node.kwargs)
     mutated = written_arguments(overload)
     for requirement in spec.requirements:
-        head, _, rest = requirement.where.partition(".")
-        if head == "return":
-            index = (int(rest),) if rest else ()
+        head, index = requirement.head, requirement.index
+        if requirement.of_result:
             for path, _ in tensor_leaves(values.fakes.get(node)):
-                if index and path[:1] != index:
+                if index is not None and path[:1] != (index,):
                     continue
-                where = _element("return", path)
-                site = Site(node, where, "result", source=node, path=path, writes=True)
+                site = Site(node, head, path, "result", source=node, path=path, writes=True)
                 yield Request(site, spec, group, requirement)
             continue
         for path, source in argument_nodes(bound.get(head)):
             for value_path, _ in tensor_leaves(values.fakes.get(source)):
-                where = _element(head, (*path, *value_path))
-                writes = head in mutated
-                site = Site(node, where, "argument", source=source, path=value_path, writes=writes)
+                site = Site(
+                    node,
+                    head,
+                    (*path, *value_path),
+                    "argument",
+                    source=source,
+                    path=value_path,
+                    writes=head in mutated,
+                )
                 yield Request(site, spec, group, requirement)
 
 

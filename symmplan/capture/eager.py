@@ -359,7 +359,7 @@ def _run_apart(
     if placed:
         assert scratch is not None
         bound = bind_arguments(func, args, kwargs)
-        heads = {r.where.partition(".")[0] for r in spec.requirements}
+        heads = {r.head for r in spec.requirements}
         given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if _is_tensor(x)}
         group = resolve_group_name(spec, func, args, kwargs, default_group)
         copies = scratch.copies(group, spec, list(given.values()))

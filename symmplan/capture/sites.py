@@ -30,7 +30,8 @@ class Site:
 
     Attributes:
         node: The declared op's node.
-        where: ``"input"``, ``"inputs.0"``, ``"return"``, ``"return.1"``, ...
+        head: Name of the argument, or ``"return"``.
+        index: Where in the argument or the result it is, if that is a list.
         kind: Whether it is an argument or a result.
         source: The node that holds the value (of an argument), or the op's node (of a result).
         path: Where the value sits in the result of ``source``.
@@ -42,7 +43,8 @@ class Site:
     """
 
     node: fx.Node
-    where: str
+    head: str
+    index: Path
     kind: Literal["argument", "result"]
     source: fx.Node
     path: Path = ()
@@ -58,15 +60,9 @@ class Site:
         return self.source, self.path
 
     @property
-    def head(self) -> str:
-        """Name of the argument, or ``"return"``."""
-        return self.where.partition(".")[0]
-
-    @property
-    def index(self) -> tuple[int, ...]:
-        """Where in the argument or the result it is, if that is a list."""
-        rest = self.where.partition(".")[2]
-        return tuple(int(i) for i in rest.split(".")) if rest else ()
+    def where(self) -> str:
+        """Both as text: ``"input"``, ``"inputs.0"``, ``"return"``, ``"return.1"``, ..."""
+        return ".".join([self.head, *map(str, self.index)])
 
     @property
     def leaves(self) -> bool:

@@ -123,7 +123,7 @@ class Steps:
     def _reach(self, operation: str, site: Site, spec: OpSpec) -> Access:
         """What an op does with a declared tensor: to its own bytes and to peers'."""
         assert site.buffer is not None
-        heads = {r.where.partition(".")[0]: r for r in spec.requirements}
+        heads = {r.head: r for r in spec.requirements}
         exact = {r.where: r for r in spec.requirements}
         facts = exact.get(site.where, heads.get(site.head))
         return Access(

@@ -36,6 +36,22 @@ class Requirement:
     enters: bool = False
     releases: bool = False
 
+    @property
+    def head(self) -> str:
+        """Name of the argument, or ``"return"``."""
+        return self.where.partition(".")[0]
+
+    @property
+    def index(self) -> int | None:
+        """Of which of several results it is; None for an argument, and for all results."""
+        number = self.where.partition(".")[2]
+        return int(number) if number else None
+
+    @property
+    def of_result(self) -> bool:
+        """Whether it is about what the op returns."""
+        return self.head == "return"
+
 
 @frozen
 class OpSpec:

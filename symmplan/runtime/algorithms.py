@@ -203,7 +203,7 @@ class Lowerings:
         """Why a requirement need not or cannot be met on this backend, or None to meet it."""
         row = self.row(spec)
         if row is not None:
-            return None if requirement.where.split(".")[0] in row.needs else row.why_not
+            return None if requirement.head in row.needs else row.why_not
         if spec.origin == "catalogue" and runs_on_groups(spec.op):
             return _NO_ALGORITHM
         if spec.origin == "catalogue" and not BACKENDS[self.memory].devices:

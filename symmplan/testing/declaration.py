@@ -261,10 +261,9 @@ def _judge(spec: Any, ranks: list[list[RankCall]], size: int) -> DeclarationRepo
     declared = {"reads", "writes"}
     declared |= set(_OF_HANDSHAKE) if spec.handshake else set()
     declared |= set(_OF_RELEASE) if spec.release else set()
-    named = {r.where.partition(".")[0] for r in spec.requirements}
     found: dict[str, Contradiction] = {}
     for number, calls in enumerate(zip(*ranks, strict=True)):
-        for name, contradiction in _contradictions(calls, named):
+        for name, contradiction in _contradictions(calls):
             text = f"{contradiction.text} (call {number})"
             found.setdefault(name, evolve(contradiction, text=text))
     facts = tuple(Fact(n, says, n in declared, found.get(n)) for n, says in _SAYS.items())
@@ -272,9 +271,7 @@ def _judge(spec: Any, ranks: list[list[RankCall]], size: int) -> DeclarationRepo
     return DeclarationReport(spec.op, size, len(ranks[0]), seen, facts)
 
 
-def _contradictions(
-    calls: Sequence[RankCall], named: set[str]
-) -> Iterator[tuple[str, Contradiction]]:
+def _contradictions(calls: Sequence[RankCall]) -> Iterator[tuple[str, Contradiction]]:
     """What contradicts which fact in one call of all ranks, in the order of time."""
     last = max(range(len(calls)), key=lambda r: calls[r].began)
     first = min(range(len(calls)), key=lambda r: calls[r].ended)
@@ -287,7 +284,6 @@ def _contradictions(
         what = f"rank {rank} {'wrote' if a.write else 'read'} bytes [{a.low}, {a.high}) of "
         what += "its own " if mine else f"rank {a.owner}'s "
         what += f"{a.tensor!r} in {a.op}" + (f" at {a.line}" if a.line else "")
-        undeclared = a.tensor.partition(".")[0] not in named
         not_begun, over = " before rank {} had begun the call", " after rank {} had ended the call"
         for is_so, fact, how, peer in (
             (when < calls[last].began, "handshake", not_begun.format(last), last),
@@ -295,7 +291,7 @@ def _contradictions(
             (a.write and not a.mutable, "writes", ", which the schema does not say", a.owner),
             (not mine and when < owner.began, "enters", not_begun.format(a.owner), a.owner),
             (not mine and when > owner.ended, "releases", over.format(a.owner), a.owner),
-            (not mine and undeclared, "reads", ", which is not declared", a.owner),
+            (not mine and not a.declared, "reads", ", which is not declared", a.owner),
         ):
             if is_so:
                 whose = a.owner if not mine else peer

@@ -69,6 +69,7 @@ class Noted:
         time: When it was about to be made, in seconds of the machine's monotonic clock.
         owner: Whose bytes.
         mutable: Whether the schema says that the tensor is written.
+        declared: Whether it is declared symmetric.
     """
 
     time: float
@@ -78,6 +79,7 @@ class Noted:
     high: int
     write: bool
     mutable: bool
+    declared: bool
     op: str
     line: str
 
@@ -131,17 +133,18 @@ class _LateRank:
         self.job, self.rank, self.spec = job, rank, spec
         self.progress = progress  # of each rank its steps, then the calls that it has ended
         self.op: Any = overload_named(spec.op)
-        returns = any(r.where.startswith("return") for r in spec.requirements)
+        returns = any(r.of_result for r in spec.requirements)
         self.variant: Any = overload_named(spec.out) if spec.out and returns else None
         self.dice = random.Random(rank)  # noqa: S311
         self.number, self.put_off = 0, 0
         self.delay: _Delay = None
         self.call: RankCall | None = None
         values = self.arguments(0)
-        self.tensors = {**_tensors(values), **self._results(values)}
-        self._place()
+        self.results = self._results(values)
+        self.tensors = {**_tensors(values), **self.results}
+        self._place(values)
 
-    def _place(self) -> None:
+    def _place(self, values: dict[str, Any]) -> None:
         """Put the tensors where every rank has them: as of one call, all at the same time."""
         group, spec = c10d.world_name(), self.spec
         sizes = {n: t.nbytes for n, t in self.tensors.items() if t.nbytes}
@@ -163,10 +166,13 @@ class _LateRank:
             self.tensors[name] = self.arena.tensor(name, like.dtype, like.shape)
         arguments = self.op._schema.arguments
         written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
-        written.add("return")
+        declared = {r.head for r in spec.requirements}
+        about = dict.fromkeys(self.results, (True, "return" in declared))
+        for head, value in values.items():
+            facts = head in written, head in declared
+            about |= dict.fromkeys(_tensors({head: value}), facts)
         self.ranges = [
-            (p.offset, p.end, n, n.partition(".")[0] in written)
-            for n, p in self.arena.plan.placements.items()
+            (p.offset, p.end, n, *about[n]) for n, p in self.arena.plan.placements.items()
         ]
 
     def arguments(self, number: int) -> dict[str, Any]:
@@ -212,7 +218,7 @@ class _LateRank:
         op, values = self.op, _put(values, self.tensors)
         if self.variant is not None:
             op = self.variant
-            outs = iter(t for n, t in self.tensors.items() if n.startswith("return"))
+            outs = iter(self.tensors[n] for n in self.results)
             names = [a.name for a in op._schema.arguments]
             values = {n: values[n] if n in values else next(outs) for n in names}
         segment.barrier()
@@ -243,13 +249,13 @@ class _LateRank:
         self.step()
         if owner != self.rank:
             self.wait(at_start=False)
-        low, high, name, mutable = next(
-            (r for r in self.ranges if r[0] <= extent.low < r[1]), (0, 0, "?", True)
+        low, high, name, mutable, declared = next(
+            (r for r in self.ranges if r[0] <= extent.low < r[1]), (0, 0, "?", True, False)
         )
         first, last = extent.low - low, min(extent.high, high) - low
         where = source_line()
         self.call.accesses.append(
-            Noted(time.monotonic(), owner, name, first, last, write, mutable, op, where)
+            Noted(time.monotonic(), owner, name, first, last, write, mutable, declared, op, where)
         )
 
     def wait(self, *, at_start: bool) -> None:

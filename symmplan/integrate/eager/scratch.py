@@ -45,7 +45,7 @@ class ScratchMemory:
         """Whether the op may need symmetric memory to run at all."""
         if spec.op.startswith(_TAKE_ANY):
             return False
-        return any(not r.where.startswith("return") for r in spec.requirements)
+        return any(not r.of_result for r in spec.requirements)
 
     @own_work
     def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
