@@ -12,10 +12,11 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attrs import frozen
+from attrs import asdict, evolve, frozen
 
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
@@ -29,12 +30,8 @@ __all__ = ["FIX", "Refusal", "attempt", "failure", "spread", "warn"]
 
 _Made = TypeVar("_Made")
 
-#: What a rank says that failed because a peer did.
-_PEERS = "a peer failed"
-#: How what a rank says begins if nothing makes up for it.
-_FATAL = "!"
 #: What want of memory looks like where it is no error of symmplan's own.
-_WANT = (MemoryError, OSError, RuntimeError)
+_WANT: tuple[type[BaseException], ...] = (MemoryError, OSError, RuntimeError)
 #: Seconds that a rank waits for its peers before it raises what nothing makes up for.
 _PATIENCE = 10.0
 #: Peers that do not come are not asked again.
@@ -46,22 +43,38 @@ FIX = "see why memory cannot be had or shared there; symmplan doctor shows what 
 
 @frozen
 class Refusal:
-    """Why a program runs in torch's own way.
+    """Why a program runs in torch's own way. Ranks tell each other, as plain data.
 
     Attributes:
         what: Which rank failed, with what.
         fix: What would help.
+        fatal: Whether nothing makes up for it: it is no want of memory, and is raised.
+        heard: Whether a rank failed only because a peer did, which knows more.
         first: Whether this rank is the one to say so.
     """
 
     what: str
-    fix: str
-    first: bool
+    fix: str = FIX
+    fatal: bool = False
+    heard: bool = False
+    first: bool = False
 
     @property
     def reason(self) -> str:
         """The same in short."""
         return f"no symmetric memory: {self.what}"
+
+    @staticmethod
+    def read(data: Any) -> Refusal | None:
+        """What a rank said: the fields, or None.
+
+        Raises:
+            TypeError, KeyError: It is neither.
+        """
+        if data is None:
+            return None
+        what, fix = str(data["what"]), str(data["fix"])
+        return Refusal(what, fix, bool(data["fatal"]), bool(data["heard"]))
 
 
 def attempt(
@@ -96,16 +109,18 @@ def attempt(
         failed = error
         # Also who was told by a peer: others may have passed that, and wait further on.
         Exchange(members, timeout).fail(error)
-    said = "" if failed is None else failure(failed)
+    refusal = None if failed is None else failure(failed)
+    wait = timeout
+    if refusal is not None and refusal.fatal:
+        wait = min(timeout, _PATIENCE)
     # Apart: whoever failed has missed exchanges that its peers have begun.
-    wait = min(timeout, _PATIENCE) if said.startswith(_FATAL) else timeout
     ending = Exchange(members, wait, apart="endings")
     try:
         if isinstance(failed, _AT_ONCE) or not isinstance(failed, Exception | None):
             raise failed  # noqa: TRY301 (told below)
         ending.level()
-        said = spread(ending, said)
-        if said.startswith(_FATAL):
+        refusal = spread(ending, refusal)
+        if refusal is not None and refusal.fatal:
             if failed is not None:
                 raise failed  # noqa: TRY301 (told below)
             ending.round("raised", b"")  # by whoever failed
@@ -115,28 +130,28 @@ def attempt(
         for each in made:
             undo(each)
         raise (error if failed is None else failed) from None
-    if not said:
+    if refusal is None:
         return made[0], None
     for each in made:
         undo(each)
-    what, _, fix = said.partition("\n")
-    return None, Refusal(what, fix or FIX, all(g.rank == 0 for g in members.values()))
+    return None, evolve(refusal, first=all(g.rank == 0 for g in members.values()))
 
 
-def spread(exchange: Exchange, mine: str) -> str:
+def spread(exchange: Exchange, mine: Refusal | None) -> Refusal | None:
     """Who failed with what; those that meet through others hear it in a later round.
 
     Args:
         exchange: Of all who take part.
-        mine: What this rank says, as `failure` puts it; empty if nothing failed.
+        mine: What this rank says; None if nothing failed.
 
     Collective: yes, over the exchange's groups.
     """
     for turn in range(3):
-        said = exchange.round(f"ended {turn}", mine.encode())
-        texts = [text.decode(errors="replace") for of in said.values() for text in of]
-        told = sorted(filter(None, texts), key=lambda t: (not t.startswith(_FATAL), t == _PEERS))
-        mine = told[0] if told else mine
+        own = json.dumps(None if mine is None else asdict(mine))
+        said = exchange.round(f"ended {turn}", own.encode())
+        heard = (Refusal.read(json.loads(text)) for of in said.values() for text in of)
+        told = [refusal for refusal in heard if refusal is not None]
+        mine = min(told, key=lambda r: (not r.fatal, r.heard), default=mine)
     return mine
 
 
@@ -155,14 +170,12 @@ def _is_peers(error: BaseException) -> bool:
     return isinstance(error, SymmplanError) and "failed_rank" in error.fields
 
 
-def failure(error: BaseException) -> str:
-    """Two lines: what happened on which rank, and what would help."""
+def failure(error: BaseException) -> Refusal:
+    """What happened on this rank, and what would help."""
     if _is_peers(error):
-        return _PEERS
-    what, fix, fatal = f"{type(error).__name__}: {error}", None, ""
+        return Refusal("a peer failed", heard=True)
+    what, fix, wants = f"{type(error).__name__}: {error}", None, _WANT
     if isinstance(error, SymmplanError):
-        what, fix = error.what, error.fix
-    wants = (BackendError,) if isinstance(error, SymmplanError) else _WANT
-    if not isinstance(error, wants):
-        fatal = _FATAL
-    return f"{fatal}rank {world()[0]}: {what.splitlines()[0]}\n{fix or FIX}"
+        what, fix, wants = error.what, error.fix, (BackendError,)
+    fatal = not isinstance(error, wants)
+    return Refusal(f"rank {world()[0]}: {what.splitlines()[0]}", fix or FIX, fatal)

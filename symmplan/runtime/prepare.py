@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from weakref import WeakSet
 
-from attrs import define, field
+from attrs import asdict, define, evolve, field
 
 from symmplan.coordination.agreement import no_note
 from symmplan.coordination.exchange import Exchange
@@ -36,7 +36,7 @@ from symmplan.memory.room import agreed_room
 from symmplan.memory.spares import give_back, obtain, spare_bytes
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import log_plan
-from symmplan.runtime.attempt import FIX, Refusal, attempt, failure, spread, warn
+from symmplan.runtime.attempt import Refusal, attempt, failure, spread, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -125,28 +125,26 @@ class Preparation:
         """
         options, members = self.options, resolve_groups(groups, groups)
         failed: RuntimeError | OSError | None = None
-        memory, why = options.memory, ""
+        memory, refusal = options.memory, self.refusal
         try:
             memory = resolve_backend(options.memory, device, members).name
         except (RuntimeError, OSError) as error:
-            failed, why = error, failure(error)
-        if self.refusal is not None:
-            why = f"{self.refusal.what}\n{self.refusal.fix}"
+            failed, refusal = error, self.refusal or failure(error)
         given = {name: (x, x) for name, x in more.items()}
-        given["memory"] = ("" if why else memory, options.memory)
-        mine = {"options": {**options.agreed(device), **given}, "why": why}
+        given["memory"] = (memory if refusal is None else "", options.memory)
+        mine = {"options": {**options.agreed(device), **given}, "refusal": refusal}
         new = {n: g for n, g in groups.items() if g is not None and g not in self._agreed}
         if current() is not None:  # its ranks were given what this one was
             new = {}
         asked = {n: members[n] for n in new}
         with watch(new) if new and watch is not None else nullcontext() as look:
-            why = _hear(mine, asked, options.timeout, look, failed)
+            refusal = _hear(mine, asked, options.timeout, look, failed)
         self._agreed.update(new.values())
-        self.memory = "auto" if why else memory
-        if why:
-            what, _, fix = why.partition("\n")
+        self.memory = memory
+        if refusal is not None:
+            self.memory = "auto"
             first = all(members[name].rank == 0 for name in new)
-            self.refuse(self.refusal or Refusal(what, fix or FIX, first))
+            self.refuse(self.refusal or evolve(refusal, first=first))
         return self.memory
 
     def attempt(
@@ -277,8 +275,8 @@ def _hear(
     timeout: float,
     look: Callable[[], None] | None,
     failed: Exception | None,
-) -> str:
-    """Why all ranks do without symmetric memory, as `failure` puts it; empty if they need not.
+) -> Refusal | None:
+    """Why all ranks do without symmetric memory; None if they need not.
 
     Args:
         mine: What this rank says.
@@ -295,7 +293,8 @@ def _hear(
     """
     with Exchange(groups, timeout, look) as exchange:
         notes = []
-        for name, texts in exchange.round("options", json.dumps(mine).encode()).items():
+        text = json.dumps(mine, default=asdict).encode()
+        for name, texts in exchange.round("options", text).items():
             theirs = [_read(text, groups[name], rank) for rank, text in enumerate(texts)]
             _compare(theirs, groups[name])
             notes += theirs
@@ -303,8 +302,8 @@ def _hear(
         by_name = mine["options"]["memory"][1] != "auto"
         if failed is not None and by_name and not any(map(_memory_of, notes)):
             raise failed
-        why = next((note["why"] for note in notes if note["why"]), _apart(notes))
-        return spread(exchange, why)
+        refusals = [note["refusal"] for note in notes if note["refusal"] is not None]
+        return spread(exchange, refusals[0] if refusals else _apart(notes))
 
 
 def _compare(notes: list[dict[str, Any]], group: Group) -> None:
@@ -343,12 +342,12 @@ def _difference(option: str, other: int) -> tuple[str, str]:
     return what, f"pass the same {option}= on every rank"
 
 
-def _apart(notes: list[dict[str, Any]]) -> str:
-    """That ranks which were asked for the same memory have different backends; else empty."""
+def _apart(notes: list[dict[str, Any]]) -> Refusal | None:
+    """That ranks which were asked for the same memory have different backends; else None."""
     names = {*map(_memory_of, notes)}
     if len(names) == 1:
-        return ""
-    return f"ranks have different memory backends: {' and '.join(sorted(names))}"
+        return None
+    return Refusal(f"ranks have different memory backends: {' and '.join(sorted(names))}")
 
 
 def _memory_of(note: dict[str, Any]) -> str:
@@ -361,6 +360,7 @@ def _read(text: bytes, group: Group, rank: int) -> dict[str, Any]:
     try:
         note = json.loads(text)
         options = {str(name): tuple(pair) for name, pair in note["options"].items()}
-        return {"options": {"memory": ("", ""), **options}, "why": str(note["why"])}
+        refusal = Refusal.read(note["refusal"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise no_note(group, rank) from error
+    return {"options": {"memory": ("", ""), **options}, "refusal": refusal}

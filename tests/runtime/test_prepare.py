@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
+import attrs
 import pytest
 from ranks import pool_of
+
+from symmplan.errors import AgreementError, BackendError, PeerLostError
+from symmplan.runtime.attempt import FIX, Refusal, failure, spread
 
 pytestmark = pytest.mark.ranks
 
@@ -16,7 +21,6 @@ def attempted(rank, size, victim):
     """Make something that one rank cannot, twice."""
     import torch.distributed as dist
 
-    from symmplan.errors import BackendError
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 
@@ -59,7 +63,6 @@ def failed_in_it(rank, size):
     from memory_plans import hand_made
 
     import symmplan
-    from symmplan.errors import BackendError
     from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
 
@@ -85,3 +88,35 @@ def failed_in_it(rank, size):
 
 def test_memory_in_which_a_rank_fails_is_given_back(two, shared_memory_is_left_clean):
     assert two.run(failed_in_it) == [(None, ())] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal", "heard"),
+    [
+        (BackendError("! no luck\nat all", fix="try tomorrow,\nor never"), False, False),
+        (OSError("!"), False, False),
+        (AgreementError("ranks differ"), True, False),
+        (ValueError("a peer failed"), True, False),
+        (PeerLostError("rank 1 ended", failed_rank=1), False, True),
+    ],
+)
+@pytest.mark.all_cases
+def test_what_ranks_tell_each_other_is_told_by_its_fields(error, fatal, heard, monkeypatch):
+    monkeypatch.setattr("symmplan.runtime.attempt.world", lambda: (2, 4))
+    refusal = failure(error)
+    assert (refusal.fatal, refusal.heard) == (fatal, heard)
+    assert Refusal.read(json.loads(json.dumps(attrs.asdict(refusal)))) == refusal
+    assert "\n" not in refusal.what
+    fix = getattr(error, "fix", None)
+    assert refusal.fix == (FIX if fix is None or heard else fix)
+
+
+def test_who_failed_by_itself_is_heard_before_who_was_told():
+    class Told:
+        def round(self, phase, mine):
+            told = [Refusal("a peer failed", heard=True), None, Refusal("rank 2: no luck")]
+            texts = [json.dumps(None if r is None else attrs.asdict(r)).encode() for r in told]
+            return {"a": [mine, *texts]}
+
+    assert spread(Told(), None) == Refusal("rank 2: no luck")
+    assert spread(Told(), Refusal("rank 0: wrong", fatal=True)).what == "rank 0: wrong"
