@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
 
 import pytest
 from paths import TESTS
@@ -211,7 +212,8 @@ def missing_names(source: str) -> list[str]:
     return [f"{module.__name__}.{name}" for module, name in used if not hasattr(module, name)]
 
 
-def test_what_runs_on_gpus_only_names_what_is_there():
+def test_what_runs_on_gpus_only_names_what_is_there(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, *{str(f.parent) for f in TESTS.rglob("*.py")}])
     found = {path.name: missing_names(path.read_text()) for path in TESTS.glob("gpu/*.py")}
     assert {name: missing for name, missing in found.items() if missing} == {}
     assert missing_names("import test_package as package\npackage.test_of_no_name()")
