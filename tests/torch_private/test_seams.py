@@ -36,6 +36,11 @@ def _imported():
     importlib.import_module("symmplan.simulation")
 
 
+#: Bits of a class's ``__flags__``: it may be changed if it is made at run time and not immutable.
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+_KIND_OF_TYPE = _HEAP_TYPE | _IMMUTABLE_TYPE
+
+
 def hide(monkeypatch, target):
     """Let this torch be without a name, as if it had been renamed."""
     for one in filter(seams.has, target.split(" | ")):
@@ -43,21 +48,23 @@ def hide(monkeypatch, target):
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
         bases = owner.__mro__ if isinstance(owner, type) else [owner, *type(owner).__mro__]
+        held = [base for base in bases if name in vars(base)]
+        if not held or any(map(_is_fixed, held)):  # settings, which stay deleted, or a class of C
+            known = seams.has
+            monkeypatch.setattr(seams, "has", lambda t, o=one, k=known: t != o and k(t))
         for base in bases:
-            _hide_in(monkeypatch, base, name, one)
+            _hide_in(monkeypatch, base, name)
         stored = seams._stored  # by a method
         monkeypatch.setattr(seams, "_stored", lambda code, n=name, s=stored: s(code) - {n})
 
 
-def _hide_in(monkeypatch, owner, name, target):
-    try:
-        if name in vars(owner) or not isinstance(owner, type):
-            monkeypatch.delattr(owner, name)
-    except AttributeError:
-        pass  # its class has it
-    except TypeError:  # a class of C, which cannot be changed
-        known = seams.has
-        monkeypatch.setattr(seams, "has", lambda t: t != target and known(t))
+def _is_fixed(owner):
+    return isinstance(owner, type) and owner.__flags__ & _KIND_OF_TYPE != _HEAP_TYPE
+
+
+def _hide_in(monkeypatch, owner, name):
+    if name in vars(owner) and not _is_fixed(owner):
+        monkeypatch.delattr(owner, name)
     told = vars(owner).get("__annotations__")
     if isinstance(told, dict) and name in told:
         rest = {key: value for key, value in told.items() if key != name}
