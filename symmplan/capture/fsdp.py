@@ -19,7 +19,7 @@ from attrs import evolve, frozen
 
 from symmplan.capture.fsdp_recording import Key, Kind
 from symmplan.capture.fsdp_unsharded import gathers_unsharded
-from symmplan.model import Access, AlgorithmName, Buffer, Operation, Problem, Requirement, Unplanned
+from symmplan.model import Access, Algorithm, Buffer, Operation, Problem, Requirement, Unplanned
 from symmplan.registry import spec_for
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.model import OpSpec
 
-__all__ = ["OPS", "Algorithm", "GuestBytes", "Planned", "problem_of"]
+__all__ = ["OPS", "GuestBytes", "Planned", "problem_of"]
 
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
@@ -52,24 +52,8 @@ def _declared(kind: Kind) -> tuple[OpSpec, Requirement] | None:
 #: Alignment of slots in bytes: a copy's, on any device.
 _SLOT_ALIGN = 512
 
+_SYMMETRIC = Algorithm("symmetric")
 _UNDECLARED = "it is not declared that its buffer must be symmetric"
-
-
-@frozen
-class Algorithm:
-    """How a collective runs.
-
-    Attributes:
-        name: ``"ordinary"``: in ordinary memory. ``"symmetric"``: in its placement, through the
-            program's own communicator. ``"copy engine"``: in its placement, without kernels; a
-            reduce-scatter as an all-to-all into a second placement, which is summed locally.
-            ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
-            each group has two.
-        reason: Why it stays in ordinary memory.
-    """
-
-    name: AlgorithmName
-    reason: str = ""
 
 
 @frozen
@@ -80,7 +64,7 @@ class Planned:
     buffer: str | None  # name of its buffer in the problem; None if it was left out
     #: Name of the buffer of an all-to-all's output; None if it needs none.
     received: str | None = None
-    algorithm: Algorithm = Algorithm("symmetric")  # how it runs
+    algorithm: Algorithm = _SYMMETRIC  # how it runs
     direct: bool = False  # whether its buffer is the parameters themselves
     carried: bool = False  # whether it ran before the stretch began
 

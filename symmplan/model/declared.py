@@ -6,15 +6,31 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-__all__ = ["DEFAULT_ALIGN", "AlgorithmName", "OpSpec", "Requirement"]
+__all__ = ["DEFAULT_ALIGN", "Algorithm", "AlgorithmName", "OpSpec", "Requirement"]
 
-#: How a collective runs: in ordinary memory; in a placement, over the program's own communicator;
-#: in a placement, by copy engines, over a communicator of their own.
+#: The algorithms of a collective, see `Way`.
 AlgorithmName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push"]
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.
 DEFAULT_ALIGN = 256
+
+
+@frozen
+class Algorithm:
+    """How a collective runs.
+
+    Attributes:
+        name: ``"ordinary"``: in ordinary memory. ``"symmetric"``: in its placement, through the
+            program's own communicator. ``"copy engine"``: in its placement, without kernels; a
+            reduce-scatter as an all-to-all into a second placement, which is summed locally.
+            ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
+            each group has two.
+        reason: Why it stays in ordinary memory.
+    """
+
+    name: AlgorithmName
+    reason: str = ""
 
 
 @frozen

@@ -24,11 +24,11 @@ from symmplan.model import Budget, Demotion
 from symmplan.planner.order import order_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from symmplan.model import AlgorithmName, Plan
 
-__all__ = ["Demotable", "bytes_of", "within"]
+__all__ = ["Demotable", "bytes_of", "together", "within"]
 
 _Rest = TypeVar("_Rest")
 
@@ -99,6 +99,22 @@ class Demotable:
         if self.algorithm in self.seconds and algorithm in self.seconds:
             return self.calls * (self.seconds[algorithm] - self.seconds[self.algorithm])
         return self.calls * self.nbytes * _NOMINAL * (1 - self.less[algorithm])
+
+
+def together(demotables: Iterable[Demotable]) -> list[Demotable]:
+    """What all collectives of one kind and size have, given what each of them has."""
+    found: dict[Hashable, Demotable] = {}
+    for demotable in demotables:
+        known = found.get(demotable.key)
+        if known is None:
+            found[demotable.key] = demotable
+        else:
+            found[demotable.key] = evolve(
+                known,
+                calls=known.calls + demotable.calls,
+                buffers=known.buffers | demotable.buffers,
+            )
+    return list(found.values())
 
 
 def within(

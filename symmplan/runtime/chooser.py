@@ -1,4 +1,4 @@
-"""The algorithm of each collective of a captured program: measured in it, the same on all ranks.
+"""The algorithm of each collective of a program: ruled, or measured in it, the same on all ranks.
 
 Before a program is planned each of its collectives is timed in every way there is, at its size,
 with its copies, and beside as many matrix products as the program has between its start and its
@@ -11,66 +11,98 @@ A case is measured once in a process, see [Note: who measures] in `symmplan.runt
 
 from __future__ import annotations
 
+import functools
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
 from attrs import field, frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.memory.topology import unreached
-from symmplan.runtime.cases import Case, cases_of, measure_cases
-from symmplan.runtime.engines import Engines, asked, known_of, require
-from symmplan.runtime.trials import choices_of
+from symmplan.memory.torch_symm import SPLIT_WORDS
+from symmplan.model import Algorithm
+from symmplan.runtime.choice import DEMOTED
+from symmplan.runtime.engines import asked, known_of, require
+from symmplan.runtime.trials import choices_of, measure
 from symmplan.runtime.tuning_table import ruled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import fx
+    import torch
 
-    from symmplan.capture import Captured
-    from symmplan.runtime.algorithms import Lowering, Lowerings
+    from symmplan.model import AlgorithmName
+    from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
-    from symmplan.runtime.options import Options
     from symmplan.runtime.prepare import Preparation
-    from symmplan.runtime.tuning_table import Table
 
 __all__ = ["Chosen", "choose_algorithms"]
 
+_Call = TypeVar("_Call")
+
+#: What a collective takes that is to run in some algorithm: the first of these that it has.
+_INSTEAD: Mapping[str, tuple[AlgorithmName, ...]] = {
+    "symmetric": ("symmetric",),
+    "copy engine": ("copy engine", "symmetric"),
+    "push": ("push", "copy engine", "symmetric"),
+}
+
 
 @frozen(eq=False)
-class Chosen:
+class Chosen(Generic[_Call]):
     """How the collectives of a program run.
 
     Attributes:
-        ordinary: ``{node: reason}`` of those that stay as they are.
-        engines: ``{node: name of the communicator}`` of those that copy engines run.
-        choices: What was measured, in the order of the program.
-        of: ``{node: what was measured of it}``.
+        algorithms: How each runs.
+        engines: The communicators of those whose own op copy engines run, by name.
+        of: What was measured of each.
+        cases: What each is to the measurement.
     """
 
-    ordinary: Mapping[fx.Node, str] = field(factory=dict)
-    engines: Mapping[fx.Node, str] = field(factory=dict)
-    choices: Sequence[Choice] = ()
-    of: Mapping[fx.Node, Choice] = field(factory=dict)
+    algorithms: Mapping[_Call, Algorithm] = field(factory=dict)
+    engines: Mapping[_Call, str] = field(factory=dict)
+    of: Mapping[_Call, Choice] = field(factory=dict)
+    cases: Mapping[_Call, Case] = field(factory=dict)
+
+    @property
+    def ordinary(self) -> dict[_Call, str]:
+        """Why those stay in ordinary memory that do."""
+        return {
+            call: algorithm.reason
+            for call, algorithm in self.algorithms.items()
+            if algorithm.name == "ordinary"
+        }
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What was measured, in the order of the program."""
+        return tuple(dict.fromkeys(self.of.values()))
+
+    def algorithm(self, call: _Call, gave: Mapping[Any, AlgorithmName]) -> Algorithm:
+        """How one runs where those of some cases gave way."""
+        instead = gave.get(self.cases.get(call))
+        if instead is None:
+            return self.algorithms[call]
+        return Algorithm(instead, DEMOTED if instead == "ordinary" else "")
 
 
 def choose_algorithms(
-    captured: Captured,
-    lowerings: Lowerings,
+    cases: Mapping[_Call, Case],
+    left_out: Mapping[_Call, str],
     device: torch.device,
     preparation: Preparation,
+    *,
+    memory: str = "",
     gather: Callable[[Mapping[str, Any]], None] = lambda _: None,
-) -> Chosen:
+) -> Chosen[_Call]:
     """Decide how the collectives of a program run.
 
     Args:
-        captured: The program's decisions if everything is placed.
-        lowerings: How each op is run on the memory backend.
-        device: Where its tensors lie.
+        cases: Those that can run in more than one algorithm, in the order of the program.
+        left_out: Those that stay in ordinary memory whatever is measured, and why.
+        device: Where their tensors lie.
         preparation: Of the program; has the reason where nothing can be measured on some rank.
+        memory: Name of the memory backend, if not the one that was last agreed on.
         gather: Waits until all ranks of the groups it is given have come to measure.
 
     Raises:
@@ -82,113 +114,110 @@ def choose_algorithms(
     """
     options = preparation.options
     choose = options.chosen(device)
-    apart = _apart(captured, lowerings.memory, device, options)
-    sites = (site for site in captured.sites if site.buffer is not None)
-    nodes = [n for n in dict.fromkeys(site.node for site in sites) if n not in apart]
-    rows = {n: row for n in nodes if (row := lowerings.row(captured.specs[n])) is not None}
-    if choose in ("symmetric", "push") or not rows:
-        return Chosen(apart)
+    memory = memory or preparation.memory
+    fixed = {call: Algorithm("ordinary", reason) for call, reason in left_out.items()}
     if choose == "ordinary":
-        return Chosen({**apart, **dict.fromkeys(rows, "choose='ordinary'")})
-    cases = cases_of(captured, rows, lowerings.memory)
-    names = dict.fromkeys(c.group for c in cases.values())
-    groups = {n: g.process_group for n, g in resolve_groups(names).items()}
+        algorithms = dict.fromkeys(cases, Algorithm("ordinary", "choose='ordinary'"))
+        return Chosen({**fixed, **algorithms}, cases=cases)
+    if choose == "symmetric" or not cases:
+        algorithms = {call: _nearest("symmetric", case) for call, case in cases.items()}
+        return Chosen({**fixed, **algorithms}, cases=cases)
+    named = resolve_groups(dict.fromkeys(case.group for case in _with_concurrent(cases.values())))
+    groups = {name: group.process_group for name, group in named.items()}
     if any(group is None for group in groups.values()):
-        return Chosen(apart)  # without torch.distributed there is no other way
-    new: list[Case] = []
-    most: dict[Case, Case] = {}
-    if choose in ("copy engine", "table"):
-        ask = {n: g for n, g in groups.items() if not asked(g)} and groups
-    else:
-        # What has concurrent collectives is first measured without.
-        for case in (*(c.by_itself for c in cases.values()), *cases.values()):
-            have = most.setdefault(case, case)
-            if case.beside > have.beside:
-                most[case] = case
-        new = [c for case, c in most.items() if case not in choices_of(groups[case.group])]
-        gone = [c for c in most if _runs_on_engines(c, groups) and not asked(groups[c.group])]
-        beside = [c.concurrent for c in new if c.concurrent is not None]
-        ask = {c.group: groups[c.group] for c in (*new, *beside, *gone)}
-    # Where nothing is new nobody is waited for: ranks that compile other collectives than their
-    # peers have something new, or another plan.
-    if ask and current() is None:
-        # In a thread of its own: this one is tracing, on fake tensors, and work that it starts may
-        # need its interpreter lock to end.
-        with futures.ThreadPoolExecutor(1) as thread:
-
-            def measured() -> None:
-                if preparation.refusal is None:
-                    given = (new, most, ask, lowerings, device, options)
-                    thread.submit(measure_cases, *given).result()
-
-            thread.submit(gather, ask).result()
-            preparation.attempt(measured, ask)
+        return Chosen(fixed)  # without torch.distributed there is no other way
+    if current() is None:
+        new, most = _unmeasured(cases.values(), groups) if choose == "measure" else ([], {})
+        _learn(new, most, groups, device, preparation, memory, gather)
         if preparation.refusal is not None:
-            return Chosen(dict.fromkeys(rows, preparation.reason))
+            algorithms = dict.fromkeys(cases, Algorithm("ordinary", preparation.reason))
+            return Chosen({**fixed, **algorithms}, cases=cases)
     engines = known_of(groups)
-    if choose == "copy engine":
-        require(groups, engines, lowerings.memory)
-        return Chosen(apart, engines=_over(cases, rows, engines))
-    if choose == "table":
-        return _by_table(apart, cases, rows, groups, engines, options.table)
-    choices = {node: choices_of(groups[case.group])[case] for node, case in cases.items()}
-    by_engines = {n: cases[n] for n, c in choices.items() if c.algorithm == "copy engine"}
-    return Chosen(
-        {**apart, **{node: c.reason for node, c in choices.items() if not c.placed}},
-        _over(by_engines, rows, engines),
-        list(dict.fromkeys(choices.values())),
-        choices,
-    )
-
-
-def _apart(
-    captured: Captured, memory: str, device: torch.device, options: Options
-) -> dict[fx.Node, str]:
-    """The calls over groups that the memory backend cannot serve, and why.
-
-    Collective: yes, over the groups that were not asked before.
-    """
-    calls = {s.node: captured.groups[s.node] for s in captured.sites if s.buffer is not None}
-    groups = {n: g.process_group for n, g in resolve_groups(calls.values()).items()}
-    why = unreached(groups, memory, device, options.timeout)
-    return {node: why[group] for node, group in calls.items() if group in why}
-
-
-def _by_table(
-    apart: Mapping[fx.Node, str],
-    cases: Mapping[fx.Node, Case],
-    rows: Mapping[fx.Node, Lowering],
-    groups: Mapping[str, Any],
-    engines: Mapping[str, Engines],
-    table: Table | None,
-) -> Chosen:
-    """As it was measured elsewhere, else by rule."""
-    found = {}
-    for node, case in cases.items():
-        ranks = groups[case.group].size()
-        nbytes = sum(case.numels) * int(getattr(torch, case.dtype).itemsize)
-        found[node] = ruled(table, case.op, ranks, nbytes, case.memory)
-    by_engines = {n: cases[n] for n, (algorithm, _) in found.items() if algorithm == "copy engine"}
-    return Chosen(
-        {
-            **apart,
-            **{n: reason for n, (algorithm, reason) in found.items() if algorithm == "ordinary"},
-        },
-        _over(by_engines, rows, engines),
-    )
-
-
-def _over(
-    cases: Mapping[fx.Node, Case],
-    rows: Mapping[fx.Node, Lowering],
-    engines: Mapping[str, Engines],
-) -> dict[fx.Node, str]:
-    """The communicators on which copy engines run what they can."""
-    return {
-        node: engines[case.group].name(engine)
-        for node, case in cases.items()
-        if case.group in engines and (engine := rows[node].engine)
+    if choose == "copy engine" and current() is None:
+        require(dict.fromkeys(case.group for case in cases.values()), engines, memory)
+    of: dict[_Call, Choice] = {}
+    for call, case in cases.items():
+        if choose == "measure":
+            choice = of[call] = choices_of(groups[case.group])[case]
+            fixed[call] = Algorithm(choice.algorithm, choice.reason)
+        elif choose == "table":
+            pushes = "push" in case.algorithms
+            algorithm, why = ruled(
+                options.table, case.op, case.ranks, case.nbytes, memory, pushes=pushes
+            )
+            fixed[call] = (
+                Algorithm(algorithm, why) if algorithm == "ordinary" else _nearest(algorithm, case)
+            )
+        else:
+            fixed[call] = _nearest(choose, case)
+    over = {
+        call: engines[case.group].name(case.engine)
+        for call, case in cases.items()
+        if fixed[call].name == "copy engine" and case.engine and case.group in engines
     }
+    return Chosen(fixed, over, of, cases)
+
+
+def _nearest(algorithm: str, case: Case) -> Algorithm:
+    """What comes nearest to an algorithm of those that a collective has."""
+    found = next((w for w in _INSTEAD[algorithm] if w in case.algorithms), None)
+    return Algorithm("ordinary", SPLIT_WORDS) if found is None else Algorithm(found)
+
+
+def _with_concurrent(cases: Iterable[Case]) -> list[Case]:
+    """The same, each followed by its company."""
+    return [c for case in cases for c in (case, case.concurrent) if c is not None]
+
+
+def _unmeasured(
+    cases: Iterable[Case], groups: Mapping[str, Any]
+) -> tuple[list[Case], dict[Case, Case]]:
+    """What is to be timed, and all kinds of the program with the most that is beside one."""
+    most: dict[Case, Case] = {}
+    cases = list(cases)
+    # What has concurrent collectives is first measured without.
+    for case in (*(c.by_itself for c in cases), *cases):
+        have = most.setdefault(case, case)
+        if (case.beside or 0) > (have.beside or 0):
+            most[case] = case
+    return [c for case, c in most.items() if case not in choices_of(groups[case.group])], most
+
+
+def _learn(
+    new: Sequence[Case],
+    program: Mapping[Case, Case],
+    groups: Mapping[str, Any],
+    device: torch.device,
+    preparation: Preparation,
+    memory: str,
+    gather: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Measure what is new, and meet the copy engines of groups that were not asked for theirs.
+
+    Where nothing is new nobody is waited for: ranks that compile other collectives than their peers
+    have something new, or another plan.
+
+    Collective: yes, over the groups where something is new.
+    """
+    if program:
+        gone = [c for c in program if _runs_on_engines(c, groups) and not asked(groups[c.group])]
+        ask = {c.group: groups[c.group] for c in (*_with_concurrent(new), *gone)}
+    else:
+        ask = {} if all(map(asked, groups.values())) else dict(groups)
+    if not ask:
+        return
+    # In a thread of its own: this one may be tracing, on fake tensors, and work that it starts may
+    # need its interpreter lock to end.
+    with futures.ThreadPoolExecutor(1) as thread:
+
+        def measured() -> None:
+            if preparation.refusal is None:
+                timeout = preparation.options.timeout
+                given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
+                thread.submit(given, new, program, ask).result()
+
+        thread.submit(gather, ask).result()
+        preparation.attempt(measured, ask)
 
 
 def _runs_on_engines(case: Case, groups: Mapping[str, Any]) -> bool:

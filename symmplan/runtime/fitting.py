@@ -12,9 +12,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from symmplan.capture.steps import plan_poison
-from symmplan.planner.budget import Demotable, within
+from symmplan.coordination.groups import resolve_groups
+from symmplan.memory.topology import unreached
+from symmplan.planner.budget import Demotable, together, within
 from symmplan.runtime.choice import DEMOTED
 from symmplan.runtime.chooser import Chosen, choose_algorithms
+from symmplan.runtime.op_cases import cases_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -52,7 +55,7 @@ class Fitting:
         preparation: Preparation,
         refused: Mapping[fx.Node, str] | None = None,
     ) -> None:
-        self.chosen = Chosen()
+        self.chosen: Chosen[fx.Node] = Chosen()
         self.lowerings = lowerings
         self._capture = capture
         self._device = device
@@ -80,13 +83,30 @@ class Fitting:
         return self.chosen.ordinary
 
     def choose(self, gather: Callable[[Mapping[str, Any]], None] = lambda _: None) -> None:
-        """Decide how its collectives run; not where nothing is placed. Args as `choose_algorithms`.
+        """Decide how its collectives run; not where nothing is placed.
 
-        Collective: as `choose_algorithms`.
+        Args:
+            gather: As for `choose_algorithms`.
+
+        Raises:
+            AgreementError, BackendError: As `choose_algorithms`.
+
+        Collective: yes, over the groups that were not asked before what they are to each other;
+        and as `choose_algorithms`.
         """
-        if self._preparation.refusal is None:
-            given = (self.whole, self.lowerings, self._device, self._preparation, gather)
-            self.chosen = choose_algorithms(*given)
+        if self._preparation.refusal is not None:
+            return
+        whole, memory = self.whole, self.lowerings.memory
+        calls = {s.node: whole.groups[s.node] for s in whole.sites if s.buffer is not None}
+        groups = resolve_groups(calls.values())
+        known = {name: group.process_group for name, group in groups.items()}
+        why = unreached(known, memory, self._device, self._preparation.options.timeout)
+        apart = {node: why[group] for node, group in calls.items() if group in why}
+        rows = {n: self.lowerings.row(whole.specs[n]) for n in calls if n not in apart}
+        several = {n: row for n, row in rows.items() if row is not None}
+        cases = cases_of(whole, several, memory, {n: g.size for n, g in groups.items()})
+        given = (cases, apart, self._device, self._preparation)
+        self.chosen = choose_algorithms(*given, memory=memory, gather=gather)
 
     @cached_property
     def captured(self) -> Captured:
@@ -138,25 +158,21 @@ class Fitting:
         for site in captured.sites:
             if site.buffer is not None:
                 there.setdefault(site.node, []).append(site.buffer)
-        alike: dict[Hashable, list[fx.Node]] = {}
-        for node, names in there.items():
-            sizes = tuple(buffers[name].nbytes for name in names)
-            key = (captured.specs[node].op, buffers[names[0]].group, sizes)
-            alike.setdefault(self._kinds.setdefault(node, key), []).append(node)
         demotables = []
-        for kind, nodes in alike.items():
-            spec, nbytes = captured.specs[nodes[0]], sum(buffers[n].nbytes for n in there[nodes[0]])
-            choice = self.chosen.of.get(nodes[0])
+        for node, names in there.items():
+            spec, sizes = captured.specs[node], tuple(buffers[name].nbytes for name in names)
+            kind = self._kinds.setdefault(node, (spec.op, buffers[names[0]].group, sizes))
+            choice = self.chosen.of.get(node)
             demotables.append(
                 Demotable(
                     key=kind,
-                    what=f"{spec.op} with {nbytes:,} bytes",
-                    algorithm="copy engine" if nodes[0] in self.chosen.engines else "symmetric",
-                    calls=len(nodes),
-                    nbytes=nbytes,
-                    buffers=frozenset(name for node in nodes for name in there[node]),
+                    what=f"{spec.op} with {sum(sizes):,} bytes",
+                    algorithm="copy engine" if node in self.chosen.engines else "symmetric",
+                    calls=1,
+                    nbytes=sum(sizes),
+                    buffers=frozenset(names),
                     seconds={} if choice is None else choice.seconds,
                     needed=self.lowerings.row(spec) is None,
                 )
             )
-        return demotables
+        return together(demotables)

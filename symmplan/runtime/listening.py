@@ -21,7 +21,7 @@ from symmplan.coordination.own import in_own_work
 from symmplan.process import PROCESS
 from symmplan.registry import bind_arguments
 from symmplan.runtime.algorithms import overload_named
-from symmplan.runtime.cases import ordinary
+from symmplan.runtime.op_cases import ordinary
 from symmplan.torch_private import c10d, dispatch
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def _tell(op: Any, args: Any, kwargs: Any) -> None:
         numel, group = source.numel() // of.size() * of.size(), c10d.group_name(of)
     else:
         return
-    case = ordinary(target, group, source.dtype, numel, bound)
+    ranks = c10d.group_by_name(group).size()
+    case = ordinary(target, group, ranks, source.dtype, numel, bound)
     for listener, device in tuple(PROCESS.listeners.items()):
         if device == source.device.type:
             listener.hear(case)

@@ -38,11 +38,10 @@ class Options:
             memory is left out of the plan. ``"placed"``, the same as ``"symmetric"``: all that can
             be is in symmetric memory. ``"ordinary"``: no collective is, only ops that need it.
             ``"copy engine"``: collectives that have it run without kernels where the memory backend
-            has copy engines, the others in symmetric memory. ``"push"``: FSDP2's reduce-scatters
-            are pushes of gradients into peers' memory, its gathers run by copy engines where there
-            are any; all else is in symmetric memory. ``"auto"``: measured on devices,
-            placed elsewhere, as shared memory between processes is always faster. The path of a
-            file that ends with ``.json``: as it was measured elsewhere, see
+            has copy engines, the others in symmetric memory. ``"push"``: the same, but FSDP2's
+            reduce-scatters are pushes of gradients into peers' memory. ``"auto"``: measured on
+            devices, placed elsewhere, as shared memory between processes is always faster. The path
+            of a file that ends with ``.json``: as it was measured elsewhere, see
             `symmplan.runtime.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for

@@ -20,78 +20,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, frozen
+import torch
+from attrs import evolve
 
 from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.own import own_work
 from symmplan.errors import AgreementError
 from symmplan.memory.spares import borrowed
+from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.process import PROCESS
-from symmplan.runtime.choice import Choice, fastest
+from symmplan.runtime.choice import fastest
 from symmplan.runtime.clock import clock_bytes, clock_of, seconds_of
-from symmplan.runtime.engines import Engines, engines_of, register
+from symmplan.runtime.engines import engines_of, register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-    import torch
-
-    from symmplan.model import Problem
+    from symmplan.runtime.cases import Case
+    from symmplan.runtime.choice import Choice
     from symmplan.runtime.clock import Act
+    from symmplan.runtime.engines import Engines
 
-__all__ = ["BEYOND", "Concurrent", "Trial", "choices_of", "forget", "measure", "room_for"]
+__all__ = ["BEYOND", "choices_of", "forget", "measure"]
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
-
-
-@frozen(eq=False)
-class Concurrent:
-    """Another group's collective that runs beside one that is timed.
-
-    See [Note: concurrent collectives] in `symmplan.runtime.concurrent`.
-
-    Attributes:
-        group: Name of its group.
-        now: What was chosen for it so far.
-        often: How often it runs for each of the other.
-        acts: As those of a `Trial`.
-    """
-
-    group: str
-    now: Callable[[], Choice]
-    often: int
-    acts: Callable[[Mapping[str, torch.Tensor], Engines | None], Mapping[str, Act]]
-
-
-@frozen(eq=False)
-class Trial:
-    """One kind and size of collective that is to be timed.
-
-    Attributes:
-        key: Under what its choice is found again.
-        same: What must be the same on all ranks, as plain data; names of groups may differ.
-        choice: All that is known of its choice before.
-        nbytes: Its size as it is measured, in bytes.
-        beside: Floating-point operations of the matrix products that run at the same time; None if
-            that is not known.
-        scale: How many times larger it is than what is measured.
-        acts: What runs it by each algorithm, torch's own first, given ``{buffer: symmetric bytes}``
-            and the group's copy engines. It starts nothing that waits for peers.
-        concurrent: What runs beside it; None for nothing.
-        alone: Under what is found what was measured of it without concurrent collectives.
-    """
-
-    key: Hashable
-    same: list[Any]
-    choice: Choice
-    nbytes: int
-    beside: float | None
-    scale: float
-    acts: Callable[[Mapping[str, torch.Tensor], Engines | None], Mapping[str, Act]]
-    concurrent: Concurrent | None = None
-    alone: Hashable = None
+#: Collectives of fewer bytes are repeated until they come to as many: what passes once, at the
+#: begin and the end of what is timed, must not decide.
+_ENOUGH = 512 << 20
+#: No collective runs more often than this beside another.
+_OFTEN = 16
 
 
 def forget() -> None:
@@ -100,36 +59,29 @@ def forget() -> None:
 
 
 def choices_of(group: Any) -> dict[Hashable, Choice]:
-    """What was measured over a process group."""
+    """What was measured over a process group, by `Case`."""
     return PROCESS.measured.setdefault(group, {})
-
-
-def room_for(tensors: float, device: torch.device) -> int:
-    """How large a tensor may be where so many as large are needed to measure, in bytes."""
-    return int((BEYOND - clock_bytes(device)) / tensors)
 
 
 @own_work
 def measure(
-    trials: Sequence[Trial],
-    problem: Problem,
+    cases: Sequence[Case],
+    program: Iterable[Case],
     groups: Mapping[str, Any],
     *,
     memory: str,
     device: torch.device,
     timeout: float,
-    enough: int,
 ) -> None:
     """Time collectives in every way there is, and let the slowest rank count.
 
     Args:
-        trials: What is timed. Without any, ranks only meet the groups' copy engines.
-        problem: The symmetric bytes that this takes.
-        groups: ``{name: process group}``, in the order of first use.
+        cases: What is timed. Without any, ranks only meet the groups' copy engines.
+        program: All kinds of collectives of the program.
+        groups: ``{name: process group}`` of all that run, in the order of first use.
         memory: Name of the memory backend.
         device: Where the tensors lie.
         timeout: Seconds that ranks wait for each other.
-        enough: Collectives of fewer bytes are repeated until they come to as many.
 
     Raises:
         AgreementError: Ranks measure different collectives; raised on all of them.
@@ -137,80 +89,154 @@ def measure(
 
     Collective: yes, over those groups.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    trials = _Trials(cases, device)
     leader = leaders(groups)
-    together: dict[str, list[int]] = {name: [] for name in dict.fromkeys(leader.values())}
-    for i, trial in enumerate(trials):
-        if trial.concurrent is None:
-            together[leader[trial.choice.group]].append(i)
-    keys = {name: [trials[i].same for i in of] for name, of in together.items()}
+    together: dict[str, list[Case]] = {name: [] for name in dict.fromkeys(leader.values())}
+    for case in cases:
+        if case.concurrent is None:
+            together[leader[case.group]].append(case)
+    keys = {name: [case.key for case in of] for name, of in together.items()}
     # Before anybody starts a collective that others do not join.
     for name, said in all_gather_json("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
     met = {name: groups[name] for name in together}
-    beside = [t for t in trials if t.concurrent is not None]
-    alike = all_agree("concurrent", _with_concurrent(beside, groups), met, timeout)
-    # Who is only measured beside others needs no symmetric bytes.
-    needs = {*(t.choice.group for t in trials), *(b.group for b in problem.buffers)}
-    concurrent = {t.concurrent.group for t in beside if t.concurrent is not None} - needs
-    served = {name: group for name, group in groups.items() if name not in concurrent}
+    beside = [case for case in cases if case.concurrent is not None]
+    number = {name: i for i, name in enumerate(groups)}
+    # Who is timed beside whom; the same on ranks that may do so together.
+    pairs = [
+        [number[case.group], number[case.concurrent.group], trials.often(case), case.key]
+        for case in beside
+        if case.concurrent is not None
+    ]
+    alike = all_agree("concurrent", pairs, met, timeout)
+    # Who is only measured beside others in torch's own way needs no symmetric bytes.
+    unserved = {*trials.groups} - {*trials.served}
+    served = {name: group for name, group in groups.items() if name not in unserved}
     engines = engines_of(served, memory, timeout)
-    if not trials:
+    if not cases:
         return
-    plan = plan_problem(problem)
+    plan = plan_problem(trials.problem)
     with borrowed(plan, served, memory=memory, device=device, timeout=timeout) as (arena, there):
         register(arena, engines)
-        acts = [t.acts(there, engines.get(t.choice.group)) for t in trials]
+        acts = {case: trials.acts(case, there, engines) for case in trials.parts}
         clock = clock_of(device, timeout)
         all_gather_json(
             "measuring", dict.fromkeys(keys, 0), groups, timeout
         )  # nobody has failed so far
 
-        def timed(trial: Trial, concurrent: Act | None = None) -> dict[str, float]:
+        def timed(case: Case, concurrent: Act | None = None) -> dict[str, float]:
+            part, scale = trials.parts[case.by_itself], trials.scale(case.by_itself)
             found = seconds_of(
                 clock,
-                acts[trials.index(trial)],
-                groups[trial.choice.group],
-                trial.nbytes,
-                beside=trial.beside,
-                enough=enough,
+                acts[case.by_itself],
+                groups[case.group],
+                max(part.sizes()),
+                beside=None if case.beside is None else case.beside / scale,
+                enough=_ENOUGH,
                 concurrent=concurrent,
             )
-            return {algorithm: seconds * trial.scale for algorithm, seconds in found.items()}
+            return {algorithm: seconds * scale for algorithm, seconds in found.items()}
 
         with clock.together(groups):
-            times = {i: timed(trials[i]) for of in together.values() for i in of}
-            mine = {name: [times[i] for i in of] for name, of in together.items()}
+            times = {case: timed(case) for of in together.values() for case in of}
+            mine = {name: [times[case] for case in of] for name, of in together.items()}
             for name, said in all_gather_json("times", mine, groups, timeout).items():
-                for place, i in enumerate(together[name]):
-                    _choose(trials[i], _slowest(times[i], [r[place] for r in said]), groups, device)
+                for place, case in enumerate(together[name]):
+                    seconds = _slowest(times[case], [rank[place] for rank in said])
+                    _choose(case, seconds, groups, device)
             if alike:
-                for trial in (*beside, *beside):
-                    assert trial.concurrent is not None
-                    now = trial.concurrent.now()
-                    others = trial.concurrent.acts(there, engines.get(trial.concurrent.group))
+                for case in (*beside, *beside):
+                    assert case.concurrent is not None
+                    now = _now(case, case.concurrent, program, groups)
+                    others = acts[case.concurrent]
                     algorithm = now.algorithm if now.algorithm in others else next(iter(others))
-                    seconds = timed(trial, _often(others[algorithm], trial.concurrent.often))
+                    seconds = timed(case, _often(others[algorithm], trials.often(case)))
                     for _ in range(3):  # as `symmplan.coordination.all_gather.throughout`
                         heard = all_gather_json(
                             "times", dict.fromkeys(met, seconds), groups, timeout
                         )
                         seconds = _slowest(seconds, [r for of in heard.values() for r in of])
                     text = f"{now.op} with {now.nbytes:,} bytes, {algorithm}"
-                    _choose(trial, seconds, groups, device, concurrent=text)
+                    _choose(case, seconds, groups, device, concurrent=text)
     if not alike:
-        for trial in beside:
-            found = choices_of(groups[trial.choice.group])
-            found[trial.key] = found[trial.alone]
+        for case in beside:
+            found = choices_of(groups[case.group])
+            found[case] = found[case.by_itself]
 
 
-def _with_concurrent(trials: Sequence[Trial], groups: Mapping[str, Any]) -> list[Any]:
-    """Who is timed beside whom; the same on ranks that may do so together."""
-    number = {name: i for i, name in enumerate(groups)}
-    return [
-        [number[t.choice.group], number[t.concurrent.group], t.concurrent.often, t.same]
-        for t in trials
-        if t.concurrent is not None
-    ]
+class _Trials:
+    """The parts of collectives that are timed, and the bytes that this takes.
+
+    Attributes:
+        parts: ``{collective without concurrent collectives: what is timed of it}``, those that are
+            only somebody's company included.
+        groups: Over which they run.
+        served: Those that run anything in symmetric memory.
+        problem: The symmetric bytes.
+    """
+
+    def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
+        neighbours = dict.fromkeys(c.concurrent for c in cases if c.concurrent is not None)
+        kinds = list(dict.fromkeys((*(c.by_itself for c in cases), *neighbours)))
+        self.groups = list(dict.fromkeys(c.group for c in kinds))
+        self.served = list(dict.fromkeys(c.group for c in kinds if c.memory))
+        # Inputs and results: ordinary ones, for each group its own if several run at a time;
+        # symmetric ones of each group; and what torch's own way makes.
+        apart = len(self.groups) if neighbours else 1
+        tensors = 2 * apart + 2 * len(self.served) + min(apart, 2)
+        largest = int((BEYOND - clock_bytes(device)) / tensors)
+        self.parts = {c: c.part(largest) for c in kinds}
+        sizes = [part.sizes() for part in self.parts.values()]
+        most = {w: max((s[i] for s in sizes), default=0) for i, w in enumerate(("in", "out"))}
+        # Names of groups may differ between ranks.
+        buffers = [
+            Buffer(f"{w} {i}", n, g) for i, g in enumerate(self.served) for w, n in most.items()
+        ]
+        self.problem = Problem(
+            buffers=tuple(buffers),
+            operations=(Operation("all"),),
+            accesses=tuple(Access("all", b.name, write=True) for b in buffers),
+        )
+        self._plain = [
+            [torch.ones(n, dtype=torch.uint8, device=device) for n in most.values()]
+            for _ in range(apart)
+        ]
+        # A rank that has no room for what torch's own way makes must not find out among its peers.
+        results = [
+            torch.empty(most["out"], dtype=torch.uint8, device=device) for _ in self._plain[:2]
+        ]
+        results.clear()
+
+    def scale(self, case: Case) -> float:
+        """How many times larger a collective is than what is timed of it."""
+        return case.times(self.parts[case])
+
+    def often(self, case: Case) -> int:
+        """How often its company runs beside each collective that is timed."""
+        assert case.concurrent is not None
+        times = case.often * self.scale(case.concurrent) / self.scale(case.by_itself)
+        return min(_OFTEN, max(1, round(times)))
+
+    def acts(
+        self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Engines]
+    ) -> Mapping[str, Act]:
+        """What runs a collective without its company, in the symmetric bytes ``there``."""
+        plain = self._plain[self.groups.index(case.group) % len(self._plain)]
+        number = self.served.index(case.group) if case.memory else -1
+        places = [there[f"{w} {number}"] for w in ("in", "out")] if case.memory else []
+        return self.parts[case].acts(plain, places, engines.get(case.group))
+
+
+def _now(case: Case, other: Case, program: Iterable[Case], groups: Mapping[str, Any]) -> Choice:
+    """How the company of a collective runs by what is known, if possible beside this."""
+    if not other.memory:
+        return other.unmeasured
+    found = choices_of(groups[other.group])
+    theirs = [c for c in program if c.concurrent is not None and c.by_itself == other]
+    theirs.sort(key=lambda c: c.concurrent != case.by_itself)
+    return next((found[c] for c in theirs if c in found), None) or found[other]
 
 
 def _often(act: Act, times: int) -> Act:
@@ -231,17 +257,18 @@ def _slowest(mine: Mapping[str, float], said: Sequence[Any]) -> dict[str, float]
 
 
 def _choose(
-    trial: Trial,
+    case: Case,
     seconds: Mapping[str, float],
     groups: Mapping[str, Any],
     device: torch.device,
     concurrent: str = "",
 ) -> None:
     # What has concurrent collectives was timed with all that it may hold up.
-    busy = trial.beside != 0 and not concurrent
+    busy = case.beside != 0 and not concurrent
     algorithm = fastest(seconds, kernels=device.type == "cuda", beside=busy)
-    choice = evolve(trial.choice, seconds=seconds, algorithm=algorithm, concurrent=concurrent)
-    choices_of(groups[choice.group])[trial.key] = choice
+    choices_of(groups[case.group])[case] = evolve(
+        case.unmeasured, seconds=seconds, algorithm=algorithm, concurrent=concurrent
+    )
 
 
 def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:

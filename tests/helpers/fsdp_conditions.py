@@ -47,15 +47,14 @@ def forced(rank, world, algorithm, program, *args):
 @contextlib.contextmanager
 def forced_kind(kind, rank):
     """A measurement in which torch's own way wins for one kind of collective, and no other."""
-    from symmplan.integrate.fsdp import choice as fsdp_choice
-    from symmplan.runtime import trials
+    from symmplan.runtime import chooser, trials
 
-    measure, seconds_of = fsdp_choice.measure, trials.seconds_of
+    measure, seconds_of = chooser.measure, trials.seconds_of
 
     def forced(wanted, *args, **kwargs):
-        beside = [trial for trial in wanted if trial.concurrent is not None]
-        alone = [trial for trial in wanted if trial.concurrent is None]
-        ops = iter([trial.choice.op for trial in (*alone, *beside, *beside)])
+        beside = [case for case in wanted if case.concurrent is not None]
+        alone = [case for case in wanted if case.concurrent is None]
+        ops = iter([case.op for case in (*alone, *beside, *beside)])
 
         def timed(*args, **kwargs):
             algorithms, chosen = seconds_of(*args, **kwargs), next(ops) == kind
@@ -67,11 +66,11 @@ def forced_kind(kind, rank):
         return measure(wanted, *args, **kwargs)
 
     trials.forget()
-    fsdp_choice.measure = forced
+    chooser.measure = forced
     try:
         yield
     finally:
-        fsdp_choice.measure, trials.seconds_of = measure, seconds_of
+        chooser.measure, trials.seconds_of = measure, seconds_of
         trials.forget()
 
 

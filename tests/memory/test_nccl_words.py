@@ -13,11 +13,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from symmplan.capture import capture_fx
 from symmplan.capture.fsdp_recording import Call, Key
-from symmplan.integrate.fsdp.choice import Choices
-from symmplan.integrate.fsdp.memory import Memory
+from symmplan.integrate.fsdp.cases import case_of, why_not_measured
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
+from symmplan.model import Algorithm
 from symmplan.runtime.algorithms import Lowerings
+from symmplan.runtime.chooser import choose_algorithms
 from symmplan.runtime.options import Options
+from symmplan.runtime.prepare import Preparation
 
 F = torch.ops._c10d_functional
 
@@ -65,33 +67,24 @@ def _call(kind, numel, dtype="torch.bfloat16"):
     return Call(Key("model", kind, numel, dtype, kind == "reduce_scatter"), numel * 2, "g")
 
 
-class _Pair:
-    """A process group of two ranks."""
-
-    def size(self):
-        return 2
-
-
 _MANY = 1 << 20
 
 
-def _choices(device, memory, choose):
-    options = Options(choose=choose)
-    where = Memory(options)
-    where.expect(torch.device(device))
-    where.groups["g"] = _Pair()
-    return Choices(where, memory, options)
-
-
-@pytest.mark.parametrize("choose", ["placed", "measure"])
-def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(choose, monkeypatch):
+def test_fsdp_gathers_of_split_words_stay_in_ordinary_memory(monkeypatch):
     monkeypatch.setattr("symmplan.torch_private.nccl.has_copy_engine_policy", lambda: False)
-    choices = _choices("cuda", "nccl", choose)
-    odd, even = (_call("all_gather", 2 * (_MANY + n)) for n in (1, 2))
-    algorithm = choices.algorithm(odd, {})
-    assert (algorithm.name, algorithm.reason) == ("ordinary", SPLIT_WORDS)
-    assert choices.unmeasured([odd, even, even]) == [even]
-    # What was not measured is not worth it.
-    assert choices.algorithm(even, {}).name == ("symmetric" if choose == "placed" else "ordinary")
-    on_cpu = _choices("cpu", "shm", choose)
-    assert on_cpu.unmeasured([_call("all_gather", 6)]) == [_call("all_gather", 6)]
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def case(numel):
+        return case_of(_call("all_gather", numel), "nccl", cuda, 2)
+
+    odd, even = (case(2 * (_MANY + n)) for n in (1, 2))
+    preparation = Preparation(Options(choose="placed"), "a test", "a test")
+    chosen = choose_algorithms({1: odd, 2: even}, {}, cuda, preparation, memory="nccl")
+    assert chosen.algorithms == {1: Algorithm("ordinary", SPLIT_WORDS), 2: Algorithm("symmetric")}
+    # What gains nothing is not measured.
+    assert why_not_measured(odd, cuda) == SPLIT_WORDS
+    assert why_not_measured(even, cuda) == ""
+    assert "gain nothing" in why_not_measured(case(8), cuda)
+    assert why_not_measured(case_of(_call("all_gather", 6), "shm", cpu, 2), cpu) == ""
+    monkeypatch.setattr("symmplan.torch_private.nccl.has_copy_engine_policy", lambda: True)
+    assert why_not_measured(odd, cuda) == ""  # copy engines gather them

@@ -57,7 +57,7 @@ AGREED = {
         _outputs _peers _plain _pushes _users bisect_left call carried
         chosen collectives counts direct directs exchange get groups
         index meeting memory nbytes offset offsets other p
-        place reason received schedule segment segments site scheduled
+        place reason received schedule segment site spot spots
         tensor view algorithm
     """,
     "the program's calls, and what was counted of them": """

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from torch import fx
+
     from symmplan.capture.producers import Write
     from symmplan.capture.sites import Captured
     from symmplan.capture.threads import ProgramThreads
@@ -114,7 +116,7 @@ class _Prepared:
 
     captured: Captured
     plan: Plan
-    chosen: Chosen
+    chosen: Chosen[fx.Node]
     arena: Arena
     rendezvous: int
 

@@ -52,8 +52,7 @@ class Handle:
     @property
     def choices(self) -> tuple[Choice, ...]:
         """What was measured to choose between symmetric memory and torch's own way."""
-        choices = self._runtime.planning.choices
-        return () if choices is None else choices.all
+        return self._runtime.planning.choices
 
     @property
     def stats(self) -> Stats:

@@ -20,14 +20,13 @@ import torch
 from attrs import frozen
 
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.world import current
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.spares import fits, give_back
 from symmplan.memory.streams import current_stream, synchronize
-from symmplan.runtime.engines import Engines, engines_of, register, require
+from symmplan.runtime.engines import Engines, known_of, register
 from symmplan.runtime.guests import CarveOut, overlapping, parts_of
 from symmplan.runtime.loans import Ledger, Loan
 from symmplan.runtime.prepare import Preparation
@@ -35,11 +34,10 @@ from symmplan.runtime.prepare import Preparation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from symmplan.capture.fsdp import Algorithm
     from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.memory import Arena
-    from symmplan.model import Placement, Plan
+    from symmplan.model import Algorithm, Placement, Plan
     from symmplan.runtime.guests import Guest
     from symmplan.runtime.options import Options
 
@@ -54,13 +52,11 @@ class Held:
         arena: They.
         engines: Communicators for copy engines that know them.
         rendezvous: How many were made for them.
-        needed: Whether the plan has segments; there may be some from before.
     """
 
     arena: Arena
     engines: dict[str, Engines]
     rendezvous: int
-    needed: bool
 
 
 class Memory:
@@ -329,14 +325,14 @@ class Memory:
         engines: dict[str, Engines] = {}
 
         def with_engines(arena: Arena) -> None:
-            choose = self._options.chosen(self.device)
-            alone = choose in ("symmetric", "ordinary") or current() is not None
-            if plan.segments and not alone:
-                engines.update(self.meet_engines(arena))
+            if self._options.chosen(self.device) not in ("symmetric", "ordinary"):
+                engines.update(known_of(self.reached))
+            if engines:
+                register(arena, engines)
             warm_up(self.device)
 
         arena, rendezvous = self.preparation.obtain(plan, self.device, groups, with_engines)
-        return Held(arena, engines, rendezvous, bool(plan.segments))
+        return Held(arena, engines, rendezvous)
 
     def undo(self, held: Held | None) -> None:
         """Give back what `prepare` made. Collective: no."""
@@ -347,27 +343,16 @@ class Memory:
     def adopt(self, held: Held | None) -> None:
         """Live in what `prepare` made from now on, which all ranks have.
 
-        Raises:
-            BackendError: It was asked for copy engines, and there are none.
-
         Collective: no.
         """
         if held is None:
             return
-        arena = held.arena
-        asked = self._options.chosen(self.device) == "copy engine" and current() is None
-        if asked and held.needed:
-            try:
-                require(self.reached, held.engines, arena.memory)
-            except BaseException:
-                self.undo(held)
-                raise
         self._older += [(a, list(self._users.values())) for a in self._arenas]
-        self._arenas[:] = [arena]
+        self._arenas[:] = [held.arena]
         self.let_go()
         self.engines = held.engines
         self.rendezvous += held.rendezvous
-        self._users = {name: Ledger() for name in arena.segments}
+        self._users = {name: Ledger() for name in held.arena.segments}
         self._views.clear()
         self._pushes.clear()
 
@@ -381,15 +366,6 @@ class Memory:
             self._older[:] = [(a, users) for a, users in self._older if _in_use(users)]
             synchronize(self.device)
             give_back(free)
-
-    def meet_engines(self, arena: Arena) -> dict[str, Engines]:
-        """Register ``arena`` with the copy engines' communicators, if there are any.
-
-        Collective: yes, over all groups.
-        """
-        engines = engines_of(self.reached, arena.memory, self._options.timeout)
-        register(arena, engines)
-        return engines
 
     def release(self) -> None:
         """Give the segments back. Guests keep what they live in.

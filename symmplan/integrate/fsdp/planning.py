@@ -10,28 +10,29 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan.capture.fsdp import Algorithm, GuestBytes, problem_of
-from symmplan.capture.fsdp_recording import Recording
+from symmplan.capture.fsdp import GuestBytes, problem_of
 from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
-from symmplan.integrate.fsdp.choice import Choices
+from symmplan.integrate.fsdp.cases import case_of, demotables_of, why_not_measured
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.topology import unreached
-from symmplan.model import Alternative
+from symmplan.model import Algorithm, Alternative
 from symmplan.planner.budget import within
 from symmplan.planner.homes import plan_with_homes
+from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.concurrent import concurrent_heard
-from symmplan.torch_private import c10d, nccl
+from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from symmplan.capture.fsdp import Planned
-    from symmplan.capture.fsdp_recording import Call
+    from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.integrate.fsdp.cases import CallCase
     from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Held, Memory
@@ -67,7 +68,9 @@ class Planning:
     Attributes:
         live: The same.
         plan: The last plan, None before the first.
-        choices: What was measured, None before the first plan.
+        choices: What was measured of all plans, in the order of the program.
+        beside: ``{name: process group}`` of the others whose collectives were heard, and whose
+            ranks all make the last plan.
         directs: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
@@ -77,7 +80,8 @@ class Planning:
     def __init__(self, options: Options, memory: Memory, live: int | None = None) -> None:
         self.live = live
         self.plan: Plan | None = None
-        self.choices: Choices | None = None
+        self.choices: tuple[Choice, ...] = ()
+        self.beside: Mapping[str, Any] = {}
         self.directs: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
@@ -95,13 +99,13 @@ class Planning:
         Collective: yes, over all groups of the model.
         """
         recordings = [*self._kept, recording]
-        beside = self._beside(recordings)
+        self.beside = self._beside(recordings)
         with (
-            telling({**self._memory.groups, **beside}, self._options.timeout),
+            telling({**self._memory.groups, **self.beside}, self._options.timeout),
             # What is made here outlives the program's mode.
             torch.inference_mode(mode=False),
         ):
-            return self._make(recordings, beside)
+            return self._make(recordings)
 
     def _beside(self, recordings: Sequence[Recording]) -> dict[str, Any]:
         """The other groups whose collectives were heard, and whose ranks all make this plan."""
@@ -116,20 +120,14 @@ class Planning:
                 found[name] = group
         return found
 
-    def _make(self, recordings: Sequence[Recording], beside: Mapping[str, Any]) -> Schedule:
-        options, memory = self._options, self._memory
+    def _make(self, recordings: Sequence[Recording]) -> Schedule:
+        memory, groups = self._memory, self._memory.groups
         preparation = memory.preparation
-        name = preparation.agree(memory.device, memory.groups, unsharded_modules=self.live)
-        memory.unreached = unreached(memory.groups, name, memory.device, options.timeout)
-        if self.choices is None:
-            self.choices = Choices(memory, name, options)
-        choices, groups = self.choices, memory.groups
-        choices.beside, choices.concurrent = beside, {}
-        for recording in recordings:
-            choices.concurrent = {**_concurrent(recording, choices), **choices.concurrent}
-        recordings = merged(recordings, groups, options.timeout)
-        prepare = functools.partial(self._prepared, recordings, choices)
-        made = preparation.attempt(prepare, {**groups, **beside}, self._undo)
+        self._agree()
+        chosen = self._choose(recordings)
+        recordings = merged(recordings, groups, self._options.timeout)
+        prepare = functools.partial(self._prepared, recordings, chosen)
+        made = preparation.attempt(prepare, {**groups, **self.beside}, self._undo)
         plan, stretches, held, guests = made
         memory.adopt(held)
         for number, needs in guests.items():
@@ -149,8 +147,61 @@ class Planning:
     def _undo(self, made: _Prepared) -> None:
         self._memory.undo(made[2])
 
-    def _prepared(self, recordings: Sequence[Recording], choices: Choices) -> _Prepared:
-        """Measure, plan what is not left out, and make room for that.
+    def _agree(self) -> str:
+        """Name of the memory backend, where all ranks were given the same options.
+
+        Collective: yes, over the groups of the model that did not agree before.
+        """
+        memory = self._memory
+        device, groups = memory.device, memory.groups
+        name = memory.preparation.agree(device, groups, unsharded_modules=self.live)
+        memory.unreached = unreached(groups, name, device, self._options.timeout)
+        return name
+
+    def _choose(self, recordings: Sequence[Recording]) -> Chosen[Call]:
+        """How the collectives that were recorded run.
+
+        Collective: yes, over all groups of the model and what was heard, where anything is new.
+        """
+        memory, device = self._memory, self._memory.device
+        preparation = memory.preparation
+        if preparation.refusal is not None:
+            return Chosen()
+        measures = self._options.chosen(device) == "measure"
+
+        def case(call: Call) -> CallCase:
+            return case_of(call, preparation.memory, device, memory.groups[call.group].size())
+
+        concurrent: dict[Case, tuple[Case, float]] = {}
+        for recording in recordings:
+            concurrent = {**_concurrent(recording, case, self.beside), **concurrent}
+        cases: dict[Call, Case] = {}
+        left_out: dict[Call, str] = {}
+        for call in (r.collectives[i] for r in recordings for i in r.ran):
+            alone = case(call)
+            other, often = concurrent.get(alone, (None, 1.0))
+            why = memory.unreached.get(call.group, "")
+            if measures and not why:
+                why = why_not_measured(alone, device)
+            if why:
+                left_out[call] = why
+            else:
+                cases[call] = evolve(alone, concurrent=other, often=often)
+        chosen = choose_algorithms(cases, left_out, device, preparation)
+        self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
+        return chosen
+
+    def _algorithm(
+        self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
+    ) -> Algorithm:
+        """How a collective runs, where those of some cases gave way."""
+        preparation = self._memory.preparation
+        if preparation.refusal is not None:
+            return Algorithm("ordinary", preparation.reason)
+        return chosen.algorithm(call, gave)
+
+    def _prepared(self, recordings: Sequence[Recording], chosen: Chosen[Call]) -> _Prepared:
+        """Plan what is not left out, and make room for that.
 
         Collective: yes, over all groups of the model.
         """
@@ -162,12 +213,12 @@ class Planning:
             live: int | None = self.live,
         ) -> _Candidate:
             algorithm, effort = (
-                functools.partial(choices.algorithm, gave=gave),
+                functools.partial(self._algorithm, chosen, gave),
                 self._options.effort,
             )
             ranks, as_kept = self._ranks(), _as_kept(recordings, direct, live)
             plan, found = _planned(as_kept, ranks, algorithm, direct, effort, guests, live)
-            return plan, choices.demotables(p for s in found for p in s), (found, dict(gave))
+            return plan, demotables_of((p for s in found for p in s), chosen), (found, dict(gave))
 
         def advised(
             plan: Plan,
@@ -179,7 +230,7 @@ class Planning:
                 return plan
 
             others = {_alive(recordings, direct, n): n for n in (alive - 1, alive + 1) if n}
-            algorithm, ranks = functools.partial(choices.algorithm, gave=gave), self._ranks()
+            algorithm, ranks = functools.partial(self._algorithm, chosen, gave), self._ranks()
 
             def problem(live: int) -> tuple[Problem, frozenset[str]]:
                 as_kept = _as_kept(recordings, direct, live)
@@ -190,8 +241,6 @@ class Planning:
 
         room = None
         if self._memory.preparation.refusal is None:
-            if self._options.chosen(self._memory.device) == "measure":
-                self._measure(recordings, choices)
             room = self._memory.room()
             guests = self._guests(recordings)
             if guests:
@@ -270,31 +319,7 @@ class Planning:
 
         Collective: yes, over all groups.
         """
-        memory = self._memory
-        name = memory.preparation.agree(memory.device, memory.groups, unsharded_modules=self.live)
-        choices = Choices(memory, name, self._options)
-        self._measure([recording], choices)
-        for call in recording.collectives:
-            choices.algorithm(call, {})
-        return name, choices.all
-
-    def _measure(self, recordings: Sequence[Recording], choices: Choices) -> None:
-        """Measure what was not measured yet, one after the other."""
-        calls = (r.collectives[i] for r in recordings for i in r.ran)
-        recording = Recording()
-        wholes = choices.unmeasured(calls)
-        for call in map(choices.part, wholes):
-            index = recording.begin(call.key, call.nbytes)
-            recording.run(index, call.group)
-            recording.drop(index)
-        if not recording.events:
-            return
-        # By the algorithm that needs most bytes.
-        most: Literal["copy engine", "symmetric"] = "symmetric"
-        if self._memory.device.type == "cuda" and nccl.has_copy_engine_policy():
-            most = "copy engine"
-        problem, (planned,) = problem_of([recording], self._ranks(), lambda _: Algorithm(most))
-        choices.measure(problem, list(zip(wholes, planned, strict=True)))
+        return self._agree(), self._choose([recording]).choices
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
         """The global ranks of each group."""
@@ -345,12 +370,14 @@ def _problem(
     return problem, homes, stretches
 
 
-def _concurrent(recording: Recording, choices: Choices) -> dict[Any, tuple[Case, float]]:
-    """What was heard beside each kind of collective."""
+def _concurrent(
+    recording: Recording, case: Callable[[Call], Case], beside: Collection[str]
+) -> dict[Case, tuple[Case, float]]:
+    """What was heard of some other groups beside each kind of collective."""
     ran = [recording.collectives[i] for what, i in recording.events if what == "run"]
-    calls = [(call.key.kind, choices.kind(call)) for call in ran if call.group]
+    calls = [(call.key.kind, case(call)) for call in ran if call.group]
     before = [0, *itertools.accumulate(bool(call.group) for call in ran)]  # some were withdrawn
-    others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in choices.beside]
+    others = [(before[at], c, c.nbytes) for at, c in recording.heard if c.group in beside]
     found: Any = concurrent_heard(calls, others)
     return dict(found)
 

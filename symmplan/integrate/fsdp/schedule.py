@@ -20,9 +20,9 @@ from symmplan.runtime.observe import Expected
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmplan.capture.fsdp import Algorithm, Planned
+    from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Key
-    from symmplan.model import Placement, Plan
+    from symmplan.model import Algorithm, Placement, Plan
 
 __all__ = ["Schedule", "ScheduledCollective"]
 

@@ -89,7 +89,7 @@ def look(handle):
         ],
         # Only the recorded step is listened to.
         "listening": [PROCESS.listening is not None, len(PROCESS.listeners)],
-        "groups": len(handle._runtime.planning.choices.beside),
+        "groups": len(handle._runtime.planning.beside),
     }
 
 

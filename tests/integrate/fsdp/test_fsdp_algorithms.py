@@ -356,7 +356,7 @@ def test_what_is_new_is_measured_while_others_hold_their_buffers(two):
 def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train):
     """One rank alone fails while the plan is made. How long this one waits, and its error."""
     import symmplan
-    from symmplan.integrate.fsdp import choice as fsdp_choice
+    from symmplan.integrate.fsdp import cases as fsdp_cases
     from symmplan.integrate.fsdp import planning as fsdp_planning
     from symmplan.runtime import trials
 
@@ -367,7 +367,7 @@ def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train
 
     target = {
         "planning": (fsdp_planning, "problem_of"),
-        "measuring": (fsdp_choice, "gathers"),
+        "measuring": (fsdp_cases, "gathers"),
     }[where]
     model = build()
     handle = symmplan.fsdp.apply(model, choose="measure", timeout=60.0)

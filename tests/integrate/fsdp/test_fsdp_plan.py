@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.capture.fsdp import Algorithm, Planned, problem_of
+from symmplan.capture.fsdp import Planned, problem_of
 from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
-from symmplan.model import Requirement
+from symmplan.model import Algorithm, Requirement
 from symmplan.planner import plan as plan_problem
 from symmplan.runtime.loans import Ledger, Loan, lend
 

@@ -1,0 +1,231 @@
+"""The kinds of collectives of captured programs, and how their ops are run while they are timed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from symmplan.capture.bounds import bound as bound_of
+from symmplan.capture.graphs import overload_of
+from symmplan.registry import bind_arguments
+from symmplan.registry.catalogue import collective_of
+from symmplan.runtime.algorithms import overload_named
+from symmplan.runtime.cases import Case, aligned, cut
+from symmplan.runtime.concurrent import concurrent_with
+from symmplan.runtime.work import flops_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import fx
+
+    from symmplan.capture import Captured
+    from symmplan.model import AlgorithmName
+    from symmplan.runtime.algorithms import Lowering
+    from symmplan.runtime.clock import Act
+    from symmplan.runtime.engines import Engines
+
+__all__ = ["OpCase", "cases_of", "ordinary"]
+
+#: Arguments of all-to-alls. What has placements has equal parts.
+_SPLITS = ("output_split_sizes", "input_split_sizes")
+
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+@frozen(kw_only=True)
+class OpCase(Case):
+    """A call of an op.
+
+    Attributes:
+        others: Its arguments that are no tensors, sorted.
+        row: How it is run in placements; None if it is not.
+    """
+
+    others: tuple[tuple[str, Any], ...]
+    row: Lowering | None = field(default=None, eq=False)
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of its inputs and of its results; in place, both are as large."""
+        made = [self._made(n) for n in self.numels]
+        return aligned(self.numels, self.itemsize), aligned(made, self.itemsize)
+
+    def _made(self, numel: int) -> int:
+        """Elements of the result for an input."""
+        collective = collective_of(self.op)
+        if collective == "all-gather":
+            return numel * self.ranks
+        if collective == "reduce-scatter":
+            return numel // self.ranks
+        return numel
+
+    def acts(
+        self,
+        plain: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+        engines: Engines | None,
+    ) -> dict[str, Act]:
+        """What runs it by each algorithm."""
+        given = self._cut(plain)
+        acts = {"ordinary": self._in_its_own_algorithm(*given)}
+        if self.row is not None:
+            placed = self._cut(places)
+            acts["symmetric"] = self._in_placements(self.row, self.group, given, placed)
+            if engines is not None and self.row.engine:
+                over = engines.name(self.row.engine)
+                acts["copy engine"] = self._in_placements(self.row, over, given, placed)
+        return acts
+
+    def _cut(self, flat: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Its inputs, filled, and its results, in bytes for both."""
+        dtype, made = getattr(torch, self.dtype), [self._made(n) for n in self.numels]
+        inputs, results = cut(flat[0], self.numels, dtype), cut(flat[1], made, dtype)
+        for tensor in inputs:
+            tensor.fill_(1)
+        return inputs, results
+
+    def _in_its_own_algorithm(self, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> Act:
+        target = overload_named(self.op)
+        names = [a.name for a in target._schema.arguments]
+        each = "inputs" in names
+        values = self._values(self.group)
+        values["inputs" if each else "input"] = inputs if each else inputs[0]
+        args = [values[a.name] for a in target._schema.arguments if not a.kwarg_only]
+        kwargs = {"out": results[0]} if "out" in names else {}
+
+        def act(beside: Callable[[], None]) -> None:
+            made = target(*args, **kwargs)
+            results = made if each else [made]
+            beside()
+            for result in results:
+                _wait(result)
+
+        return act
+
+    def _in_placements(
+        self,
+        row: Lowering,
+        group: str,
+        plain: Sequence[list[torch.Tensor]],
+        placed: Sequence[list[torch.Tensor]],
+    ) -> Act:
+        target = overload_named(row.target)
+        has_out = any(a.name == "out" for a in target._schema.arguments)
+        values = self._values(group)
+        copied_in = self.copied_in or row.inplace
+        outs = placed[0] if row.out == "input" else placed[1]
+
+        def act(beside: Callable[[], None]) -> None:
+            for source, place, out in zip(plain[0], placed[0], outs, strict=True):
+                given = out if row.inplace else place
+                if copied_in:
+                    given.copy_(source)
+                now = {**values, "input": given}
+                args = [now[a.name] for a in target._schema.arguments if not a.kwarg_only]
+                target(*args, **({"out": out} if has_out else {}))
+            beside()
+            for out, copy in zip(outs, plain[1], strict=True):
+                _wait(out)
+                if self.copied_out:
+                    copy.copy_(out)
+
+        return act
+
+    def _values(self, group: str) -> dict[str, Any]:
+        """Its arguments by name, but for tensors."""
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in self.others}
+        parts = [self.numels[0] // self.ranks] * self.ranks
+        return {**values, **dict.fromkeys(_SPLITS, parts), "group_name": group}
+
+
+def cases_of(
+    captured: Captured,
+    rows: Mapping[fx.Node, Lowering],
+    memory: str,
+    ranks: Mapping[str, int],
+) -> dict[fx.Node, OpCase]:
+    """The kind of each collective of a program, with what is concurrent with it there.
+
+    Args:
+        captured: The program.
+        rows: Its collectives, and how they are run.
+        memory: Name of the memory backend.
+        ranks: How many ranks each group has.
+    """
+    flops = flops_beside(list(rows))
+    cases = {n: _case(captured, n, row, memory, ranks, flops[n]) for n, row in rows.items()}
+    groups = {n: case.group for n, case in cases.items()}
+    found = concurrent_with(captured, groups, {n: (c, c.nbytes) for n, c in cases.items()})
+    return {
+        n: evolve(case, concurrent=cases[found[n][0]], often=found[n][1]) if n in found else case
+        for n, case in cases.items()
+    }
+
+
+def _case(
+    captured: Captured,
+    node: fx.Node,
+    row: Lowering,
+    memory: str,
+    ranks: Mapping[str, int],
+    flops: float,
+) -> OpCase:
+    sites = captured.at(node)
+    spec = captured.specs[node]
+    overload = overload_of(node.target)
+    assert overload is not None
+    bound = bind_arguments(overload, node.args, node.kwargs)
+    name = "inputs" if row.each else "input"
+    given = bound[name]
+    inputs = given if row.each else [given]
+    fakes = [n.meta["val"] for n in inputs]
+    group = captured.groups[node]
+    assert spec.group is not None  # collectives name theirs
+    algorithms: tuple[AlgorithmName, ...] = (
+        ("symmetric", "copy engine") if row.engine else ("symmetric",)
+    )
+    return OpCase(
+        op=spec.op,
+        memory=memory,
+        group=group,
+        ranks=ranks[group],
+        dtype=str(fakes[0].dtype).removeprefix("torch."),
+        numels=tuple(bound_of(f.numel()) or 0 for f in fakes),
+        algorithms=algorithms,
+        others=_others(bound, name, spec.group),
+        copied_in=any(s.how == "stage" and s.kind == "argument" for s in sites),
+        copied_out=any(s.leaves or (s.how == "stage" and s.writes) for s in sites),
+        alone=not flops,
+        beside=1 << max(0, math.ceil(math.log2(flops))) if flops else 0,
+        engine=row.engine,
+        row=row,
+    )
+
+
+def _others(bound: Mapping[str, Any], *left_out: str) -> tuple[tuple[str, Any], ...]:
+    """The arguments that are no tensors, sorted."""
+    return tuple(
+        sorted(
+            (k, tuple(v) if isinstance(v, (list, tuple)) else v)
+            for k, v in bound.items()
+            if k not in (*left_out, "out", *_SPLITS)
+        )
+    )
+
+
+def ordinary(
+    op: Any, group: str, ranks: int, dtype: torch.dtype, numel: int, bound: Mapping[str, Any]
+) -> OpCase:
+    """A functional collective that runs in torch's own way, with its arguments by name."""
+    return OpCase(
+        op=f"{op._schema.name}.{op._overloadname}",
+        memory="",
+        group=group,
+        ranks=ranks,
+        dtype=str(dtype).removeprefix("torch."),
+        numels=(numel,),
+        others=_others(bound, "input", "group_name"),
+    )
