@@ -5,14 +5,13 @@
     the integrations do there is what they do anywhere, but for four things that ask `current`:
     an exchange between ranks hears from each what this one says (`symmplan.coordination.exchange`),
     segments have no bytes (`symmplan.memory.local`), algorithms are ruled or looked up instead of
-    measured, and FSDP2's collectives run as torch runs them, on fake tensors, also once they are
-    planned.
+    measured, and nothing runs in placements (`symmplan.runtime.executor`).
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -37,17 +36,19 @@ class SimulatedCall:
     group: str  # name of the process group
 
 
-class Planner(Protocol):
-    """What plans in a simulated world: a model of FSDP2's, a compile backend, experts."""
+@define(frozen=True, eq=False)
+class Planner:
+    """What plans in a simulated world: a model of FSDP2's, a compile backend, a session, experts.
 
-    def _simulated_plans_(self) -> Sequence[Plan]:
-        """Its plans. What was recorded and not yet planned is planned now."""
+    Attributes:
+        plans: Its plans. What was recorded and not yet planned is planned now.
+        end: Gives back what it holds: the world ends.
+        algorithm: How a call that it was told of runs.
+    """
 
-    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:
-        """How a call that it was told of runs."""
-
-    def _simulated_end_(self) -> None:
-        """Give all segments back: the world ends."""
+    plans: Callable[[], Sequence[Plan | None]]
+    end: Callable[[], None]
+    algorithm: Callable[[Any], AlgorithmName]
 
 
 @define(eq=False)

@@ -127,7 +127,7 @@ class Case:
         places: Sequence[torch.Tensor],
         engines: Engines | None,
     ) -> Mapping[str, Act]:
-        """What runs it by each algorithm, torch's own first; it starts nothing that waits for peers.
+        """What runs it by each algorithm, torch's own first; starts nothing that waits for peers.
 
         Args:
             plain: Ordinary bytes, for inputs and for results.

@@ -1,10 +1,10 @@
 """The algorithm of each collective of a program: ruled, or measured in it, the same on all ranks.
 
-Before a program is planned each of its collectives is timed in every way there is, at its size,
-with its copies, and beside as many matrix products as the program has between its start and its
-wait; where another group's may run meanwhile, beside that, too, see [Note: concurrent collectives]
-in `symmplan.runtime.concurrent`. What does not gain clearly stays out of the plan, with the times
-as the reason.
+Before a program is planned each of its collectives is timed by every algorithm there is, at its
+size, with its copies, and beside as many matrix products as the program has between its start and
+its wait; where another group's may run meanwhile, beside that, too, see
+[Note: concurrent collectives] in `symmplan.runtime.concurrent`. What does not gain clearly stays
+out of the plan, with the times as the reason.
 
 A case is measured once in a process, see [Note: who measures] in `symmplan.runtime.trials`.
 """
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.prepare import Preparation
+    from symmplan.runtime.tuning_table import Table
 
 __all__ = ["Chosen", "choose_algorithms"]
 
 _Call = TypeVar("_Call")
 
-#: What a collective takes that is to run in some algorithm: the first of these that it has.
+#: What a collective takes that is to run by some algorithm: the first of these that it has.
 _INSTEAD: Mapping[str, tuple[AlgorithmName, ...]] = {
     "symmetric": ("symmetric",),
     "copy engine": ("copy engine", "symmetric"),
@@ -78,9 +79,9 @@ class Chosen(Generic[_Call]):
         """What was measured, in the order of the program."""
         return tuple(dict.fromkeys(self.of.values()))
 
-    def algorithm(self, call: _Call, gave: Mapping[Any, AlgorithmName]) -> Algorithm:
-        """How one runs where those of some cases gave way."""
-        instead = gave.get(self.cases.get(call))
+    def algorithm(self, call: _Call, demoted: Mapping[Any, AlgorithmName]) -> Algorithm:
+        """How one runs where those of some cases were demoted."""
+        instead = demoted.get(self.cases.get(call))
         if instead is None:
             return self.algorithms[call]
         return Algorithm(instead, DEMOTED if instead == "ordinary" else "")
@@ -98,7 +99,7 @@ def choose_algorithms(
     """Decide how the collectives of a program run.
 
     Args:
-        cases: Those that can run in more than one algorithm, in the order of the program.
+        cases: Those that can run by more than one algorithm, in the order of the program.
         left_out: Those that stay in ordinary memory whatever is measured, and why.
         device: Where their tensors lie.
         preparation: Of the program; has the reason where nothing can be measured on some rank.
@@ -136,26 +137,26 @@ def choose_algorithms(
     if choose == "copy engine" and current() is None:
         require(dict.fromkeys(case.group for case in cases.values()), engines, memory)
     of: dict[_Call, Choice] = {}
-    for call, case in cases.items():
-        if choose == "measure":
-            choice = of[call] = choices_of(groups[case.group])[case]
-            fixed[call] = Algorithm(choice.algorithm, choice.reason)
-        elif choose == "table":
-            pushes = "push" in case.algorithms
-            algorithm, why = ruled(
-                options.table, case.op, case.ranks, case.nbytes, memory, pushes=pushes
-            )
-            fixed[call] = (
-                Algorithm(algorithm, why) if algorithm == "ordinary" else _nearest(algorithm, case)
-            )
-        else:
-            fixed[call] = _nearest(choose, case)
+    if choose == "measure":
+        of = {call: choices_of(groups[case.group])[case] for call, case in cases.items()}
+        fixed |= {call: Algorithm(c.algorithm, c.reason) for call, c in of.items()}
+    elif choose == "table":
+        fixed |= {call: _ruled(options.table, case, memory) for call, case in cases.items()}
+    else:
+        fixed |= {call: _nearest(choose, case) for call, case in cases.items()}
     over = {
         call: engines[case.group].name(case.engine)
         for call, case in cases.items()
         if fixed[call].name == "copy engine" and case.engine and case.group in engines
     }
     return Chosen(fixed, over, of, cases)
+
+
+def _ruled(table: Table | None, case: Case, memory: str) -> Algorithm:
+    """As a table says, or the rules where it says nothing."""
+    pushes = "push" in case.algorithms
+    name, why = ruled(table, case.op, case.ranks, case.nbytes, memory, pushes=pushes)
+    return Algorithm(name, why) if name == "ordinary" else _nearest(name, case)
 
 
 def _nearest(algorithm: str, case: Case) -> Algorithm:
@@ -165,7 +166,7 @@ def _nearest(algorithm: str, case: Case) -> Algorithm:
 
 
 def _with_concurrent(cases: Iterable[Case]) -> list[Case]:
-    """The same, each followed by its company."""
+    """The same, each followed by what is concurrent."""
     return [c for case in cases for c in (case, case.concurrent) if c is not None]
 
 

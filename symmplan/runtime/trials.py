@@ -1,4 +1,4 @@
-"""Collectives timed in every way there is, by all ranks alike, and remembered for the process.
+"""Collectives timed by every algorithm there is, by all ranks alike, once in a process.
 
 [Note: who measures]
     All ranks of a group must measure the same, or nobody. So what decides it, and under what the
@@ -73,7 +73,7 @@ def measure(
     device: torch.device,
     timeout: float,
 ) -> None:
-    """Time collectives in every way there is, and let the slowest rank count.
+    """Time collectives by every algorithm there is, and let the slowest rank count.
 
     Args:
         cases: What is timed. Without any, ranks only meet the groups' copy engines.
@@ -111,7 +111,7 @@ def measure(
         if case.concurrent is not None
     ]
     alike = all_agree("concurrent", pairs, met, timeout)
-    # Who is only measured beside others in torch's own way needs no symmetric bytes.
+    # What only runs beside others, in torch's own way, needs no symmetric bytes.
     unserved = {*trials.groups} - {*trials.served}
     served = {name: group for name, group in groups.items() if name not in unserved}
     engines = engines_of(served, memory, timeout)
@@ -171,7 +171,7 @@ class _Trials:
 
     Attributes:
         parts: ``{collective without concurrent collectives: what is timed of it}``, those that are
-            only somebody's company included.
+            only concurrent with another included.
         groups: Over which they run.
         served: Those that run anything in symmetric memory.
         problem: The symmetric bytes.
@@ -214,7 +214,7 @@ class _Trials:
         return case.times(self.parts[case])
 
     def often(self, case: Case) -> int:
-        """How often its company runs beside each collective that is timed."""
+        """How often what is concurrent runs beside each collective that is timed."""
         assert case.concurrent is not None
         times = case.often * self.scale(case.concurrent) / self.scale(case.by_itself)
         return min(_OFTEN, max(1, round(times)))
@@ -222,7 +222,7 @@ class _Trials:
     def acts(
         self, case: Case, there: Mapping[str, torch.Tensor], engines: Mapping[str, Engines]
     ) -> Mapping[str, Act]:
-        """What runs a collective without its company, in the symmetric bytes ``there``."""
+        """What runs a collective alone, in the symmetric bytes ``there``."""
         plain = self._plain[self.groups.index(case.group) % len(self._plain)]
         number = self.served.index(case.group) if case.memory else -1
         places = [there[f"{w} {number}"] for w in ("in", "out")] if case.memory else []
@@ -230,7 +230,7 @@ class _Trials:
 
 
 def _now(case: Case, other: Case, program: Iterable[Case], groups: Mapping[str, Any]) -> Choice:
-    """How the company of a collective runs by what is known, if possible beside this."""
+    """How what is concurrent runs by what is known, if possible beside this collective."""
     if not other.memory:
         return other.unmeasured
     found = choices_of(groups[other.group])

@@ -136,7 +136,7 @@ def simulate(
             progress(f"rank {rank:,} of {ranks:,}: running the program")
             kept = program()  # until all is counted
             progress(f"{ops:,} ops: planning")
-            plans = [plan for planner in world.planners for plan in planner._simulated_plans_()]
+            plans = [p for planner in world.planners for p in planner.plans() if p is not None]
             report = _report(world, plans, others, storages)
             del kept
             return report
@@ -147,7 +147,7 @@ def simulate(
         raise found from error
     finally:
         for planner in world.planners:
-            planner._simulated_end_()
+            planner.end()
         world.planners.clear()
         world.calls.clear()
         world.buffers.clear()
@@ -163,7 +163,7 @@ def _report(
 ) -> SimulationReport:
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, storage in world.buffers:
-        if planner is None or planner._simulated_algorithm_(known_by) != "ordinary":
+        if planner is None or planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
     rows: Counter[tuple[SimulatedCall, AlgorithmName]] = Counter()
     for (call, placed), many in others.items():
@@ -173,7 +173,7 @@ def _report(
             algorithm = "symmetric" if algorithm == "ordinary" else algorithm
         rows[call, algorithm] += many
     for planner, known_by, call in world.calls:
-        rows[call, planner._simulated_algorithm_(known_by)] += 1
+        rows[call, planner.algorithm(known_by)] += 1
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,

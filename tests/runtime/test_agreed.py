@@ -57,13 +57,13 @@ AGREED = {
         _outputs _peers _plain _pushes _users bisect_left call carried
         chosen collectives counts direct directs exchange get groups
         index meeting memory nbytes offset offsets other p
-        place reason received schedule segment site spot spots
+        place reason received schedule segment site scheduled
         tensor view algorithm
     """,
     "the program's calls, and what was counted of them": """
         Key _arrived _last _unmet itemsize to _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
-        current dtype element_size exchanges factor_of gathers group_name in_backward
+        dtype element_size exchanges factor_of gathers group_name in_backward
         kind log numel of_backward pop prod ran replans
         scatters served shape target async_op op output_tensor
     """,
@@ -71,7 +71,7 @@ AGREED = {
         Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
-    "where the program runs": "_device _stream",
+    "where the program runs": "_device _stream serves",
     "methods that the program gave FSDP2's class": "unchanged",
 }
 #: What a rank sees by itself: in which functions, and what these do besides launching.
@@ -98,8 +98,8 @@ LOCAL = {
     "loans": {"leave": "copies: a guest's arguments"},
     "clone": {"_run_guest": "the same"},
     "overlapping": {"_run_guest": "the same"},
+    "lent": {"run": "a buffer that the program put in the place of FSDP2's"},
     "data_ptr": {
-        "run": "a buffer that the program put in the place of FSDP2's",
         "_part": "reads a part of a buffer",
         "_run_guest": "copies",
     },

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from attrs.converters import optional
 
 from symmplan.coordination.groups import group_key
-from symmplan.coordination.world import current
+from symmplan.coordination.world import Planner, current
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.crossing import reasons
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from symmplan.integrate.compile.parts import Record
-    from symmplan.model import AlgorithmName, Plan
+    from symmplan.model import Plan
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choice, Choose
 
@@ -84,6 +84,8 @@ class CompileBackend:
         self._told = False
         self._records: list[Record] = []
         self._pool = _pool(settings)
+        # It tells of no calls: what a graph runs is seen.
+        self._planner = Planner(lambda: self.plans, self.release, lambda _: "symmetric")
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -181,18 +183,6 @@ class CompileBackend:
         """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
         return reasons(self._pool.copies)
 
-    def _simulated_plans_(self) -> tuple[Plan, ...]:
-        """See `symmplan.coordination.world`."""
-        return self.plans
-
-    def _simulated_algorithm_(self, call: Any) -> AlgorithmName:  # noqa: ARG002
-        """It tells of no calls: what a graph runs is seen."""
-        return "symmetric"
-
-    def _simulated_end_(self) -> None:
-        """See `symmplan.coordination.world`."""
-        self.release()
-
     def release(self) -> None:
         """Give all segments back. The compiled graphs cannot run any more.
 
@@ -248,7 +238,7 @@ class CompileBackend:
             )
         world = current()
         if world is not None:
-            world.join(self)
+            world.join(self._planner)
         self._graphs += 1
         self._device = _device_of(module)
         unit = Unit(self.settings, self._device, self._pool, self._idle)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from symmplan.coordination.world import current
 from symmplan.integrate.eager.session import Session
 from symmplan.process import PROCESS
 from symmplan.runtime.options import Options, here
@@ -90,12 +89,7 @@ def eager(
         debug=debug,
         collectives=collectives,
     )
-    where, world = here("symmplan.eager", group, device)[1], current()
-    if world is not None:
-        from symmplan.integrate.eager.simulated import SimulatedSession
-
-        return SimulatedSession(group, where, options, world)
-    return Session(group, where, options)
+    return Session(group, here("symmplan.eager", group, device)[1], options)
 
 
 def empty(

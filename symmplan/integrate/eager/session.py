@@ -24,6 +24,7 @@ from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.memory.spares import give_back
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
+from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check, checking, launching
 from symmplan.runtime.stats import Copy, Stats
 from symmplan.runtime.watching import Watching
@@ -59,6 +60,7 @@ class Session:
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
         self._checked = Checked()
+        self._executor = executor(lambda: [self.plan], self._end)
         self._threads: ProgramThreads | None = None  # of the program, once the session is entered
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving)
@@ -161,8 +163,10 @@ class Session:
             self._counts["iterations"] += 1
             return
         cursor = self._cursor
+        if cursor is None:  # nothing is served, and so not compared with what was recorded
+            self._counts["iterations"] += 1
+            return
         assert self._frozen is not None
-        assert cursor is not None
         if cursor.at != len(self._events):
             event = self._events[cursor.at]
             self._faults.diverge(
@@ -190,11 +194,12 @@ class Session:
                 "nothing is in symmetric memory: the iteration called no declared op (`symmplan "
                 "ops` lists those that are, symmplan.symm_args declares others)"
             )
-        self._frozen = frozen
+        self._frozen, self._state = frozen, "frozen"
+        if not self._executor.serves:
+            return
         assert self._threads is not None
         self._cursor = Cursor(self, Roles(self._settings.streams), self._threads)
         self._leaving = {k: (e, name) for e in frozen.events for k, name in e.copied_at_waits()}
-        self._state = "frozen"
         install(self, self._cursor, self._serving)
         if frozen.arena.races is not None:
             names = declared_names()
@@ -327,8 +332,6 @@ class Session:
             for segment in self._frozen.arena.segments.values():
                 segment.health.break_(error)
 
-    # Memory.
-
     def _memory(
         self,
         kind: Literal["empty", "out"],
@@ -343,8 +346,9 @@ class Session:
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
         self._usable()
+        if self._cursor is None:  # nothing is served
+            return make(*args, **kwargs)
         event = self._expect(None, (make, *args), kwargs, kind)
-        assert self._cursor is not None
         with self._faults.guarded():
             tensor = serve_memory(event, make, args, kwargs)
         self._cursor.at += 1
@@ -378,7 +382,7 @@ class Session:
         frozen, device = self._frozen, self._settings.device
         if frozen is None:
             return
-        if device.type == "cuda":
+        if device.type == "cuda" and self._executor.serves:
             if self._faults.failed:
                 return  # a kernel may wait for a peer for ever, in memory that must not go
             torch.cuda.synchronize(device)
@@ -407,7 +411,7 @@ class Session:
         Collective: no.
         """
         forked = self._settings.group.forked
-        if forked:
+        if forked or not self._executor.serves:
             self._forget()
         else:
             self._let_go()
@@ -418,6 +422,11 @@ class Session:
             self._keys.leave()
         if PROCESS.session is self:
             PROCESS.session = None
+
+    def _end(self) -> None:
+        """The world in which nothing runs ends, and with it a session that was not left."""
+        self.release()
+        self._let_go()
 
     def _entered(self) -> SessionKeys:
         if self._state == "released":

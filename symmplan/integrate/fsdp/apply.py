@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from symmplan.coordination.world import current
-from symmplan.errors import CaptureError, PlanningError
+from symmplan.errors import CaptureError, PlanningError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
-from symmplan.integrate.fsdp.simulated import SimulatedRuntime
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.options import Options
 from symmplan.runtime.stats import Stats
-from symmplan.torch_private import fsdp2, fsdp2_in_place
+from symmplan.torch_private import autograd, fsdp2, fsdp2_in_place
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from symmplan.model import Plan
+    from symmplan.capture.fsdp_recording import Key
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.runtime.choice import Choice, Choose
 
 __all__ = ["Handle", "apply"]
@@ -129,7 +130,7 @@ class Handle:
         Collective: no; but a rank that removes leaves the others' next collective to time out.
         """
         if self._plain and sys.exc_info()[0] is None:
-            self._runtime.check_removable()
+            _check_removable(self._runtime)
         for module, group, gather, scatter in self._plain:
             fsdp2.set_comms(module, group, gather, scatter)
         self._plain.clear()
@@ -234,13 +235,11 @@ def apply(
             got="none",
             fix="call fully_shard(model, ...) first",
         )
-    world = current()
-    if world is None:
-        runtime = Runtime(options, len(found), unsharded_modules)
-        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-        runtime.planning.meshes = [{*mesh.mesh.flatten().tolist()} for mesh in meshes]
-    else:
-        runtime = SimulatedRuntime(options, len(found), unsharded_modules, world)
+    runtime = Runtime(options, len(found), unsharded_modules)
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    runtime.planning.meshes = list(meshes)
+    plans, algorithm = functools.partial(_plans, runtime), functools.partial(_algorithm, runtime)
+    runtime.executor = executor(plans, runtime.release, algorithm)
     for site, module, group, gather, scatter in found:
         if fsdp2_in_place.can_be_replaced(group):
             runtime.planning.directs.append(ZeroCopyUnshard(runtime, site, group))
@@ -252,6 +251,50 @@ def apply(
         )
         fsdp2.set_comms(module, group, *planned)
     return Handle(runtime, [(module, *of) for _, module, *of in found])
+
+
+def _check_removable(runtime: Runtime) -> None:
+    """Raise if parameters cannot leave their placements now.
+
+    Raises:
+        RunError: A backward pass is running or still to come.
+    """
+    running = autograd.in_backward()
+    sites = [direct.site for direct in runtime.planning.directs if direct.awaits_backward]
+    if not running and not sites:
+        return
+    raise RunError(
+        "handle.remove() was called "
+        + (
+            "inside a backward pass"
+            if running
+            else f"between a forward pass and its backward pass, which reads {sites[0]!r}"
+        ),
+        expected="a call between steps",
+        got="a backward pass that is running" if running else "a graph that is still alive",
+        fix="call it after backward(), or let go of the forward pass's results first",
+        module=sites[0] if sites else None,
+    )
+
+
+def _plans(runtime: Runtime) -> list[Plan | None]:
+    """The plan, if a collective ran."""
+    if runtime.schedule is None and runtime.recorded:
+        runtime.freeze()
+    for direct in runtime.planning.directs:
+        if direct.layout is not None:
+            key = direct.layout.key(direct.site, backward=False)
+            for parameter in direct.parameters:
+                for output in parameter.all_gather_outputs:
+                    runtime.executor.buffer(key, output)
+    return [runtime.planning.plan]
+
+
+def _algorithm(runtime: Runtime, key: Key) -> AlgorithmName:
+    """How a collective with this key runs."""
+    collectives = () if runtime.schedule is None else runtime.schedule.collectives
+    scheduled = next((s for s in collectives if s.call.key == key), None)
+    return "ordinary" if scheduled is None or scheduled.place is None else scheduled.algorithm.name
 
 
 def _check_plain(comm: Any, name: str) -> None:

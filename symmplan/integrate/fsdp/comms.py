@@ -11,7 +11,6 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.capture.fsdp_recording import Key
-from symmplan.coordination.world import current
 from symmplan.integrate.fsdp.ops import exchanges, gathers, scatters
 from symmplan.torch_private import autograd, fsdp2
 
@@ -136,10 +135,10 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         if slot is not None and slot.served == 1 and slot.held:
             slot.served = 2
             self._added = None
-            if slot.pushed:  # sums are written in their final type at once
+            if slot.scheduled is not None and slot.scheduled.pushed:  # sums are in their final type
                 final = fsdp2.dtype_of_gradients(self._group)
                 # Gradients that were not pushed yet are added by FSDP2.
-                if final is not None and slot.send is None and current() is None:
+                if final is not None and slot.pushed and slot.send is None:
                     self._added = fsdp2.gradients_at(self._group, math.prod(size), final)
                 dtype = final or dtype
             if self._added is not None:

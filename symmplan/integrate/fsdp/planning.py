@@ -30,6 +30,8 @@ from symmplan.torch_private import c10d
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.cases import CallCase
@@ -74,7 +76,7 @@ class Planning:
         directs: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
-        meshes: The ranks of each mesh on which parameters lie: those of one run the same modules.
+        meshes: The meshes on which parameters lie: the ranks of one run the same modules.
     """
 
     def __init__(self, options: Options, memory: Memory, live: int | None = None) -> None:
@@ -85,7 +87,7 @@ class Planning:
         self.directs: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
-        self.meshes: Sequence[set[int]] = ()
+        self.meshes: Sequence[DeviceMesh] = ()
         self._options = options
         self._memory = memory
         self._kept: list[Recording] = []
@@ -109,14 +111,18 @@ class Planning:
 
     def _beside(self, recordings: Sequence[Recording]) -> dict[str, Any]:
         """The other groups whose collectives were heard, and whose ranks all make this plan."""
-        found = {}
-        for name in dict.fromkeys(case.group for r in recordings for _, case in r.heard):
+        found: dict[str, Any] = {}
+        names = dict.fromkeys(case.group for r in recordings for _, case in r.heard)
+        if not names:
+            return found
+        meshes = [{*mesh.mesh.flatten().tolist()} for mesh in self.meshes]
+        for name in names:
             try:
                 group = c10d.group_by_name(name)
             except LookupError:  # it was destroyed since
                 continue
             ranks = {*dist.get_process_group_ranks(group)}
-            if name not in self._memory.groups and any(ranks <= mesh for mesh in self.meshes):
+            if name not in self._memory.groups and any(ranks <= mesh for mesh in meshes):
                 found[name] = group
         return found
 
@@ -194,7 +200,7 @@ class Planning:
     def _algorithm(
         self, chosen: Chosen[Call], gave: Mapping[Any, AlgorithmName], call: Call
     ) -> Algorithm:
-        """How a collective runs, where those of some cases gave way."""
+        """How a collective runs, where those of some cases were demoted."""
         preparation = self._memory.preparation
         if preparation.refusal is not None:
             return Algorithm("ordinary", preparation.reason)
@@ -293,10 +299,10 @@ class Planning:
 
     def _settle(self, plan: Plan, gathers: Sequence[Planned], kept: Sequence[str]) -> None:
         """Let parameters live where the plan puts them, until when it says."""
+        if current() is not None:
+            return
         memory = self._memory
         homes: dict[str, ParameterStorage] = {}
-        if current() is not None:  # where nothing has bytes
-            gathers = ()
         for p in gathers:
             site = p.call.key.site
             if site not in homes:

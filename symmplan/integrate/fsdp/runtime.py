@@ -23,11 +23,11 @@ from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.occupancy import Occupancy
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
+from symmplan.runtime.executor import Executor
 from symmplan.runtime.guests import WATCHERS
 from symmplan.runtime.listening import leave, listen
-from symmplan.runtime.loans import lend
 from symmplan.runtime.observe import checking, launching
-from symmplan.torch_private import autograd, c10d, fsdp2
+from symmplan.torch_private import c10d, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +69,7 @@ class Runtime:
         counts: See `Counts`.
         occupancy: Which modules have bytes for their parameters.
         schedule: What the plan wants, None while recording.
+        executor: Runs the collectives.
     """
 
     def __init__(self, options: Options, modules: int, live: int | None = None) -> None:
@@ -76,6 +77,7 @@ class Runtime:
         self.memory = Memory(options)
         self.planning = Planning(options, self.memory, live)
         self.counts = Counts()
+        self.executor = Executor()
         self._modules = modules
         self._log: Recording | None = Recording()
         self.schedule: Schedule | None = None
@@ -124,26 +126,34 @@ class Runtime:
             self.arrive(key, device)
         self._arrived = None
         scheduled = self._follow(key)
+        place = None if scheduled is None or not self.executor.serves else scheduled.place
+        pushed = place is not None and scheduled is not None and scheduled.pushed
         loan: Loan | None = None
         send = None
-        if scheduled is not None and scheduled.pushed:
+        if pushed:
+            assert scheduled is not None
             assert scheduled.place is not None
             # Nothing is copied there: one element that looks like all of them.
             base = torch.empty(1, dtype=dtype, device=device)
             pushes = self.memory.pushes(scheduled)
             send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
-        elif scheduled is not None and scheduled.place is not None and not scheduled.direct:
-            loan = self.memory.take(scheduled.place)
-            base = plain() if loan is None else self.memory.at(scheduled.place, dtype)
+        elif place is not None and scheduled is not None and not scheduled.direct:
+            loan = self.memory.take(place)
+            base = plain() if loan is None else self.memory.at(place, dtype)
         else:
             base = plain()
         expected = self.expected(key, scheduled)
         slot = Slot(key, base, scheduled=scheduled, loan=loan, expected=expected, send=send)
+        slot.pushed = pushed
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
-        return base.expand(key.numel) if slot.pushed else lend(base, slot.drop), slot
+        if pushed:
+            return base.expand(key.numel), slot
+        tensor, slot.base = self.executor.lend(base, slot.drop)
+        self.executor.buffer(key, tensor)
+        return tensor, slot
 
     def arrive(self, key: Key, device: torch.device) -> None:
         """The program comes to a collective, for which it may ask `open` for a buffer next.
@@ -262,7 +272,8 @@ class Runtime:
 
         Collective: yes.
         """
-        if slot is None or slot.base.data_ptr() != buffer.data_ptr():
+        base = None if slot is None else self.executor.lent(slot.base, buffer)
+        if slot is None or base is None:
             self.counts.plain += 1
             self.counts.because(reasons.NOT_OURS)
             return plain(buffer)
@@ -285,8 +296,10 @@ class Runtime:
             )
         done = slot.key.kind == "reduce_scatter"
         if act is None:
-            with launching(slot.expected, reason):
-                work = plain(slot.base)
+            nbytes = buffer.numel() * buffer.element_size()
+            called = self.executor.call(slot.key, slot.key.kind, nbytes, name)
+            with launching(slot.expected, reason), called:
+                work = plain(base)
             if self.schedule is None:
                 self.counts.recorded += 1
             else:
@@ -319,12 +332,14 @@ class Runtime:
             return reasons.NOT_PLANNED, None
         if slot.scheduled.place is None:
             return slot.scheduled.algorithm.reason, None
-        if slot.scheduled.direct:
-            self._strange = True
-            return reasons.FLAT, None
         if slot.scheduled.call.group != group:
             self._strange = True
             return reasons.OTHER_GROUP, None
+        if not self.executor.serves:
+            return "", None
+        if slot.scheduled.direct:
+            self._strange = True
+            return reasons.FLAT, None
         if slot.pushed:
             pushes = self.memory.pushes(slot.scheduled)
             return reasons.OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))
@@ -385,6 +400,11 @@ class Runtime:
             index = log.carry(direct.key(backward=False), direct.group)
             self._last[direct.site] = log, index
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a collective was recorded that is in no plan yet."""
+        return self._log is not None and bool(self._log.ran)
+
     def freeze(self) -> None:
         """Plan what was recorded so far; later collectives follow it.
 
@@ -396,7 +416,7 @@ class Runtime:
         """
         if self.schedule is not None:
             return
-        if self._log is None or not self._log.ran:
+        if self._log is None or not self.recorded:
             raise CaptureError(
                 "no FSDP collective has run yet",
                 expected="one forward and backward pass over more than one rank",
@@ -408,29 +428,6 @@ class Runtime:
         self._begin_stretch()
 
     # Ending.
-
-    def check_removable(self) -> None:
-        """Raise if parameters cannot leave their placements now.
-
-        Raises:
-            RunError: A backward pass is running or still to come.
-        """
-        running = autograd.in_backward()
-        sites = [direct.site for direct in self.planning.directs if direct.awaits_backward]
-        if not running and not sites:
-            return
-        raise RunError(
-            "handle.remove() was called "
-            + (
-                "inside a backward pass"
-                if running
-                else f"between a forward pass and its backward pass, which reads {sites[0]!r}"
-            ),
-            expected="a call between steps",
-            got="a backward pass that is running" if running else "a graph that is still alive",
-            fix="call it after backward(), or let go of the forward pass's results first",
-            module=sites[0] if sites else None,
-        )
 
     def release(self) -> None:
         """Give the segments back.

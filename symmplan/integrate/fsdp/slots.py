@@ -73,6 +73,7 @@ class Slot:
         log: The recording it is in.
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
         expected: How it is to run, where that is being checked.
+        pushed: Whether its bytes go straight to the peers.
         send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
@@ -87,14 +88,10 @@ class Slot:
     log: Recording | None = None
     served: int = 1
     expected: Expected | None = None
+    pushed: bool = False
     send: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
     pushing: tuple[torch.Tensor, ...] = ()
     _seen: Any = None
-
-    @property
-    def pushed(self) -> bool:
-        """Whether its bytes go straight to the peers."""
-        return self.scheduled is not None and self.scheduled.pushed
 
     def push(self, gradients: Sequence[torch.Tensor]) -> None:
         """The gradients that FSDP2 would copy into the buffer go to the peers."""

@@ -29,7 +29,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.integrate.moe.measure import measured
-from symmplan.integrate.moe.routes import Routes, exchange_routes
+from symmplan.integrate.moe.routes import Routes, assumed_routes, exchange_routes
 from symmplan.memory.calls import REFUSED, note
 from symmplan.memory.kernels import copy_bytes
 from symmplan.memory.spares import give_back
@@ -37,6 +37,7 @@ from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.choice import Choice
+from symmplan.runtime.executor import executor
 from symmplan.runtime.prepare import Preparation, checked_plan
 from symmplan.runtime.stats import Stats
 from symmplan.torch_private import compilers
@@ -78,6 +79,9 @@ class ExpertParallel:
         self._choices: list[Choice] = []
         self._turn = 0
         self._last: Any = None  # on devices: the end of the last call
+        self._executor = executor(
+            lambda: [self.plan], self._let_go, lambda row: self._algorithms.get(row, "ordinary")
+        )
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
 
@@ -140,6 +144,8 @@ class ExpertParallel:
         Collective: yes.
         """
         self._usable()
+        if not self._executor.serves:
+            return assumed_routes(counts, self._group, self._rows)
         arena = self._arena if self._device.type == "cpu" else None
         meeting = None if arena is None else _meeting(arena, self._group.name)
         return exchange_routes(counts, self._group, self._device, meeting)
@@ -185,21 +191,24 @@ class ExpertParallel:
         self._usable()
         self._check(rows, routes)
         rows = rows.resolve_conj().resolve_neg().contiguous()
-        shape = (sum(routes.received), *rows.shape[1:])
-        result = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+        count = routes.arrive(rows.shape[0])
+        result = rows.new_empty((count, *rows.shape[1:]))
         row = math.prod(rows.shape[1:]) * rows.element_size()
-        if self._algorithm(rows, row, routes) == "ordinary":
-            self._counts["plain"] += 1
+        placed = self._algorithm(rows, row, routes) != "ordinary"
+        self._counts["served" if placed else "plain"] += 1
+        if not placed:
             self._reasons.update(filter(None, [self._preparation.reason]))
-            _ordinary(result, rows, routes, self._group.process_group)
-        else:
-            self._counts["served"] += 1
-            self._pushed(result, rows, row, routes)
+        nbytes = max(count, rows.shape[0]) * row
+        with self._executor.call(row, "all_to_all", nbytes, self._group.name):
+            if self._executor.serves and placed:
+                self._pushed(result, rows, row, routes)
+            elif self._executor.serves:
+                _ordinary(result, rows, routes, self._group.process_group)
         return result
 
     def _check(self, rows: torch.Tensor, routes: Routes) -> None:
         fits = len(routes.table) == self._group.size and rows.dim()
-        fits = fits and rows.shape[0] == sum(routes.sent) and rows.device == self._device
+        fits = fits and routes.takes(rows.shape[0]) and rows.device == self._device
         if fits:
             return
         if self._arena is not None and not self._released:
@@ -385,7 +394,7 @@ class ExpertParallel:
 
         Collective: no; but peers that still exchange rows would wait in vain.
         """
-        if not self._released and not self._group.forked:
+        if not self._released and not self._group.forked and self._executor.serves:
             self._let_go()
         self._released = True
 

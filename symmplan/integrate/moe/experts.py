@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.coordination.world import current
 from symmplan.errors import RunError
 from symmplan.integrate.moe.dispatcher import ExpertParallel
 from symmplan.runtime.options import Options, here
@@ -70,9 +69,4 @@ def expert_parallel(
         )
     options = Options(memory=memory, choose=choose, timeout=timeout)
     name, where = here("symmplan.expert_parallel", group, device)
-    world = current()
-    if world is not None:
-        from symmplan.integrate.moe.simulated import SimulatedExperts
-
-        return SimulatedExperts(name, where, options, int(max_tokens), world)
     return ExpertParallel(name, where, options, int(max_tokens))

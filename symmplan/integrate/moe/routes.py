@@ -1,13 +1,21 @@
-"""How many rows every rank sends to every other, which all ranks know alike."""
+"""How many rows every rank sends to every other, which all ranks know alike.
+
+[Note: assumed routes]
+    In a simulated world tensors have no values. A program that passes numbers is taken at its word,
+    and all its peers to send what it sends. For a tensor without values the worst case is assumed
+    for which memory is planned: each rank gets ``max_tokens`` rows. A combine brings back as many
+    rows as were dispatched.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from symmplan.coordination.own import own_work
+from symmplan.coordination.world import current
 from symmplan.errors import RunError
 from symmplan.memory.calls import note
 
@@ -17,7 +25,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.segment import Rendezvous
 
-__all__ = ["Routes", "exchange_routes", "routes_of"]
+__all__ = ["Routes", "assumed_routes", "exchange_routes", "routes_of"]
 
 #: What a rank whose own numbers are wrong says.
 _WRONG = -1
@@ -57,9 +65,70 @@ class Routes:
         """The way back."""
         return Routes(tuple(zip(*self.table, strict=True)), self.rank)
 
+    def takes(self, given: int) -> bool:
+        """Whether this rank may send so many rows."""
+        return given == sum(self.sent)
+
+    def arrive(self, given: int) -> int:  # noqa: ARG002
+        """How many rows come if ``given`` go."""
+        return sum(self.received)
+
     def begins(self, receiver: int) -> int:
         """Where this rank's rows begin among those that ``receiver`` gets."""
         return sum(row[receiver] for row in self.table[: self.rank])
+
+
+@frozen
+class _Assumed(Routes):
+    """See [Note: assumed routes].
+
+    Attributes:
+        dispatched: How many rows were, once they have been.
+        out: Whether these are the routes of a dispatch.
+    """
+
+    dispatched: list[int] = field(factory=list, eq=False)
+    out: bool = True
+
+    @property
+    def back(self) -> Routes:
+        """The way back."""
+        return evolve(self, out=not self.out)
+
+    def takes(self, given: int) -> bool:  # noqa: ARG002
+        """Nobody knows."""
+        return True
+
+    def arrive(self, given: int) -> int:
+        """How many rows come if ``given`` go."""
+        if not self.out:
+            return self.dispatched[-1]
+        self.dispatched[:] = [given]
+        return sum(self.received)
+
+
+def assumed_routes(counts: torch.Tensor | Sequence[int], group: Group, rows: int) -> Routes:
+    """What all ranks send in a simulated world; see [Note: assumed routes].
+
+    Args:
+        counts: As for `exchange_routes`.
+        group: The group.
+        rows: How many each rank gets where that is not known.
+
+    Collective: no.
+    """
+    size = group.size
+    try:
+        numbers = counts.tolist() if isinstance(counts, torch.Tensor) else list(counts)
+    except Exception as error:
+        world = current()
+        if world is None or not world.reads_values(error):
+            raise
+    else:
+        mine = numbers if len(numbers) == size else [-1]
+        return routes_of([mine] * size, counts, group)
+    each = [rows // size + (rank < rows % size) for rank in range(size)]
+    return _Assumed(tuple((n,) * size for n in each), group.rank)
 
 
 @own_work

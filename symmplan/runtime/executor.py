@@ -1,0 +1,114 @@
+"""Who runs what integrations plan: this process, or nobody, where the world is simulated.
+
+[Note: who runs]
+    An integration records, plans and decides when its collectives run, and asks its `Executor` to
+    run them. That of a simulated world runs nothing in placements: buffers are fake tensors, each
+    with a storage of its own whose end is seen as a lease's is, and collectives run as torch runs
+    them, or not at all. It writes down which there were, for the plan says later how they would
+    have run. What matters is what a program asks for, and when it drops it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.coordination.world import Planner, SimulatedCall, at_end, current
+from symmplan.runtime.loans import lend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from symmplan.coordination.world import World
+    from symmplan.model import AlgorithmName, Plan
+
+__all__ = ["Executor", "executor"]
+
+
+class Executor:
+    """Runs collectives on the bytes that a plan gives them.
+
+    Attributes:
+        serves: Whether anything runs in placements. If not, segments stay until the world ends:
+            others may make theirs only then.
+    """
+
+    serves = True
+
+    def call(
+        self,
+        known_by: Any,  # noqa: ARG002
+        op: str,  # noqa: ARG002
+        nbytes: int,  # noqa: ARG002
+        group: str,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """A collective runs inside that the plan knows by ``known_by``."""
+        return contextlib.nullcontext()
+
+    def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
+        """``tensor`` lies in a placement if the plan says that of ``known_by``."""
+
+    def lend(
+        self, base: torch.Tensor, on_drop: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same bytes, which report their end; and what may be kept of them meanwhile."""
+        return lend(base, on_drop), base
+
+    def lent(self, kept: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What a collective gets for ``buffer``; None if it is not what was lent."""
+        return kept if kept.data_ptr() == buffer.data_ptr() else None
+
+
+class _Nothing(Executor):
+    """Runs nothing. See [Note: who runs]."""
+
+    serves = False
+
+    def __init__(self, world: World, planner: Planner) -> None:
+        self._world = world
+        self._planner = planner
+        world.join(planner)
+
+    @contextlib.contextmanager
+    def call(self, known_by: Any, op: str, nbytes: int, group: str) -> Iterator[None]:
+        self._world.calls.append((self._planner, known_by, SimulatedCall(op, nbytes, group)))
+        self._world.quiet = True
+        try:
+            yield
+        finally:
+            self._world.quiet = False
+
+    def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
+        self._world.buffer(self._planner, known_by, tensor)
+
+    def lend(
+        self, base: torch.Tensor, on_drop: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        at_end(base, on_drop)
+        return base.view(-1), torch.empty(0, dtype=base.dtype, device=base.device)
+
+    def lent(
+        self,
+        kept: torch.Tensor,  # noqa: ARG002
+        buffer: torch.Tensor,
+    ) -> torch.Tensor | None:
+        return buffer
+
+
+def executor(
+    plans: Callable[[], Sequence[Plan | None]],
+    end: Callable[[], None],
+    algorithm: Callable[[Any], AlgorithmName] = lambda _: "ordinary",
+) -> Executor:
+    """Who runs what an integration plans here.
+
+    Args:
+        plans: What it has planned. What was recorded and not yet planned is planned now.
+        end: Gives back what it holds.
+        algorithm: How a call runs of which it knows.
+    """
+    world = current()
+    return Executor() if world is None else _Nothing(world, Planner(plans, end, algorithm))
