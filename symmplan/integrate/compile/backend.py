@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import field, frozen
-from attrs.converters import optional
-
-from symmplan.coordination.groups import group_key
 from symmplan.coordination.world import Planner, current
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.crossing import reasons
+from symmplan.integrate.compile.options import CompileOptions
 from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.pool import Pool, structure_of
 from symmplan.integrate.compile.unit import Unit
@@ -27,7 +24,6 @@ from symmplan.report.format import count
 from symmplan.report.log import LOG
 from symmplan.report.text import reasons_line
 from symmplan.runtime.observe import Checked, check
-from symmplan.runtime.options import Options, known
 from symmplan.runtime.prepare import Preparation
 from symmplan.runtime.stats import Stats
 from symmplan.torch_private.table import require
@@ -43,26 +39,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.algorithms import Collectives
     from symmplan.runtime.choice import Choice, Choose
 
-__all__ = ["CompileBackend", "CompileOptions", "backend", "default_backend", "symmplan"]
-
-
-@frozen(kw_only=True)
-class CompileOptions(Options):
-    """How a compile backend was asked to work; see `Options`.
-
-    Attributes:
-        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
-        bind: Keep static inputs of declared ops in symmetric memory.
-        default_group: Name of the group of ops that name none; the world if None.
-    """
-
-    inner: Literal["inductor", "eager"] = "inductor"
-    bind: bool = False
-    default_group: str | None = field(default=None, converter=optional(group_key))
-
-    def __attrs_post_init__(self) -> None:
-        known("inner compiler", self.inner, ("inductor", "eager"))
-        super().__attrs_post_init__()
+__all__ = ["CompileBackend", "backend", "default_backend", "symmplan"]
 
 
 class CompileBackend:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from symmplan.integrate.compile.backend import CompileOptions
+    from symmplan.integrate.compile.options import CompileOptions
     from symmplan.integrate.compile.parts import PartName
     from symmplan.integrate.compile.pool import Pool, Shared
     from symmplan.model import Buffer, Plan

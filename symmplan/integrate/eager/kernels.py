@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from symmplan.capture.threads import ProgramThreads
-    from symmplan.integrate.eager.session import Session
     from symmplan.integrate.eager.streams import Roles
+
+    #: Given an op, the dispatch keys behind ours, and its arguments.
+    _Serve: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+    _Waited: TypeAlias = Callable[[torch.Tensor], None]
 
 __all__ = ["Cursor", "declared_names", "install", "overload_name"]
 
@@ -43,7 +46,8 @@ class Cursor:
     was left.
 
     Args:
-        session: Whose schedule.
+        serve: Runs a declared op of the program.
+        waited: Hears of tensors that were waited for; None if nobody needs to.
         roles: The streams.
         threads: Of the program.
 
@@ -51,22 +55,25 @@ class Cursor:
         at: Which call comes next.
     """
 
-    def __init__(self, session: Session, roles: Roles, threads: ProgramThreads) -> None:
-        self._session: Session | None = session
+    def __init__(
+        self, serve: _Serve, waited: _Waited | None, roles: Roles, threads: ProgramThreads
+    ) -> None:
+        self._serve: _Serve | None = serve
         self._threads = threads
+        self.waited = waited
         self.roles = roles
         self.at = 0
 
-    def caught(self) -> Session | None:
-        """Whose call it is that comes now; None if it is none of the program's."""
-        return None if in_own_work() or not self._threads.current() else self._session
+    def caught(self) -> _Serve | None:
+        """What runs the call that comes now; None if it is none of the program's."""
+        return None if in_own_work() or not self._threads.current() else self._serve
 
     def forget(self) -> None:
         """No call is caught any more."""
-        self._session = None
+        self._serve = self.waited = None
 
 
-def install(session: Session, cursor: Cursor, stack: ExitStack) -> None:
+def install(cursor: Cursor, stack: ExitStack) -> None:
     """Kernels for all declared ops, until ``stack`` is closed. See [Note: nobody else pays]."""
     libraries: dict[str, torch.library.Library] = {}
     silence()
@@ -85,7 +92,7 @@ def install(session: Session, cursor: Cursor, stack: ExitStack) -> None:
         except AttributeError:
             continue
         add(op, _kernel(cursor, op))
-    if session._leaving:
+    if cursor.waited is not None:
         op = torch.ops._c10d_functional.wait_tensor.default
         add(op, _wait_kernel(cursor, op))
 
@@ -106,10 +113,10 @@ def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
     redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        session, behind = cursor.caught(), keys & after
-        if session is None:
+        serve, behind = cursor.caught(), keys & after
+        if serve is None:
             return redispatch(behind, *args, **kwargs)
-        return session._serve(op, behind, args, kwargs)
+        return serve(op, behind, args, kwargs)
 
     return kernel
 
@@ -119,9 +126,9 @@ def _wait_kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
 
     def kernel(keys: Any, tensor: torch.Tensor) -> Any:
         result = redispatch(keys & after, tensor)
-        session = cursor.caught()
-        if session is not None:
-            session._waited(tensor)
+        waited = cursor.waited
+        if waited is not None and cursor.caught() is not None:
+            waited(tensor)
         return result
 
     return kernel

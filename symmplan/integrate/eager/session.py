@@ -198,9 +198,10 @@ class Session:
         if not self._executor.serves:
             return
         assert self._threads is not None
-        self._cursor = Cursor(self, Roles(self._settings.streams), self._threads)
         self._leaving = {k: (e, name) for e in frozen.events for k, name in e.copied_at_waits()}
-        install(self, self._cursor, self._serving)
+        waited = self._waited if self._leaving else None
+        self._cursor = Cursor(self._serve, waited, Roles(self._settings.streams), self._threads)
+        install(self._cursor, self._serving)
         if frozen.arena.races is not None:
             names = declared_names()
 
@@ -243,8 +244,6 @@ class Session:
         meet(self._settings, "session.replan()")
         keys.renew()
         self._record(keys)
-
-    # Serving.
 
     def _serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
         """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours."""

@@ -1,0 +1,32 @@
+"""How a compile backend was asked to work."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.converters import optional
+
+from symmplan.coordination.groups import group_key
+from symmplan.runtime.options import Options, known
+
+__all__ = ["CompileOptions"]
+
+
+@frozen(kw_only=True)
+class CompileOptions(Options):
+    """How a compile backend was asked to work; see `Options`.
+
+    Attributes:
+        inner: Who compiles the rewritten graphs, ``"inductor"`` or ``"eager"``.
+        bind: Keep static inputs of declared ops in symmetric memory.
+        default_group: Name of the group of ops that name none; the world if None.
+    """
+
+    inner: Literal["inductor", "eager"] = "inductor"
+    bind: bool = False
+    default_group: str | None = field(default=None, converter=optional(group_key))
+
+    def __attrs_post_init__(self) -> None:
+        known("inner compiler", self.inner, ("inductor", "eager"))
+        super().__attrs_post_init__()
