@@ -274,7 +274,10 @@ class Decider:
 
     def _argument(self, request: Request) -> None:
         root = self.values.find(request.value)
-        reason = self._why_stage(request, root)
+        reason, by_producer = self._why_stage(request, root), False
+        if reason is None and root not in self.homes and self._is_made_here(root):
+            reason = self._why_not_written(root)
+            by_producer = reason is not None
         if reason is None:
             name = self.buffer_of(root) or self._settle(request, root)
             self._widen(name, request.requirement)
@@ -283,11 +286,12 @@ class Decider:
         if request.site.writes and not self._is_last_alias(request, root):
             self._leave_out(request, "the op writes it, and other views of it are used later")
             return
-        if request.site.writes and self._origin(root)[0].op == "call_function":
+        if request.site.writes and self._is_made_here(root):
             self.copied.add(root)
         name = f"{request.node.name}.{request.site.where}"
         buffer = self._buffer(request, name, request.value, whole=False)
-        self._place(request, "stage", buffer.name, reason)
+        site = evolve(request.site, how="stage", buffer=buffer.name, reason=reason)
+        self.sites.append(evolve(site, by_producer=by_producer))
 
     def _settle(self, request: Request, root: Value) -> str:
         """Let a storage live in a placement from its first byte; the buffer's name."""
@@ -332,13 +336,15 @@ class Decider:
             return None
         if root in self.shunned:
             return _SHUNNED
-        origin = self._origin(root)
-        if origin[0].op != "call_function":
-            return self._why_not_kept(request, root, origin)
+        if not self._is_made_here(root):
+            return self._why_not_kept(request, root, self._origin(root))
         if root in self.escaping:
             return "its storage leaves the graph"
-        if self._untraceable(root):
-            return "its aliases cannot be followed"
+        return "its aliases cannot be followed" if self._untraceable(root) else None
+
+    def _why_not_written(self, root: Value) -> str | None:
+        """Why what makes a storage cannot make it in a placement, or None if it can."""
+        origin = self._origin(root)
         if self.producer(origin[0]) is None:
             return f"its producer {target_name(origin[0])} cannot write into given memory"
         made = self.values.tensors[origin]
@@ -371,7 +377,7 @@ class Decider:
         Such views of an input see the bytes that are copied back; those of a tensor that the graph
         made would not, because its readers are given the copy instead.
         """
-        if self._origin(root)[0].op != "call_function":
+        if not self._is_made_here(root):
             return True
         order = self.values.order
         at = order[request.node]
@@ -381,6 +387,10 @@ class Decider:
             if value != request.value and order[value[0]] < at
             for user in value[0].users
         )
+
+    def _is_made_here(self, root: Value) -> bool:
+        """Whether a node of the graph makes the storage, and no input brings it."""
+        return self._origin(root)[0].op == "call_function"
 
     def _origin(self, root: Value) -> Value:
         """The first value of a storage class, in graph order."""

@@ -13,7 +13,14 @@ from torch import fx
 
 from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["OUT_VARIANTS", "Write", "out_overload", "writes_eager", "writes_inductor"]
+__all__ = [
+    "OUT_VARIANTS",
+    "Write",
+    "is_allocation",
+    "out_overload",
+    "writes_eager",
+    "writes_inductor",
+]
 
 #: ``"fuse"``: a copy that the compiler folds into the producer's own kernel.
 #: ``"out"``: the op's variant with an ``out`` argument.
@@ -50,13 +57,18 @@ def writes_inductor(node: fx.Node) -> Write | None:
     if not isinstance(target, OpOverload):
         return None
     name = target._schema.name
-    if name in _ALLOCATIONS:
+    if is_allocation(target):
         return "alloc"
     if name in OUT_VARIANTS and target._overloadname == "default":
         return "out"
     if torch.Tag.pointwise in target.tags or name in _LOOPS:
         return None if target._schema.is_mutable else "fuse"
     return None
+
+
+def is_allocation(target: object) -> bool:
+    """Whether an op writes nothing, and only makes memory."""
+    return isinstance(target, OpOverload) and target._schema.name in _ALLOCATIONS
 
 
 def out_overload(target: OpOverload) -> OpOverload | None:
@@ -78,7 +90,7 @@ def writes_eager(node: fx.Node) -> Write | None:
     target = node.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return None
-    if target._schema.name in _ALLOCATIONS:
+    if is_allocation(target):
         return "alloc"
     if len(target._schema.returns) != 1 or target.is_view or target.namespace != "aten":
         return None

@@ -38,6 +38,7 @@ class Site:
         how: How it gets there, or None if it was left out.
         buffer: Name of its buffer, or None if it was left out.
         reason: Why it is staged or left out.
+        by_producer: Whether it is staged because what makes it cannot write it in place.
         writes: Whether the op writes it (arguments only).
         stays: Whether a staged result is copied into its placement rather than out of it.
     """
@@ -51,6 +52,7 @@ class Site:
     how: How | None = None
     buffer: str | None = None
     reason: str = ""
+    by_producer: bool = False
     writes: bool = False
     stays: bool = False
 

@@ -38,7 +38,7 @@ class Lowering:
     """How an op runs by one algorithm.
 
     Attributes:
-        target: Qualified name of the op that is called instead, with overload.
+        target: Qualified name of the op whose default overload is called instead.
         needs: The declared tensors that must be symmetric; the others may lie anywhere.
         out: Which tensor of the original op the target writes: its result, its ``out`` argument,
             or its input (in-place ops).
@@ -72,43 +72,43 @@ _F = "_c10d_functional::"
 # One-sided collectives over shared memory: synchronous, handshake on entry, release on exit.
 _ONE_SIDED: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
-        "symmplan::all_gather_out.default", ("return",), why_not=_PUSHES
+        "symmplan::all_gather_out", ("return",), why_not=_PUSHES
     ),
     f"{_F}all_gather_into_tensor_out.default": Lowering(
-        "symmplan::all_gather_out.default", ("out",), out="out", why_not=_PUSHES
+        "symmplan::all_gather_out", ("out",), out="out", why_not=_PUSHES
     ),
     f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        "symmplan::all_gather_out.default", ("return",), each=True, why_not=_PUSHES
+        "symmplan::all_gather_out", ("return",), each=True, why_not=_PUSHES
     ),
     f"{_F}reduce_scatter_tensor.default": Lowering(
-        "symmplan::reduce_scatter_out.default", ("input",), why_not=_PULLS
+        "symmplan::reduce_scatter_out", ("input",), why_not=_PULLS
     ),
     f"{_F}reduce_scatter_tensor_out.default": Lowering(
-        "symmplan::reduce_scatter_out.default", ("input",), out="out", why_not=_PULLS
+        "symmplan::reduce_scatter_out", ("input",), out="out", why_not=_PULLS
     ),
     f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
-        "symmplan::reduce_scatter_out.default", ("inputs",), each=True, why_not=_PULLS
+        "symmplan::reduce_scatter_out", ("inputs",), each=True, why_not=_PULLS
     ),
     f"{_F}all_reduce.default": Lowering(
-        "symmplan::all_reduce_out.default", ("input", "return")
+        "symmplan::all_reduce_out", ("input", "return")
     ),
     f"{_F}all_reduce_.default": Lowering(
-        "symmplan::all_reduce_out.default", ("input",), out="input"
+        "symmplan::all_reduce_out", ("input",), out="input"
     ),
     f"{_F}all_reduce_coalesced.default": Lowering(
-        "symmplan::all_reduce_out.default", ("inputs", "return"), each=True
+        "symmplan::all_reduce_out", ("inputs", "return"), each=True
     ),
     f"{_F}all_reduce_coalesced_.default": Lowering(
-        "symmplan::all_reduce_out.default", ("inputs",), out="input", each=True
+        "symmplan::all_reduce_out", ("inputs",), out="input", each=True
     ),
     f"{_F}all_to_all_single.default": Lowering(
-        "symmplan::all_to_all_single_out.default", ("return",), why_not=_PUSHES
+        "symmplan::all_to_all_single_out", ("return",), why_not=_PUSHES
     ),
     f"{_F}broadcast.default": Lowering(
-        "symmplan::broadcast_out.default", ("return",), why_not=_PUSHES
+        "symmplan::broadcast_out", ("return",), why_not=_PUSHES
     ),
     f"{_F}broadcast_.default": Lowering(
-        "symmplan::broadcast_out.default", ("input",), out="input"
+        "symmplan::broadcast_out", ("input",), out="input"
     ),
 }  # fmt: skip
 _SHM: Mapping[str, Lowering] = {op: evolve(row, one_sided=True) for op, row in _ONE_SIDED.items()}
@@ -116,38 +116,38 @@ _SHM: Mapping[str, Lowering] = {op: evolve(row, one_sided=True) for op, row in _
 # The process group's own collectives, in the forms that write into given tensors.
 _C10D: Mapping[str, Lowering] = {
     f"{_F}all_gather_into_tensor.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("input", "return"), engine="gather"
+        f"{_F}all_gather_into_tensor_out", ("input", "return"), engine="gather"
     ),
     f"{_F}all_gather_into_tensor_out.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("input", "out"), out="out", engine="gather"
+        f"{_F}all_gather_into_tensor_out", ("input", "out"), out="out", engine="gather"
     ),
     f"{_F}all_gather_into_tensor_coalesced.default": Lowering(
-        f"{_F}all_gather_into_tensor_out.default", ("inputs", "return"), each=True, engine="gather"
+        f"{_F}all_gather_into_tensor_out", ("inputs", "return"), each=True, engine="gather"
     ),
     f"{_F}reduce_scatter_tensor.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out.default", ("input", "return")
+        f"{_F}reduce_scatter_tensor_out", ("input", "return")
     ),
     f"{_F}reduce_scatter_tensor_out.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out.default", ("input", "out"), out="out"
+        f"{_F}reduce_scatter_tensor_out", ("input", "out"), out="out"
     ),
     f"{_F}reduce_scatter_tensor_coalesced.default": Lowering(
-        f"{_F}reduce_scatter_tensor_out.default", ("inputs", "return"), each=True
+        f"{_F}reduce_scatter_tensor_out", ("inputs", "return"), each=True
     ),
     f"{_F}all_reduce.default": Lowering(
-        f"{_F}all_reduce_.default", ("return",), inplace=True, why_not=_COPIED
+        f"{_F}all_reduce_", ("return",), inplace=True, why_not=_COPIED
     ),
-    f"{_F}all_reduce_.default": Lowering(f"{_F}all_reduce_.default", ("input",), out="input"),
+    f"{_F}all_reduce_.default": Lowering(f"{_F}all_reduce_", ("input",), out="input"),
     f"{_F}all_reduce_coalesced.default": Lowering(
-        f"{_F}all_reduce_.default", ("return",), inplace=True, each=True, why_not=_COPIED
+        f"{_F}all_reduce_", ("return",), inplace=True, each=True, why_not=_COPIED
     ),
     f"{_F}all_to_all_single.default": Lowering(
-        "symmplan::all_to_all_single_into.default", ("input", "return"), equal=True,
+        "symmplan::all_to_all_single_into", ("input", "return"), equal=True,
         engine="exchange",
     ),
     f"{_F}broadcast.default": Lowering(
-        f"{_F}broadcast_.default", ("return",), inplace=True, why_not=_COPIED
+        f"{_F}broadcast_", ("return",), inplace=True, why_not=_COPIED
     ),
-    f"{_F}broadcast_.default": Lowering(f"{_F}broadcast_.default", ("input",), out="input"),
+    f"{_F}broadcast_.default": Lowering(f"{_F}broadcast_", ("input",), out="input"),
 }  # fmt: skip
 
 _UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"
@@ -257,7 +257,7 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
 
 
 def overload_named(name: str) -> OpOverload:
-    """The overload with a qualified name such as ``"ns::op.default"``."""
+    """The overload with a qualified name such as ``"ns::op.out"``; without one the default."""
     qualified, _, overload = name.partition(".")
     namespace, _, op = qualified.partition("::")
     packet = getattr(getattr(torch.ops, namespace), op)

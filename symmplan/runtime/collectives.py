@@ -201,6 +201,5 @@ def _run_as(row: CatalogueRow, memory: str) -> str:
     found = Lowerings(memory).table.get(f"{row.op}.default")
     if found is None:
         return "left as it is"
-    target = found.target.removesuffix(".default")
-    called = "itself" if target == row.op else target
+    called = "itself" if found.target == row.op else found.target
     return f"{called}, on {' and '.join(found.needs)}" + ", for each tensor" * found.each

@@ -124,6 +124,11 @@ class Instruction:
     group: str = ""
     buffers: tuple[str, ...] = ()
 
+    @property
+    def copies(self) -> bool:
+        """Whether it moves bytes into or out of a placement."""
+        return self.kind in ("copy in", "copy out", "copy back")
+
 
 @frozen(eq=False)
 class PlacedProgram:
@@ -239,7 +244,7 @@ def _expected(
         dtype=str(fakes[0].dtype).removeprefix("torch."),
         algorithm="copy engine" if node in engines else "symmetric",
         reduction=reduction if isinstance(reduction, str) else "",
-        target=row.target.partition(".")[0],
+        target=row.target,
         launches=len(given),
     )
 

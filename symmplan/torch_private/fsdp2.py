@@ -54,6 +54,15 @@ def comm_bases() -> tuple[type, type]:
     return AllGather, ReduceScatter
 
 
+def is_plain_comm(comm: object) -> bool:
+    """Whether collectives are FSDP2's own, in memory that torch allocates anywhere."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    symmetric = ("SymmMemAllGather", "SymmMemReduceScatter")
+    kinds = tuple(getattr(collectives, n) for n in symmetric if hasattr(collectives, n))
+    return type(comm) in vars(collectives).values() and not isinstance(comm, kinds)
+
+
 def group_methods(group: Any) -> list[str]:
     """The methods of a parameter group in which its collectives are issued and awaited."""
     names = ("unshard", "wait_for_unshard", "post_backward")

@@ -143,7 +143,7 @@ class PlannedPart:
             writes=tuple(dict.fromkeys([*writes, *(g.place for g in given if g.needed)])),
             calls=len(program.calls),
             expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
-            copies=sum(i.kind.startswith("copy") for i in program.instructions),
+            copies=sum(i.copies for i in program.instructions),
             algorithms=program.algorithms,
         )
 

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from symmplan.capture.eager import Recorder, signature
 from symmplan.capture.eager_problem import capture_recorded
-from symmplan.capture.producers import out_overload
+from symmplan.capture.producers import is_allocation, out_overload
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.own import in_own_work, own_work
 from symmplan.errors import AgreementError
@@ -311,13 +311,13 @@ def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:
             continue
         producer = site.source if site.source in recorder.lines else site.node
         fix = "drop it, or what was made of it, before session.step()"
-        if site.kind == "argument" and "producer" in site.reason:
-            target = getattr(site.source, "target", None)
-            what = str(target).removeprefix("aten.").split(".")[0]
+        if site.by_producer:
+            target = site.source.target
             fix = "let an op that takes out= write it, in memory from symmplan.empty"
-            if what.startswith(("empty", "new_empty")):
+            if is_allocation(target):
                 fix = "allocate it with symmplan.empty"
             elif isinstance(target, OpOverload) and out_overload(target) is not None:
+                what = target.overloadpacket.__name__
                 fix = f"write symmplan.out(torch.{what}, ...) where it is made"
         elif site.kind == "argument":
             fix = "make it in the iteration, in memory from symmplan.empty"

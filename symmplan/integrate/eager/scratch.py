@@ -10,6 +10,7 @@ from symmplan.memory import realize
 from symmplan.memory.topology import unreached
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
+from symmplan.registry.catalogue import runs_on_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec
 
 __all__ = ["ScratchMemory"]
-
-#: Ops of the process group itself take any memory.
-_TAKE_ANY = ("_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "c10d::")
 
 
 class ScratchMemory:
@@ -43,9 +41,7 @@ class ScratchMemory:
 
     def serves(self, spec: OpSpec) -> bool:
         """Whether the op may need symmetric memory to run at all."""
-        if spec.op.startswith(_TAKE_ANY):
-            return False
-        return any(not r.of_result for r in spec.requirements)
+        return not runs_on_groups(spec.op) and any(not r.of_result for r in spec.requirements)
 
     @own_work
     def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:

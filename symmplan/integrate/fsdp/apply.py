@@ -298,9 +298,9 @@ def _algorithm(runtime: Runtime, key: Key) -> AlgorithmName:
 
 
 def _check_plain(comm: Any, name: str) -> None:
-    kind = type(comm)
-    if kind.__module__.startswith("torch.") and not kind.__name__.startswith("SymmMem"):
+    if fsdp2.is_plain_comm(comm):
         return
+    kind = type(comm)
     ours = isinstance(comm, PlannedAllGather | PlannedReduceScatter)
     raise CaptureError(
         f"FSDP module {name or 'model'!r} has custom collectives already: {kind.__name__}",

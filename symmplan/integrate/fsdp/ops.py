@@ -137,7 +137,7 @@ def _one_sided(memory: str, collective: str) -> Callable[..., None] | None:
     row = Lowerings(memory).table.get(f"_c10d_functional::{collective}.default")
     if row is None or not row.one_sided:
         return None
-    return IMPLEMENTATIONS[row.target.removesuffix(".default")]
+    return IMPLEMENTATIONS[row.target]
 
 
 def exchanges(
