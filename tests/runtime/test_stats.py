@@ -12,9 +12,9 @@ F = torch.ops._c10d_functional
 
 
 def _program(x, group):
-    """A gather of what is made in place, and one of what comes from elsewhere."""
+    """A gather of what is made in place, and a sum of what comes from elsewhere."""
     whole = F.wait_tensor(F.all_gather_into_tensor(x + 1, 2, group))
-    return F.wait_tensor(F.all_gather_into_tensor(whole.sort().values, 2, group)).sum()
+    return F.wait_tensor(F.reduce_scatter_tensor(whole.sort().values, "sum", 2, group)).sum()
 
 
 def _counted(rank, size):
@@ -60,7 +60,7 @@ def test_all_count_alike():
     assert (graph.iterations, graph.served, graph.recorded) == (3, 6, 0)
     assert (session.iterations, session.served, session.recorded) == (4, 6, 2)
     assert (model.served, model.recorded, model.copies) == (6, 2, 0)
-    assert graph.staged == session.staged
+    assert graph.staged == session.staged > 0
     assert graph.copies == 3 * graph.staged
     assert session.copies == 3 * session.staged
 

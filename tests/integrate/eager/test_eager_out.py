@@ -190,3 +190,37 @@ def _not_out(rank, world_size):
 
 def test_calls_that_autograd_follows_are_just_made(pool):
     assert pool.run(_not_out) == [0, 0]
+
+
+def _fixes(rank, size):
+    """Inputs of sums from three places: what would avoid the copy of each."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+
+    outside = torch.ones(8, 8)
+
+    def made():
+        x = torch.full((8, 8), float(rank + 1))
+        yield torch.mm(x, x)
+        yield torch.empty(8, 8)
+        yield outside
+
+    with symmplan.eager(timeout=20.0, memory="shm") as session:
+        for _ in range(2):
+            for x in made():
+                ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, name))
+            session.step()
+        return [copy.fix for copy in session.copies if copy.where == "input"]
+
+
+def test_a_copy_says_what_would_avoid_it(pool):
+    first, second = pool.run(_fixes)
+    assert first == second
+    assert first == [
+        "write symmplan.out(torch.mm, ...) where it is made",
+        "allocate it with symmplan.empty",
+        "make it in the iteration, in memory from symmplan.empty",
+    ]
