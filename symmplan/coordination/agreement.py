@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import asdict, frozen
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.groups import Group
     from symmplan.model import Plan
+
+    #: Where in a plan's JSON: each key, and whether it is that of an item of a list.
+    _Path: TypeAlias = tuple[tuple[str, bool], ...]
 
 __all__ = ["agree", "compare_notes", "first_difference", "no_note"]
 
@@ -183,11 +186,16 @@ def first_difference(left: Any, right: Any) -> Difference:
         return Difference(why, "", "", "", ("?", "?"))
     path, values = found
     buffer, op = _about(left, path, values)
-    subject = f"buffer {buffer!r}" if buffer else ".".join(path[:-1]).replace(".[", "[")
+    subject = f"buffer {buffer!r}" if buffer else _text(path[:-1])
     if op:
         subject += f" of {op}"
-    text = ".".join(path).replace(".[", "[")
-    return Difference(f"{subject}, {path[-1]}", text, op, buffer, values)
+    return Difference(f"{subject}, {_text(path[-1:])}", _text(path), op, buffer, values)
+
+
+def _text(path: _Path) -> str:
+    """A path for people and machines, such as ``"problem.buffers[x].nbytes"``."""
+    steps = (f"[{key}]" if in_list else f".{key}" for key, in_list in path)
+    return "".join(steps).removeprefix(".")
 
 
 def _relabelled(value: Any, labels: dict[str, str], *, is_group: bool = False) -> Any:
@@ -208,22 +216,21 @@ def _rank(key: str) -> tuple[int, str]:
     return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
 
 
-def _differences(
-    left: Any, right: Any, path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], tuple[Any, Any]]]:
+def _differences(left: Any, right: Any, path: _Path) -> Iterator[tuple[_Path, tuple[Any, Any]]]:
     """Yield ``(path, values)`` of all, causes before consequences."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        labels = {key: key for key in sorted({*left, *right} - _PEOPLE, key=_rank)}
-    elif isinstance(left, list) and isinstance(right, list):
+    in_list = isinstance(left, list) and isinstance(right, list)
+    if in_list:
         left, right = _keyed(left), _keyed(right)
-        labels = {key: f"[{key}]" for key in (*left, *right)}
+        keys = list(dict.fromkeys((*left, *right)))
+    elif isinstance(left, dict) and isinstance(right, dict):
+        keys = sorted({*left, *right} - _PEOPLE, key=_rank)
     else:
         if left != right or type(left) is not type(right):
             yield path, (left, right)
         return
-    for key, label in labels.items():
+    for key in keys:
         values = (left.get(key, _ABSENT), right.get(key, _ABSENT))
-        yield from _differences(*values, (*path, label))
+        yield from _differences(*values, (*path, (key, in_list)))
 
 
 def _keyed(items: list[Any]) -> dict[str, Any]:
@@ -233,25 +240,26 @@ def _keyed(items: list[Any]) -> dict[str, Any]:
     return {str(index): item for index, item in enumerate(items)}
 
 
-def _about(plan: dict[str, Any], path: tuple[str, ...], values: tuple[Any, Any]) -> tuple[str, str]:
+def _about(plan: dict[str, Any], path: _Path, values: tuple[Any, Any]) -> tuple[str, str]:
     """Buffer and op that a path is about, as far as it says."""
     node: Any = plan
-    buffer = op = ""
-    for key in path:
-        if key.startswith("["):
+    buffer = op = table = ""
+    for key, in_list in path:
+        if in_list:
             named = _keyed(node) if isinstance(node, list) else {}
-            node = named.get(key[1:-1])
-            if node is None and "buffers" in path:
-                buffer = key[1:-1]
+            node = named.get(key)
+            if node is None and table == "buffers":
+                buffer = key
         else:
             node = node.get(key) if isinstance(node, dict) else None
+            if table == "placements":
+                buffer = key
+            table = key
         if isinstance(node, dict):
             op = str(node.get("op") or op)
             buffer = str(node.get("buffer") or buffer)
-            if "buffers" in path and isinstance(node.get("name"), str):
+            if in_list and table == "buffers" and isinstance(node.get("name"), str):
                 buffer = node["name"]
-    if "placements" in path and path.index("placements") + 1 < len(path):
-        buffer = path[path.index("placements") + 1].strip("[]")
     if not op:
         op = next((str(v["op"]) for v in values if isinstance(v, dict) and v.get("op")), "")
     if buffer and not op:

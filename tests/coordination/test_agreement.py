@@ -271,6 +271,16 @@ def test_the_first_difference_is_the_cause():
     assert moved.path.startswith("placements")
 
 
+@pytest.mark.parametrize("name", ["[x]", "a.b", "[0]", "placements"])
+@pytest.mark.all_cases
+def test_a_buffer_may_have_any_name(name):
+    larger = difference(hand_made({name: 64, "y": 64}), hand_made({name: 4096, "y": 64}))
+    assert larger.path == f"problem.buffers[{name}].nbytes"
+    assert (larger.buffer, larger.op) == (name, "test::op")
+    moved = difference(hand_made({name: 64, "y": 64}), hand_made({"y": 64, name: 64}))
+    assert (moved.buffer, moved.op) == (name, "test::op")
+
+
 def test_names_of_groups_are_no_difference():
     left, right = two_segments(("3", "9")), two_segments(("10", "2"))
     assert left.fingerprint == right.fingerprint
