@@ -118,12 +118,18 @@ class Process:
     engines_made: dict[tuple[int, ...], Any] = field(factory=dict)
     #: ``{group: {what a Trial is found under: Choice}}``: written and read by `measure`.
     measured: WeakKeyDictionary[Any, dict[Any, Any]] = field(factory=WeakKeyDictionary)
+    #: ``{path: Table}`` of choices, each read once, so that all plans are made of the same: written
+    #: and read by `read_table`.
+    tables: dict[str, Any] = field(factory=dict)
     #: ``{Rendezvous: weak reference to the Progress that speaks there}``, one for good, as peers
     #: may read what another has said there before: written and read by `Progress`.
     speakers: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
 
     # What runs.
 
+    #: ``{device: stream}`` of what may not run on the default one: written and read by
+    #: `off_default_stream`.
+    side_streams: dict[Any, Any] = field(factory=dict)
     #: Of each thread. The one thread of a child goes on where its parent's was.
     thread: ThreadState = field(factory=ThreadState, metadata=_INHERITED)
     #: The eager `Session` that was entered: written by it, read by `symmplan.empty` and `out`.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from symmplan.errors import RunError
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,15 +150,12 @@ def off_default_stream(device: torch.device) -> Iterator[None]:
     if current != torch.cuda.default_stream(device):
         yield
         return
-    side = _side(device)
+    if device not in PROCESS.side_streams:
+        PROCESS.side_streams[device] = torch.cuda.Stream(device)
+    side = PROCESS.side_streams[device]
     side.wait_stream(current)
     try:
         with on_stream(side):
             yield
     finally:
         current.wait_stream(side)
-
-
-@functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

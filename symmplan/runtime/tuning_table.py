@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -21,6 +20,7 @@ from attrs import asdict, field, frozen
 from symmplan.errors import BackendError
 from symmplan.memory import BACKENDS
 from symmplan.model import AlgorithmName
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,13 +98,19 @@ def is_table(choose: object) -> bool:
     return isinstance(choose, (str, Path)) and str(choose).endswith(".json")
 
 
-@functools.cache
 def read_table(path: str) -> Table:
     """A table from its file; read once in a process.
 
     Raises:
         BackendError: There is no such file, or it is no table.
     """
+    found: Table | None = PROCESS.tables.get(path)
+    if found is None:
+        found = PROCESS.tables[path] = _read(path)
+    return found
+
+
+def _read(path: str) -> Table:
     try:
         return _table(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
