@@ -44,8 +44,8 @@ __all__ = [
 
 _POLL = 0.02  # seconds
 
-#: Ranks have other numbers in other groups.
-_OF_GROUP = ", by the numbers of group "
+#: Fields of errors that say which ranks they are about.
+_ABOUT = ("failed_rank", "lost_rank", "missing", "ranks")
 #: What each error has beside its own fields.
 _GIVEN = ("what", "expected", "got", "fix", "group", "rank", "failed_rank", "fields")
 
@@ -266,6 +266,7 @@ def _from_data(text: bytes, group: Group) -> SymmplanError:
         kind, what = str(data["kind"]), str(data["what"])
         where = str(data.get("group") or group.name)
         fields = data.get("fields") or {}
+        about = any(fields.get(name) is not None for name in _ABOUT)
         plain = {
             str(k): _tupled(v)
             for k, v in fields.items()
@@ -279,10 +280,12 @@ def _from_data(text: bytes, group: Group) -> SymmplanError:
             group=group.name,
         )
     known = getattr(errors, kind, RunError) if kind in errors.__all__ else RunError
-    if not what.startswith("rank "):
+    if not about:
         what = f"rank {failed} failed: {what}"
-    if where not in (group.name, group.torch_name) and _OF_GROUP not in what:
-        what = f"{what}{_OF_GROUP}{where!r}"
+    # Ranks have other numbers in other groups.
+    if where not in (group.name, group.torch_name) and "numbers_of" not in plain:
+        what = f"{what}, by the numbers of group {where!r}"
+        plain["numbers_of"] = where
     result: SymmplanError = known(
         what,
         expected=data.get("expected"),
