@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,23 +27,18 @@ from symmplan.torch_private import c10d, dispatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Listener", "leave", "listen", "silence"]
+    from symmplan.capture.fsdp_recording import Recording
+
+__all__ = ["leave", "listen", "silence"]
 
 _ALL_TO_ALL = "c10d::alltoall_base_"
 
 
-class Listener(Protocol):
-    """Who wants to hear of collectives."""
-
-    def hear(self, other: Any) -> None:
-        """A collective was called, in any thread; ``other`` is a `Case`."""
-
-
-def listen(listener: Listener | None, device: torch.device) -> None:
+def listen(listener: Recording | None, device: torch.device) -> None:
     """Let ``listener`` hear of the collectives of all process groups, but for symmplan's own.
 
     Args:
-        listener: Who wants to hear; nobody if None.
+        listener: What hears; nothing if None.
         device: On tensors of which kind of device.
     """
     if listener is None:
@@ -67,7 +62,7 @@ def listen(listener: Listener | None, device: torch.device) -> None:
     weakref.finalize(listener, _end).atexit = False
 
 
-def leave(listener: Listener | None) -> None:
+def leave(listener: Recording | None) -> None:
     """``listener`` has heard enough. It need not have listened."""
     if listener is not None:
         PROCESS.listeners.pop(listener, None)
