@@ -251,3 +251,74 @@ def test_the_check_of_control_flow_can_fail(source, says):
 )
 def test_the_check_of_control_flow_leaves_the_rest_alone(source):
     assert folded(source) == []
+
+
+# -- what something is, its fields say ------------------------------------------------------------
+
+#: Where such a text is taken apart, and why.
+MAY_CUT = {
+    "model/declared.py: self.where.partition('.')": "what people declare is text, read here alone",
+    "registry/rows.py: self.op.partition('::')": "likewise a row of the catalogue",
+    "torch_private/c10d.py: op._schema.name.partition('::')": "torch's schemas have one name",
+    "runtime/watching.py: op._schema.name.partition('::')": "the same",
+    "registry/inventory.py: schema.name.partition('::')": "the same",
+    "testing/ranks.py: 'onnection' in error.text": "errors of networks have no common class",
+    "bench/parts/profile.py: 'Gather' not in event.name": "kernels in a profile are names",
+    "registry/check.py: 'group' in a.name": "which argument carries a group that nobody named",
+}
+CUTS = frozenset(
+    (
+        *("startswith", "endswith", "removeprefix", "removesuffix", "split", "rsplit"),
+        *("partition", "rpartition"),
+    )
+)
+SAY = frozenset(
+    (
+        *("op", "name", "reason", "kind", "where", "target", "what", "fix", "algorithm", "user"),
+        *("note", "text"),
+    )
+)
+
+
+def told_by_texts(files: dict[str, str]) -> list[str]:
+    """Where something is told by a part of a text that an object has for people, or as a key."""
+    found = []
+    for path, source in sorted(files.items()):
+        for node in ast.walk(ast.parse(source)):
+            text: ast.AST | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                text = node.func.value if node.func.attr in CUTS else None
+            elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+                literal = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+                text = node.comparators[0] if literal else None
+            if isinstance(text, ast.Attribute) and text.attr in SAY:
+                found.append(f"{path}: {ast.unparse(node)}")
+    return sorted(set(found))
+
+
+def test_nothing_is_told_by_a_part_of_a_text():
+    found = told_by_texts(SOURCES)
+    assert [line for line in found if line not in MAY_CUT] == []
+    assert [line for line in MAY_CUT if line not in found] == [], "nobody does that any more"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "spec.op.startswith('c10d::')",
+        "site.where.partition('.')",
+        "row.target.removesuffix('.default')",
+        "instruction.kind.startswith('copy')",
+        "buffer.name.endswith(':result')",
+        "'producer' in site.reason",
+        "'rank ' not in error.what",
+    ],
+)
+def test_the_check_of_texts_can_fail(text):
+    files = {"runtime/invented.py": f"def f():\n    if {text}:\n        pass"}
+    assert told_by_texts(files) == [f"runtime/invented.py: {text}"]
+
+
+@pytest.mark.parametrize("text", ["site.kind == 'argument'", "'a' in names", "text.split(',')"])
+def test_the_check_of_texts_leaves_the_rest_alone(text):
+    assert told_by_texts({"runtime/invented.py": f"x = {text}"}) == []

@@ -81,8 +81,8 @@ def spec_of(schema: Schema) -> OpSpec | None:
 
 def entry_of(schema: Schema) -> Entry | None:
     """The op's entry, or None if it is no business of the catalogue."""
-    name, _, overload = schema.op.partition(".")
-    row = _rows().get(name) if overload == "default" else None
+    name = schema.name
+    row = _rows().get(name) if schema.overload == "default" else None
     if row is not None:
         try:
             return Entry(schema.op, _spec(row, schema), row.note)

@@ -92,9 +92,19 @@ class CatalogueRow:
     note: str = ""
 
     @property
+    def namespace(self) -> str:
+        """Where the op is defined."""
+        return self.op.partition("::")[0]
+
+    @property
+    def name(self) -> str:
+        """Its name there."""
+        return self.op.partition("::")[2]
+
+    @property
     def out_name(self) -> str | None:
         """The out-variant's qualified name."""
-        return None if self.out is None else f"{self.op.partition('::')[0]}::{self.out}"
+        return None if self.out is None else f"{self.namespace}::{self.out}"
 
 
 def _collective(

@@ -75,16 +75,23 @@ class Schema:
     """What an op takes and gives.
 
     Attributes:
-        op: Qualified name with overload, such as ``"aten::add.Tensor"``.
+        name: Qualified name, such as ``"aten::add"``.
+        overload: Of which overload.
         arguments: In order.
         results: In order.
         text: The schema as torch prints it.
     """
 
-    op: str
+    name: str
+    overload: str
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     text: str
+
+    @property
+    def op(self) -> str:
+        """Both, such as ``"aten::add.Tensor"``."""
+        return f"{self.name}.{self.overload}"
 
     def argument(self, name: str) -> Argument | None:
         """The argument of that name, if any."""
@@ -102,7 +109,8 @@ def schema_of(op: OpOverload) -> Schema:
     """Read the schema of ``op``; cached per op object, so that a redefined op is read afresh."""
     schema = torch_registry.raw_schema(op)
     return Schema(
-        op=qualified_name(op),
+        name=schema.name,
+        overload=schema.overload_name or "default",
         arguments=tuple(
             Argument(
                 name=a.name,

@@ -188,14 +188,13 @@ def _served(row: CatalogueRow) -> dict[str, Any]:
 
 def _run_as(row: CatalogueRow, memory: str) -> str:
     """What runs instead of an op on a memory backend, for people."""
-    namespace, _, name = row.op.partition("::")
     if row.op in FUNCTIONAL:
         return f"as {FUNCTIONAL[row.op]}"
-    if namespace == "_c10d_functional_autograd":
-        return f"as _c10d_functional::{name}"
+    if row.namespace == "_c10d_functional_autograd":
+        return f"as _c10d_functional::{row.name}"
     if not row.where:
         return "left as it is"
-    if namespace == "symm_mem":
+    if row.namespace == "symm_mem":
         devices = BACKENDS[memory].devices
         return "itself, on placements" if devices else "left as it is: it needs device memory"
     found = Lowerings(memory).table.get(f"{row.op}.default")

@@ -48,8 +48,7 @@ def load() -> None:
     _define("poison_", "(Tensor(a!) freed)", _poison)
     _define("fence_", "(Tensor(a!)[] segments)", _nothing)
     for row in SYMM_MEM:
-        namespace, _, name = row.op.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), name, None)
+        packet = getattr(getattr(torch.ops, row.namespace), row.name, None)
         op = getattr(packet, "default", None)
         if op is not None:
             _make_traceable(op, _LIKE.get(row.op))
