@@ -140,7 +140,8 @@ def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     for kind in ("all_gather", "reduce_scatter"):
         for size in settings["sizes"]:
             nbytes = size * group.size()
-            key = Key("bench", kind, nbytes // dtype.itemsize, str(dtype), backward=False)
+            name, count = str(dtype).removeprefix("torch."), nbytes // dtype.itemsize
+            key = Key("bench", kind, count, name, backward=False)
             recording.run(recording.begin(key, nbytes), group_name(group))
     name, choices = Planning(Options(choose="measure"), memory).measured(recording)
     wanted = ("op", "ranks", "nbytes", "algorithm")

@@ -28,7 +28,7 @@ class Key:
     site: str  # name of the FSDP module in the model
     kind: Kind  # ``"all_gather"`` or ``"reduce_scatter"``
     numel: int  # elements of the all-gather's output, or of the reduce-scatter's input
-    dtype: str  # element type, as torch prints it
+    dtype: str  # element type, by its name in torch: ``"float32"``
     backward: bool  # whether autograd was running
 
     @property
@@ -36,7 +36,7 @@ class Key:
         """Size of its buffer in bytes."""
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        dtype: torch.dtype = getattr(torch, self.dtype)
         return self.numel * dtype.itemsize
 
     @property

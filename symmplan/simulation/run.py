@@ -16,6 +16,7 @@ from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import BACKENDS
+from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
@@ -102,6 +103,7 @@ def simulate(
     world.seen, world.on_join = storages.seen, storages.begin
     world.reads_values = fake_world.reads_values
     others: Counter[tuple[SimulatedCall, bool]] = Counter()
+    targets = {row.target for row in Lowerings(memory).table.values()}
     ops = 0
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
@@ -113,7 +115,7 @@ def simulate(
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)
             if call is not None:
-                placed = op.namespace == "symmplan" or op.name().partition(".")[0].endswith("_out")
+                placed = op.namespace == "symmplan" or call.op in targets
                 others[call, in_own_work() and placed] += 1
 
     def check_mesh(size: int) -> None:
@@ -208,7 +210,7 @@ def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:
         return None
     tensors = [t for t in tree_leaves([args, results]) if isinstance(t, torch.Tensor)]
     nbytes = max((t.numel() * t.element_size() for t in tensors), default=0)
-    return SimulatedCall(op.name().partition(".")[0], nbytes, group)
+    return SimulatedCall(op._schema.name, nbytes, group)
 
 
 def _check(program: object, ranks: int, rank: int, memory: str) -> None:

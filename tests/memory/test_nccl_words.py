@@ -63,7 +63,7 @@ def test_gathers_of_split_words_are_left_out(memory):
         assert not left_out
 
 
-def _call(kind, numel, dtype="torch.bfloat16"):
+def _call(kind, numel, dtype="bfloat16"):
     return Call(Key("model", kind, numel, dtype, kind == "reduce_scatter"), numel * 2, "g")
 
 

@@ -131,7 +131,7 @@ def case_of(call: Call, memory: str, device: torch.device, ranks: int) -> CallCa
         memory=memory,
         group=call.group,
         ranks=ranks,
-        dtype=call.key.dtype.removeprefix("torch."),
+        dtype=call.key.dtype,
         numels=(call.key.numel,),
         algorithms=algorithms,
         alone=not computes,
@@ -143,7 +143,7 @@ def _pushes(call: Call, memory: str) -> bool:
     """Whether a reduction can be made of pushes: FSDP2 divides others before it reduces."""
     backend = BACKENDS[memory]
     return (
-        call.key.dtype in ("torch.float32", "torch.bfloat16")
+        call.key.dtype in ("float32", "bfloat16")
         and (backend.devices or backend.collectives)
         and fsdp2.has_copy_in()
     )

@@ -52,7 +52,8 @@ class _Planned:
     ) -> torch.Tensor:
         """The buffer of the next collective."""
         numel = math.prod(int(extent) for extent in size)
-        key = Key(self._site, kind, numel, str(dtype), autograd.in_backward())
+        name = str(dtype).removeprefix("torch.")
+        key = Key(self._site, kind, numel, name, autograd.in_backward())
         tensor, self._slot = self._runtime.open(
             key, dtype, device, lambda: self._plain.allocate(size, dtype=dtype, device=device)
         )

@@ -83,7 +83,7 @@ class Layout:
     def key(self, site: str, *, backward: bool) -> Key:
         """The gather of this group, as its flat form is recorded."""
         count = sum(self.counts) * self.ranks
-        return Key(site, "all_gather", count, str(self.dtype), backward)
+        return Key(site, "all_gather", count, str(self.dtype).removeprefix("torch."), backward)
 
 
 def layout_of(group: Any) -> Layout | str:

@@ -126,6 +126,6 @@ class Schedule:
             group=scheduled.call.group,
             memory=memory,
             nbytes=scheduled.call.nbytes,
-            dtype=key.dtype.removeprefix("torch."),
+            dtype=key.dtype,
             algorithm="ordinary" if scheduled.place is None else scheduled.algorithm.name,
         )

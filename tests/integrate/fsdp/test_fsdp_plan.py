@@ -20,7 +20,7 @@ from symmplan.runtime.loans import Ledger, Loan, lend
 
 
 def key(site, kind="all_gather", numel=64, *, backward=False):
-    return Key(site, kind, numel, "torch.float32", backward)
+    return Key(site, kind, numel, "float32", backward)
 
 
 def record(*events):

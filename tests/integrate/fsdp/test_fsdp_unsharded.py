@@ -22,14 +22,14 @@ def recordings(draw):
     recording = Recording()
     order = draw(st.lists(st.sampled_from(SITES[1:]), min_size=1, unique=True))
     ahead = draw(st.integers(0, 3))
-    root = recording.begin(Key("root", "all_gather", 8, "torch.float32", False), 32)
+    root = recording.begin(Key("root", "all_gather", 8, "float32", False), 32)
     recording.run(root, "g")
     begun: dict[int, int] = {}
     put_off: set[int] = set()
     for at, _ in enumerate(order):
         for turn in range(at, min(len(order), at + 1 + ahead)):
             if turn not in begun:
-                key = Key(order[turn], "all_gather", 8, "torch.float32", False)
+                key = Key(order[turn], "all_gather", 8, "float32", False)
                 begun[turn] = recording.begin(key, 32)
                 if turn > at and draw(st.booleans()):  # it ran when its module came
                     put_off.add(turn)
