@@ -17,7 +17,7 @@ import os
 import threading
 from bisect import bisect_right
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from attrs import define, field, fields
 
@@ -96,6 +96,10 @@ class Process:
     #: read by `symmplan.segments`.
     arenas: WeakValueDictionary[int, Any] = field(factory=WeakValueDictionary)
     arenas_made: int = 0
+    #: The segment cache: ``{number: Arena}`` of what nobody leases, and how many came there, which
+    #: is equal on ranks that did the same: written and read by `symmplan.memory.cache`.
+    cache: dict[int, Any] = field(factory=dict)
+    cached: int = 0
     #: ``{address: (pool, process groups that registered it)}`` of windows: written and read by
     #: `NcclPoolBackend`. A child may not end them.
     pools: dict[int, tuple[Any, list[Any]]] = field(factory=dict, metadata=_INHERITED)
@@ -126,6 +130,9 @@ class Process:
     speakers: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
 
     # What runs.
+
+    #: Each FSDP2 `Runtime`, whose ``tenant_ran`` is called: written by it, read when a tenant runs.
+    watchers: WeakSet[Any] = field(factory=WeakSet)
 
     #: ``{device: stream}`` of what may not run on the default one: written and read by
     #: `off_default_stream`.

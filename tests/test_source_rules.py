@@ -23,10 +23,6 @@ MAY_KEEP = {
     "memory/ops.py: _LIBRARY": "ops that are defined at import, for as long as torch lives",
     "integrate/compile/ops.py: _LIBRARY": "the same",
     "integrate/compile/ops.py: _SYMM_MEM_LIBRARY": "the same",
-    "memory/spares.py: _COUNT": "segments that nobody uses, until one ledger has them",
-    "memory/spares.py: _LOST": "the same",
-    "memory/spares.py: _SPARE": "the same",
-    "runtime/guests.py: WATCHERS": "the same",
 }
 #: What makes a value that nobody changes, or that says nothing of this process.
 CONSTANTS = frozenset(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.model import OpSpec
 
-__all__ = ["OPS", "GuestBytes", "Planned", "problem_of"]
+__all__ = ["OPS", "Planned", "problem_of"]
 
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
@@ -69,23 +69,12 @@ class Planned:
     carried: bool = False  # whether it ran before the stretch began
 
 
-@frozen
-class GuestBytes:
-    """What somebody else needs of the segments while it runs."""
-
-    name: str  # of its segment
-    nbytes: int  # size in bytes
-    group: str  # the process group that meets there
-    align: int  # what it must begin at a multiple of, in bytes
-    user: str  # who it is, for people
-
-
 def problem_of(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
     algorithm_of: Callable[[Call], Algorithm] = lambda _: Algorithm("symmetric"),
     direct: Mapping[str, int] | None = None,
-    guests: Mapping[int, Sequence[GuestBytes]] | None = None,
+    tenants: Mapping[int, Sequence[Buffer]] | None = None,
     live: int | None = None,
 ) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
     """Turn recordings, one after the other, into a problem.
@@ -98,8 +87,8 @@ def problem_of(
         algorithm_of: How a collective runs.
         direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
             one address for all of a module's, in use until the parameters are released.
-        guests: ``{number: what it needs while it runs}``. All groups of a problem with guests may
-            share a segment.
+        tenants: ``{number: its bytes}``, in use while it runs, or always. All groups of a problem
+            with tenants may share a segment.
         live: How many of those may be alive at once; see `symmplan.capture.fsdp_unsharded`.
 
     Returns:
@@ -112,7 +101,7 @@ def problem_of(
     stretches: list[tuple[Planned, ...]] = []
     together: list[tuple[str, str]] = []
     first: dict[str, str] = {}
-    hosted: dict[str, GuestBytes] = {}
+    hosted: dict[str, Buffer] = {}
     slots: dict[str, list[Buffer]] = {}
     pushed: dict[str, int] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
@@ -157,13 +146,15 @@ def problem_of(
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):
-            if what == "guest":
-                for guest in (guests or {}).get(index, ()):
-                    hosted.setdefault(guest.name, guest)
-                    run = f"{number}.{at:04d}.{guest.name}.run"
-                    operations.append(Operation(run, group=guest.group))
+            if what == "tenant":
+                for tenant in (tenants or {}).get(index, ()):
+                    hosted.setdefault(tenant.name, tenant)
+                    run = f"{number}.{at:04d}.{tenant.name}.run"
+                    operations.append(Operation(run, group=tenant.group))
                     accesses.append(
-                        Access(run, guest.name, write=True, remote=True, enters=True, releases=True)
+                        Access(
+                            run, tenant.name, write=True, remote=True, enters=True, releases=True
+                        )
                     )
                 continue
             one = planned.get(index)
@@ -193,10 +184,7 @@ def problem_of(
             accesses.append(Access(operation, one.buffer, write=write, **reached))
             if runs and one.received is not None:
                 accesses.append(Access(operation, one.received, write=True, **reached))
-    buffers += (
-        Buffer(g.name, g.nbytes, g.group, align=g.align, op=g.user, where="carve-out")
-        for g in hosted.values()
-    )
+    buffers += hosted.values()
     buffers += (slot for of in slots.values() for slot in of)
     groups = list(dict.fromkeys(b.group for b in buffers))
     problem = Problem(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Key", "Kind", "Moment", "Recording"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
-#: How many events came before, those of guests not counted, and how many runs of guests since then.
-#: Guests run on the ranks that compiled them: what is without guests is the same on all ranks.
+#: How many events came before, those of tenants not counted, and how many of those since then.
+#: Tenants run on the ranks that compiled them: what is without tenants is the same on all ranks.
 Moment: TypeAlias = tuple[int, int]
 
 
@@ -69,7 +69,7 @@ class Recording:
         collectives: Every buffer that FSDP2 asked for, in order.
         events: ``(what, index in collectives)`` with ``"begin"``, ``"run"``, ``"drop"``, or
             ``"release"``: the module is done with the parameters that this all-gather gathered;
-            and ``("guest", number)``: a guest runs, see `symmplan.runtime.guests`.
+            and ``("tenant", number)``: a tenant runs, see `symmplan.runtime.tenants`.
         heard: Of collectives that are not FSDP2's how many of its had run before, and what they
             are; see `symmplan.runtime.listening`.
         after_forward: The all-gathers whose modules FSDP2 released because forward was done.
@@ -118,12 +118,12 @@ class Recording:
         self.carried.add(index)
         return index
 
-    def guest(self, number: int) -> None:
-        """A guest runs. Once between two other events is enough, however long FSDP2 rests."""
-        behind = (i for i, e in enumerate(reversed(self.events)) if e[0] != "guest")
+    def tenant(self, number: int) -> None:
+        """A tenant runs. Once between two other events is enough, however long FSDP2 rests."""
+        behind = (i for i, e in enumerate(reversed(self.events)) if e[0] != "tenant")
         last = next(behind, len(self.events))
-        if ("guest", number) not in self.events[len(self.events) - last :]:
-            self.events.append(("guest", number))
+        if ("tenant", number) not in self.events[len(self.events) - last :]:
+            self.events.append(("tenant", number))
 
     @property
     def ran(self) -> tuple[int, ...]:
@@ -133,30 +133,30 @@ class Recording:
     def drops(self) -> list[Moment | None]:
         """When each buffer was dropped; None if it lives."""
         result: list[Moment | None] = [None] * len(self.collectives)
-        before = guests = 0
+        before = tenants = 0
         for what, index in tuple(self.events):  # other threads may append
             if what == "drop":
-                result[index] = before, guests
-            elif what == "guest":
-                guests += 1
+                result[index] = before, tenants
+            elif what == "tenant":
+                tenants += 1
             else:
-                before, guests = before + 1, 0
+                before, tenants = before + 1, 0
         return result
 
     def with_drops(self, drops: Sequence[Moment | None]) -> Recording:
         """The same with other drops, those of one moment in the order of their buffers.
 
-        One behind more guests than there are comes behind the last.
+        One behind more tenants than there are comes behind the last.
         """
         due = deque(sorted((moment, i) for i, moment in enumerate(drops) if moment is not None))
         others = [event for event in tuple(self.events) if event[0] != "drop"]
         events: list[tuple[str, int]] = []
-        before = guests = 0
+        before = tenants = 0
         for event in [*others, None]:
-            guest = event is not None and event[0] == "guest"
-            now = (before, guests if guest else math.inf)
+            tenant = event is not None and event[0] == "tenant"
+            now = (before, tenants if tenant else math.inf)
             while due and due[0][0] <= now:
                 events.append(("drop", due.popleft()[1]))
             events += [] if event is None else [event]
-            before, guests = (before, guests + 1) if guest else (before + 1, 0)
+            before, tenants = (before, tenants + 1) if tenant else (before + 1, 0)
         return evolve(self, events=events)

@@ -104,7 +104,7 @@ def with_kept(recording: Recording, kept: Collection[str]) -> Recording:
     as_if: dict[int, int] = {}  # of what is not gathered: which gather is still there
     there: dict[str, int] = {}
     for what, index in recording.events:
-        call = recording.collectives[index] if what != "guest" else None
+        call = recording.collectives[index] if what != "tenant" else None
         if call is None or call.key.kind != "all_gather" or call.key.site not in kept:
             events.append((what, index))
             continue
@@ -143,7 +143,7 @@ def _released_late(recording: Recording, direct: set[int]) -> _Events:
     late: list[int] = []
     live: list[int] = []
     for what, index in tuple(recording.events):
-        if what == "guest" or index not in direct:
+        if what == "tenant" or index not in direct:
             if what != "release":
                 events.append((what, index))
             continue
@@ -199,7 +199,7 @@ def _at_most(
         return True
 
     for what, index in tuple(recording.events):
-        if what == "guest" or index not in direct:
+        if what == "tenant" or index not in direct:
             if what != "release":
                 events.append((what, index))
         elif what == "begin":

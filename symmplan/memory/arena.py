@@ -44,8 +44,7 @@ class Arena:
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
         user: Who plans in it, for people; empty if nobody does.
-        guests: Who has a part of it on loan, for people.
-        left: Whether all of it but those parts was given back.
+        tenants: Who leases it, for people: its user, and who has a suballocation of it.
         races: Looks for races; None unless asked for, and possible.
     """
 
@@ -67,8 +66,7 @@ class Arena:
         self.timeout = timeout
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
         self.user = user
-        self.guests: list[str] = []
-        self.left = False
+        self.tenants = [user]
         self.races = races
         self._released = False
         PROCESS.arenas[PROCESS.arenas_made] = self

@@ -42,7 +42,7 @@ def segments() -> tuple[HeldSegment, ...]:
             nbytes=segment.nbytes,
             memory=arena.memory,
             groups=tuple(segment.rendezvous),
-            users=tuple(dict.fromkeys(u for u in (arena.user, *arena.guests) if u)),
+            users=tuple(dict.fromkeys(filter(None, arena.tenants))),
         )
         for number, arena in sorted(PROCESS.arenas.items())
         if not arena.released

@@ -144,7 +144,9 @@ class Segment:
         health: Shared by the segments of an arena.
         address: Where this rank's bytes begin; 0 in a simulation.
         nbytes: Its size.
+        begin: Where it begins in its allocation: for parts of segments another byte.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
+        leases: ``(begin, end, lease)`` in bytes; see `symmplan.runtime.leases`.
     """
 
     def __init__(
@@ -163,7 +165,9 @@ class Segment:
         self.health = health
         self.address: int = tensor.data_ptr() if current() is None else 0
         self.nbytes: int = spec.nbytes
+        self.begin = 0
         self.rendezvous: dict[str, Rendezvous] = {}
+        self.leases: list[Any] = []
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
         self._inherited = False
@@ -259,6 +263,7 @@ class Segment:
         if self._tensor is None:
             return
         PROCESS.segments.remove(self)
+        self.leases.clear()
         if self._inherited:
             PROCESS.kept.append((self._tensor, dict(self.rendezvous)))
             self._tensor = None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from symmplan.memory.arena import Arena
-    from symmplan.runtime.guests import CarveOut
+    from symmplan.runtime.tenants import Suballocation
 
 __all__ = [
     "Engines",
@@ -124,7 +124,7 @@ def asked(group: Any) -> bool:
     return group in PROCESS.engines
 
 
-def register(arena: Arena | CarveOut, engines: Mapping[str, Engines]) -> int:
+def register(arena: Arena | Suballocation, engines: Mapping[str, Engines]) -> int:
     """Register segments with the communicators for copy engines.
 
     Args:
@@ -151,7 +151,7 @@ def register(arena: Arena | CarveOut, engines: Mapping[str, Engines]) -> int:
     )
 
 
-def register_known(arena: Arena | CarveOut) -> int:
+def register_known(arena: Arena | Suballocation) -> int:
     """`register` segments with the `known` communicators of all groups that they met."""
     met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
     return register(arena, known_of({n: m.group.process_group for n, m in met.items()}))

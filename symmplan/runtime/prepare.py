@@ -32,8 +32,8 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
 from symmplan.memory import resolve_backend
+from symmplan.memory.cache import cached_bytes, give_back, obtain
 from symmplan.memory.room import agreed_room
-from symmplan.memory.spares import give_back, obtain, spare_bytes
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import log_plan
 from symmplan.runtime.attempt import Refusal, attempt, failure, spread, warn
@@ -205,7 +205,7 @@ class Preparation:
         given = self.options.capacity
         return agreed_room(
             None if given is None else max(0, given - stays),
-            max(held, spare_bytes(device)),
+            max(held, cached_bytes(device)),
             groups,
             memory=memory,
             device=device,
@@ -231,7 +231,7 @@ class Preparation:
         Args:
             plan: The plan.
             device: Where it lies.
-            groups: As for `symmplan.memory.spares.obtain`.
+            groups: As for `symmplan.memory.cache.obtain`.
             meet: Meets others in it; what it raises is raised, and the memory given back.
             memory: Name of the memory backend, if not of what was last agreed on.
 
@@ -253,7 +253,7 @@ class Preparation:
         try:
             meet(arena)
         except BaseException:
-            give_back([arena])
+            give_back(arena)
             raise
         return arena, arena.rendezvous - before
 

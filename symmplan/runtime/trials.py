@@ -26,7 +26,7 @@ from attrs import evolve
 from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
 from symmplan.coordination.own import own_work
 from symmplan.errors import AgreementError
-from symmplan.memory.spares import borrowed
+from symmplan.memory.cache import borrowed
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.process import PROCESS

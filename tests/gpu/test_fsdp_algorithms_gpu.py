@@ -206,33 +206,33 @@ def fail_alone(rank, world, where):
 
 def loans(rank, world, waits):
     """Somebody reads late on one stream; the next user of the bytes writes on another."""
-    from symmplan.runtime.loans import Ledger, Loan
+    from symmplan.runtime.leases import Lease, Ledger
 
     def fill():
-        users, bytes_ = Ledger(), torch.zeros(1 << 20, device="cuda")
+        users, bytes_ = Ledger([]), torch.zeros(1 << 20, device="cuda")
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(first):
-            loan = Loan(first)
-            users.take(0, 1 << 20, loan)
+            lease = Lease(stream=first)
+            users.take(0, 1 << 20, lease)
             torch.cuda._sleep(50_000_000)
             read = bytes_.clone()
-            loan.ran(None, done=True)
-        loan.drop()
+            lease.issued(None, done=True)
+        lease.drop()
         with torch.cuda.stream(second):
-            users.take(1 << 19, 1 << 21, Loan(second))
+            users.take(1 << 19, 1 << 21, Lease(stream=second))
             bytes_.fill_(1.0)
         torch.cuda.synchronize()
         return float(read.sum())
 
-    original = Loan.wait
+    original = Lease.wait
     if not waits:
-        Loan.wait = lambda self: None
+        Lease.wait = lambda self: None
     try:
         fill()  # allocations and first launches wait for the device by themselves
         return fill()
     finally:
-        Loan.wait = original
+        Lease.wait = original
 
 
 # Parent side.

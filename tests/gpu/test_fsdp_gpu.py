@@ -72,7 +72,7 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
 
     from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
     from symmplan.integrate.fsdp.home import ParameterStorage
-    from symmplan.runtime.loans import Loan
+    from symmplan.runtime.leases import Lease
 
     cycles = 2_000_000
     undo = []
@@ -110,8 +110,8 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     elif where == "reduce-scatter":
         slow(PlannedReduceScatter, "__call__", "before")
     if not waits:
-        undo.append((Loan, "wait", Loan.wait))
-        Loan.wait = lambda self: None
+        undo.append((Lease, "wait", Lease.wait))
+        Lease.wait = lambda self: None
     try:
         with contextlib.ExitStack() as stack:
             if flat:

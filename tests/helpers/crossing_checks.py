@@ -62,11 +62,11 @@ def new_backend(inner="eager", *, debug=False, **options):
     return symmplan.backend(inner=inner, timeout=30.0, debug=debug, **options)
 
 
-def held_loans(backend):
+def held_leases(backend):
     gc.collect()
     shared = backend._pool._shared.values()
-    loans = [loan for each in shared for loan in each.loans.by_place.values()]
-    return sum(loan.held for loan in loans), len(loans)
+    leases = [lease for each in shared for lease in each.crossing.by_place.values()]
+    return sum(lease.held for lease in leases), len(leases)
 
 
 def in_segment(backend, tensor):

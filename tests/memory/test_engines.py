@@ -8,7 +8,7 @@ import pytest
 
 from symmplan.model import SegmentSpec
 from symmplan.runtime.engines import register
-from symmplan.runtime.guests import CarveOut
+from symmplan.runtime.tenants import Suballocation
 
 
 def _arena(names, met):
@@ -39,15 +39,15 @@ def test_segments_are_registered_in_the_order_in_which_they_met_their_groups(nam
 
 
 def test_parts_of_one_segment_join_the_communicators_of_each_other():
-    """A guest whose segments have groups of their own may get all of its parts in one segment."""
+    """A tenant whose segments have groups of their own may get all of its parts in one segment."""
     joined = []
-    host = SimpleNamespace(guests=[], join=joined.append)
+    host = SimpleNamespace(tenants=[], join=joined.append)
     hosts = {"tensor": "s0", "context": "s0", "expert": "s1"}
     parts = {
         name: SimpleNamespace(host=SimpleNamespace(spec=SimpleNamespace(name=there)))
         for name, there in hosts.items()
     }
-    carved = CarveOut(host, parts, "graphs", lambda _: lambda: None)
-    carved.join({name: {f"{name} gather": name} for name in hosts})
+    mine = Suballocation(host, parts, "graphs")
+    mine.join({name: {f"{name} gather": name} for name in hosts})
     tensor, context, expert = ({f"{name} gather": name} for name in hosts)
     assert joined == [{"s0": {**tensor, **context}, "s1": expert}]

@@ -27,11 +27,11 @@ from symmplan.errors import (
 from symmplan.memory import (
     BACKENDS,
     NotSymmetricError,
+    cache,
     handle,
     locate,
     realize,
     resolve_backend,
-    spares,
 )
 from symmplan.memory.calls import OPS, describe, note
 from symmplan.memory.local import LocalBackend
@@ -39,6 +39,7 @@ from symmplan.memory.room import agreed_room
 from symmplan.memory.segment import Health
 from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
 from symmplan.model import SegmentSpec
+from symmplan.process import PROCESS
 
 CPU = torch.device("cpu")
 
@@ -62,16 +63,16 @@ def test_auto_is_local_for_one_process():
 
 
 def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
-    monkeypatch.setattr(spares, "_SPARE", kept := [])
+    monkeypatch.setattr(PROCESS, "cache", kept := {})
     for frees in (True, False):
         arena = realize(hand_made({"a": 64}), memory="local", user="somebody")
         assert arena.frees
         arena.frees = frees
         assert [held.users for held in symmplan.segments()] == [("somebody",)]
-        spares.give_back([arena])
+        cache.give_back(arena)
         assert arena.released is frees
         assert [held.users for held in symmplan.segments()] == ([] if frees else [()])
-        assert [s.arena for s in kept] == ([] if frees else [arena])
+        assert [*kept.values()] == ([] if frees else [arena])
     arena.release()
 
 
@@ -114,7 +115,7 @@ def test_what_is_borrowed_comes_back(error):
     plan = hand_made({"a": 1000, "b": 64})
     with (
         contextlib.suppress(ArithmeticError),
-        spares.borrowed(plan, {}, memory="local", device=CPU, timeout=5) as (arena, there),
+        cache.borrowed(plan, {}, memory="local", device=CPU, timeout=5) as (arena, there),
     ):
         assert {name: t.numel() for name, t in there.items()} == {"a": 1000, "b": 64}
         assert there["b"].data_ptr() - there["a"].data_ptr() == 1024

@@ -1,9 +1,9 @@
 """What one rank sees never changes what runs: each input of a decision to launch is agreed.
 
-Walks the code of the FSDP2 integration from what launches a collective back to whoever calls that,
-and looks at each branch on the way: a name there is a function of this code, whose inputs count
-then, or stands in `AGREED` with the reason why it is the same on all ranks, or in `LOCAL`, with
-what the branch does instead of launching otherwise.
+Walks the code of the FSDP2 integration, and of who holds which bytes, from what launches a
+collective back to whoever calls that, and looks at each branch on the way: a name there is a
+function of this code, whose inputs count then, or stands in `AGREED` with the reason why it is the
+same on all ranks, or in `LOCAL`, with what the branch does instead of launching otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ FILES = [
     "integrate/fsdp/push.py",
     "integrate/fsdp/runtime.py",
     "integrate/fsdp/schedule.py",
+    "runtime/leases.py",
 ]
 #: What launches a collective, as it is called in those files.
 LAUNCHES = {
@@ -54,24 +55,24 @@ ASKED = {
 AGREED = {
     "the plan, and what was agreed with it": """
         Pushes Where _arenas _bounds _home _layout _looked _memory
-        _outputs _peers _plain _pushes _users bisect_left call carried
+        _outputs _peers _plain _pushes bisect_left call carried
         chosen collectives counts direct directs exchange get groups
         index meeting memory nbytes offset offsets other p
-        place reason received schedule segment site scheduled
+        place reason received schedule segment segments site scheduled
         tensor view algorithm
     """,
     "the program's calls, and what was counted of them": """
         Key _arrived _last _unmet itemsize to _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
         dtype element_size exchanges factor_of gathers group_name in_backward
-        kind log numel of_backward pop prod ran replans
+        kind log numel of_backward pop prod ran removeprefix replans
         scatters served shape target async_op op output_tensor
     """,
     "FSDP2's own state, which its calls alone change": """
         Asked Gathered _outside fsdp_params shard_of result_of state_name group_of
         _group is_sharded is_unsharded only_backward_needs unshard_in_backward
     """,
-    "where the program runs": "_device _stream serves",
+    "where the program runs": "_device _stream is_cpu serves",
     "methods that the program gave FSDP2's class": "unchanged",
 }
 #: What a rank sees by itself: in which functions, and what these do besides launching.
@@ -82,26 +83,27 @@ LOCAL = {
         "step_aside": "copies",
     },
     "holders": {"give_room": "who is there copies aside, or what is gathered is copied"},
-    "owner": {"give_room": "the same"},
+    "owner": {"step_aside": "the same"},
     "_saved": {"wait_for_unshard": "copies back"},
     "all_gather_event": {"wait_for_unshard": "waits", "step_aside": "waits"},
     "held": {
         "allocate": "FSDP2 holds its buffer until the collective ran; else the step has failed",
     },
-    "loan": {
+    "lease": {
         "run": "copies: the collective is staged",
         "open": "the same",
         "alone": "the same",
-        "_run_guest": "copies: a guest's arguments",
+        "give_room": "who is there copies aside, or stays",
         "_fill": "waits",
     },
-    "loans": {"leave": "copies: a guest's arguments"},
-    "clone": {"_run_guest": "the same"},
-    "overlapping": {"_run_guest": "the same"},
+    "Ledger": {
+        "hold": "copies: who is there, and a run's arguments",
+        "users": "whoever takes the bytes waits, or copies",
+    },
+    "leases": {"hold": "the same", "users": "the same"},
     "lent": {"run": "a buffer that the program put in the place of FSDP2's"},
     "data_ptr": {
         "_part": "reads a part of a buffer",
-        "_run_guest": "copies",
     },
     "_added": {"allocate": "writes sums where gradients are"},
     "added": {"reduced": "the same", "__call__": "the same"},
@@ -215,9 +217,9 @@ class Walk:
             self._input(name, function)
 
     def _input(self, name, function):
-        if (name, function.name) in self._seen:
+        if (name, function) in self._seen:
             return
-        self._seen.add((name, function.name))
+        self._seen.add((name, function))
         given = assigned(function)
         arguments = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
         if name == "self" or name.isupper() or hasattr(builtins, name) or name in ASKED:
@@ -294,8 +296,8 @@ def test_the_tables_have_nothing_else():
         (
             "integrate/fsdp/runtime.py",
             "        if self.schedule is None:\n            return None\n        scheduled, in_",
-            "        if self.memory._users[key.site].held(0, 1):\n            return None\n",
-            "held",
+            "        if self.memory.users(key.site).holders(0, 1):\n            return None\n",
+            "holders",
         ),
     ],
 )

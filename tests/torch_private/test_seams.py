@@ -219,7 +219,7 @@ def test_one_name_of_several_is_enough(monkeypatch):
     [
         ("torch._ops.HigherOrderOperator", "symmplan.capture"),
         ("torch._C._dispatch_keyset_full_after", "symmplan.integrate.compile.backend"),
-        ("torch._C._storage_Use_Count", "symmplan.runtime.loans"),
+        ("torch._C._storage_Use_Count", "symmplan.runtime.leases"),
         ("torch._disable_dynamo", "symmplan.integrate.moe.dispatcher"),
         ("torch._inductor.comms._is_fake_dep", "symmplan.integrate.compile.inductor"),
         ("torch._subclasses.fake_tensor.unset_fake_temporarily", "symmplan.simulation"),

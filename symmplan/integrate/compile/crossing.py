@@ -33,17 +33,18 @@ from attrs import define, field, frozen
 from torch.utils.weak import TensorWeakRef
 
 from symmplan.errors import RunError
-from symmplan.runtime.loans import Lent, lend
+from symmplan.runtime.leases import Ledger, StorageLease, lend
 from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from symmplan.integrate.compile.parts import PlannedPart
     from symmplan.model import Placement
+    from symmplan.runtime.leases import Run
 
-__all__ = ["CrossingLoan", "Given", "Loans", "Reservation", "overlap", "reasons"]
+__all__ = ["Crossing", "CrossingLease", "Given", "Reservation", "overlap", "reasons"]
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -57,6 +58,8 @@ REASONS = {
     "of what is compiled",
     "back": "it had been copied out, and an op of the backward (or a CUDA graph) needs it in its "
     "placement",
+    "aside": "something else was in bytes that a graph was about to write; let the program do what "
+    "it did when it was planned, and keep no buffers of FSDP2",
     "released": "the backend was released before its backward",
 }
 
@@ -101,16 +104,16 @@ def overlap(a: Placement, b: Placement) -> bool:
 
 
 @define(eq=False)
-class CrossingLoan(Lent):
+class CrossingLease(StorageLease):
     """The bytes of a crossing buffer, uint8, as a storage of their own.
 
     Attributes:
         place: Where they lie.
-        owner: The graph whose forward handed them out last.
+        graph: The one whose forward handed them out last.
     """
 
     place: Placement
-    owner: Any = field(init=False, default=None)
+    graph: Any = field(init=False, default=None)
     _out: list[TensorWeakRef] = field(init=False, factory=list)
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -118,10 +121,10 @@ class CrossingLoan(Lent):
         begin = self.tensor.data_ptr()
         return begin <= tensor.data_ptr() < begin + self.place.nbytes
 
-    def hand_out(self, tensors: Iterable[torch.Tensor], owner: Any) -> list[torch.Tensor]:
-        """Tensors that lie here, as ones that can be moved; a forward of ``owner`` made them."""
+    def hand_out(self, tensors: Iterable[torch.Tensor], graph: Any) -> list[torch.Tensor]:
+        """Tensors that lie here, as ones that can be moved; a forward of ``graph`` made them."""
         made = self._on(self.tensor, tensors)
-        self.owner, self._out = owner, [TensorWeakRef(t) for t in made]
+        self.graph, self._out = graph, [TensorWeakRef(t) for t in made]
         return made
 
     def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,6 +134,11 @@ class CrossingLoan(Lent):
     def _on(self, lent: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         begin = self.tensor.data_ptr()
         return [_like(t, lent, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
+
+    def step_aside(self) -> bool:
+        """Others need the bytes: everything that was handed out gets a copy."""
+        self.evacuate()
+        return True
 
     def evacuate(self) -> None:
         """Give everything that was handed out a copy.
@@ -156,12 +164,11 @@ class CrossingLoan(Lent):
                 tensor.data = _like(tensor, to, tensor.storage_offset())
         self._out = [reference for reference in self._out if reference() is not None]
 
-    def move_to(self, loan: CrossingLoan) -> None:
-        """Let everything that was handed out lie in other bytes, whose loan takes it over."""
-        if self.held:
-            loan.tensor.copy_(self.tensor)
-            self.move(loan.tensor)
-            loan.owner, loan._out, self._out = self.owner, self._out, []
+    def move_to(self, lease: CrossingLease) -> None:
+        """Let everything that was handed out lie in other bytes, whose lease takes it over."""
+        lease.tensor.copy_(self.tensor)
+        self.move(lease.tensor)
+        lease.graph, lease._out, self._out = self.graph, self._out, []
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that lies here, but is not moved with what was handed out."""
@@ -188,7 +195,7 @@ def _like(tensor: torch.Tensor, on: torch.Tensor, offset: Any) -> torch.Tensor:
 
 
 @define(eq=False)
-class Loans:
+class Crossing:
     """What crosses in one set of segments.
 
     Attributes:
@@ -199,73 +206,68 @@ class Loans:
 
     segments: Mapping[str, Any]
     copies: Counter[str]
-    by_place: dict[Placement, CrossingLoan] = field(init=False, factory=dict)
-    _overlaps: dict[PlannedPart, tuple[int, list[CrossingLoan]]] = field(init=False, factory=dict)
+    by_place: dict[Placement, CrossingLease] = field(init=False, factory=dict)
 
-    def _at(self, place: Placement) -> CrossingLoan:
-        loan = self.by_place.get(place)
-        if loan is None:
+    def _at(self, place: Placement) -> CrossingLease:
+        lease = self.by_place.get(place)
+        if lease is None:
             segment = self.segments[place.segment].tensor
-            loan = self.by_place[place] = CrossingLoan(
+            lease = self.by_place[place] = CrossingLease(
                 lend(segment[place.offset : place.end]), place
             )
-        return loan
+        return lease
 
-    def enter(self, part: PlannedPart, args: list[Any]) -> None:
+    def enter(self, part: PlannedPart, args: list[Any], run: Run) -> None:
         """Before a part runs: what others saved makes room, what it needs in place is put there."""
         for place in part.saved.values():
             self._at(place)
-        here = {g.place for g in part.given if self._at(g.place).has(args[g.index])}
-        self._evacuate(part, here)
+        here = [at for g in part.given if (at := self._at(g.place)).has(args[g.index])]
+        self.copies["aside"] += run.hold(self.segments, part.spans, args, but=here)
+        for lease in run.left:
+            mine = isinstance(lease, CrossingLease) and lease.graph is part.record
+            self.copies["again" if mine else "other"] += 1
         if here and keeps_graph():
             self._keep(part, args)
         for given in part.given:
-            loan, tensor = self._at(given.place), args[given.index]
-            if loan.has(tensor):
+            lease, tensor = self._at(given.place), args[given.index]
+            if lease.has(tensor):
                 continue
             if given.needed:
-                args[given.index] = loan.fill(tensor, given.offset)
+                args[given.index] = lease.fill(tensor, given.offset)
                 self.copies["back"] += 1
             elif tensor.is_cuda:  # it may have been copied on another stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-    def _evacuate(self, part: PlannedPart, here: Collection[Placement]) -> None:
-        """Copy out of the bytes that a part writes what was saved, but for this run of it."""
-        count, loans = self._overlaps.get(part, (0, []))
-        if count != len(self.by_place):
-            loans = [
-                loan
-                for place, loan in self.by_place.items()
-                if any(overlap(place, written) for written in part.writes)
-            ]
-            self._overlaps[part] = (len(self.by_place), loans)
-        for loan in loans:
-            if loan.place not in here and loan.held:
-                loan.evacuate()
-                self.copies["again" if loan.owner is part.record else "other"] += 1
 
     def _keep(self, part: PlannedPart, args: list[Any]) -> None:
         """Another backward will need what this one overwrites: let it have copies."""
         overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
         for place, indices in self._together(overwritten, args).items():
-            loan = self._at(place)
-            loan.evacuate()
+            lease = self._at(place)
+            lease.evacuate()
             self.copies["kept"] += 1
             for i in indices:
-                args[i] = loan.view(args[i])
+                args[i] = lease.view(args[i])
 
     def hand_over(self, part: PlannedPart, results: list[Any]) -> list[Any]:
         """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
         hooks = has_saved_tensor_hooks()
         saved = ((place, i) for i, place in part.saved.items())
         for place, indices in self._together(saved, results).items():
-            loan, tensors = self._at(place), [results[i] for i in indices]
+            lease, tensors = self._at(place), [results[i] for i in indices]
             if hooks:
                 self.copies["hooks"] += 1
-            made = loan.copies(tensors) if hooks else loan.hand_out(tensors, part.record)
+                made = lease.copies(tensors)
+            else:
+                made = lease.hand_out(tensors, part.record)
+                self._take(lease)
             for i, tensor in zip(indices, made, strict=True):
                 results[i] = tensor
         return results
+
+    def _take(self, lease: CrossingLease) -> None:
+        segment, place = self.segments[lease.place.segment], lease.place
+        begin = segment.begin + place.offset
+        Ledger(segment.leases).take(begin, begin + place.nbytes, lease)
 
     def _together(
         self, found: Iterable[tuple[Placement, int]], tensors: list[Any]
@@ -281,15 +283,17 @@ class Loans:
         """Use other segments; what was saved moves with them."""
         old, self.by_place = self.by_place, {}
         self.segments = segments
-        self._overlaps.clear()
-        for place, loan in old.items():
-            loan.move_to(self._at(place))
+        for place, lease in old.items():
+            there = self._at(place)
+            if lease.held:
+                lease.move_to(there)
+                self._take(there)
 
     def clear(self) -> None:
         """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
-        for loan in self.by_place.values():
-            if loan.held:
-                loan.move(loan.tensor.clone())
+        for lease in self.by_place.values():
+            if lease.held:
+                lease.move(lease.tensor.clone())
                 self.copies["released"] += 1
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "inserted",
     "keep_away",
     "keeps",
+    "merged",
     "pinned",
     "points_of",
     "protect",
@@ -67,7 +68,7 @@ class PlannedPart:
         inputs: What it takes of the segments after its own inputs, in order.
         saved: ``{output: where it stays}`` of what its backward reads in its placement.
         given: Its inputs that its forward left in placements.
-        writes: The bytes that it writes.
+        spans: The bytes that it writes: of which segments, from where to where.
         calls: How many declared calls run in placements.
         expected: How those of them that are collectives are to run.
         copies: How many copies it makes into and out of placements.
@@ -86,7 +87,7 @@ class PlannedPart:
     inputs: tuple[SegmentInput, ...]
     saved: dict[int, Placement]
     given: tuple[Given, ...]
-    writes: tuple[Placement, ...]
+    spans: tuple[tuple[str, int, int], ...]
     calls: int
     expected: tuple[Expected, ...]
     copies: int
@@ -140,7 +141,12 @@ class PlannedPart:
             inputs=inputs,
             saved={i: placements[buffer] for i, buffer in captured.saved.items()},
             given=tuple(given),
-            writes=tuple(dict.fromkeys([*writes, *(g.place for g in given if g.needed)])),
+            spans=tuple(
+                merged(
+                    (p.segment, p.offset, p.end)
+                    for p in (*writes, *(g.place for g in given if g.needed))
+                )
+            ),
             calls=len(program.calls),
             expected=tuple(c.expected for c in program.calls.values() if c.expected is not None),
             copies=sum(i.copies for i in program.instructions),
@@ -230,13 +236,7 @@ def pinned(plan: Plan) -> Problem:
 
 def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Problem:
     """A problem that leaves alone what other graphs' forwards have saved; it may overlap."""
-    ranges: list[list[Any]] = []  # segment, group, first byte, end
-    for segment, group, begin, end in sorted((p.segment, g, p.offset, p.end) for p, g in kept):
-        last = ranges[-1] if ranges else []
-        if last[:2] == [segment, group] and begin <= last[3]:
-            last[3] = max(last[3], end)
-        else:
-            ranges.append([segment, group, begin, end])
+    ranges = merged(((p.segment, g), p.offset, p.end) for p, g in kept)
     buffers = [
         Buffer(
             f":kept.{segment}.{begin}",
@@ -247,7 +247,7 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
             persistent=True,
             op="symmplan::kept",
         )
-        for segment, group, begin, end in ranges
+        for (segment, group), begin, end in ranges
     ]
     first = problem.operations[0].name
     return evolve(
@@ -255,6 +255,18 @@ def keep_away(problem: Problem, kept: Sequence[tuple[Placement, str]]) -> Proble
         buffers=(*problem.buffers, *buffers),
         accesses=(*problem.accesses, *(Access(first, b.name) for b in buffers)),
     )
+
+
+def merged(ranges: Iterable[tuple[Any, int, int]]) -> list[tuple[Any, int, int]]:
+    """``(where, begin, end)``, those of one place that touch each other as one."""
+    found: list[tuple[Any, int, int]] = []
+    for where, begin, end in sorted(ranges):
+        last = found[-1] if found else None
+        if last is not None and last[0] == where and begin <= last[2]:
+            found[-1] = (where, last[1], max(last[2], end))
+        else:
+            found.append((where, begin, end))
+    return found
 
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:

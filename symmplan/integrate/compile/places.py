@@ -4,8 +4,9 @@
     A tensor moves when its data is exchanged (``tensor.data = ...``): the object stays, and with it
     gradients, hooks and optimizer state. That is only right where nobody else looks at the old
     storage, so it must use all of a storage that torch allocated, alone. Each resident has a
-    storage of its own on the placement's bytes (see [Note: lent bytes]), so that a saved state dict
-    holds no more than the tensor, and so that its end is noticed.
+    storage of its own on the placement's bytes (see [Note: leased bytes] in
+    `symmplan.runtime.leases`), so that a saved state dict holds no more than the tensor, and so
+    that its end is noticed.
 
 [Note: copying in]
     What a run is given need not be what lives in the placement: parameters are replaced
@@ -22,7 +23,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ import torch
 from attrs import define, field, frozen
 
 from symmplan.errors import RunError
-from symmplan.runtime.loans import lend
+from symmplan.runtime.leases import Lease, Ledger, lend
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
@@ -97,19 +97,23 @@ class Place:
     process_group: Any
     bytes: torch.Tensor
     address: int = field(init=False)
+    _ledger: Ledger
+    _begin: int
     _resident: Any = field(init=False, default=None)
     _former: list[Any] = field(init=False, factory=list)
     _crowded: bool = field(init=False, default=False)
-    _left: threading.Event = field(init=False, factory=threading.Event)
 
     def __attrs_post_init__(self) -> None:
         self.address = self.bytes.data_ptr()
-        self._left.set()
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        return self._begin, self._begin + self.bytes.numel()
 
     @property
     def taken(self) -> bool:
         """Whether anybody uses a storage on its bytes."""
-        return not self._left.is_set()
+        return bool(self._ledger.holders(*self._span))
 
     def admit(self, tensor: torch.Tensor, *, written: bool) -> tuple[RunCopy | None, str]:
         """Let a tensor live here from now on, or copy it in for one run. See [Note: moving in].
@@ -136,9 +140,10 @@ class Place:
                     "those (state dicts, detached views) before the next run"
                 )
             if not stays:
-                self._left = left = threading.Event()
+                lease = Lease()
+                self._ledger.take(*self._span, lease)
                 # To the letter what it was, elsewhere.
-                tensor.data = self._filled(tensor, lend(self.bytes, left.set))
+                tensor.data = self._filled(tensor, lend(self.bytes, lease.drop))
                 self._resident = weakref.ref(tensor)
                 return None, ""
             saved = self.bytes.clone() if self.taken else None
@@ -229,10 +234,13 @@ class Places:
         """Those of one process group."""
         return [p for p in self._all if p.process_group is process_group]
 
-    def add(self, process_group: Any, placed: Sequence[torch.Tensor], arena: Arena) -> list[Place]:
-        """New placements."""
-        begin = len(self.of(process_group))
-        made = [Place(begin + i, process_group, b) for i, b in enumerate(placed)]
+    def add(self, process_group: Any, buffers: Sequence[str], arena: Arena) -> list[Place]:
+        """The placements of some buffers of a plan, which are new."""
+        made = []
+        for number, name in enumerate(buffers, len(self.of(process_group))):
+            place = arena.plan.placements[name]
+            ledger = Ledger(arena.segments[place.segment].leases)
+            made.append(Place(number, process_group, arena.tensor(name), ledger, place.offset))
         self._all += made
         self.use(process_group, [p.number for p in made])
         self.arenas.append(arena)

@@ -40,17 +40,18 @@ from symmplan.coordination.agreement import agree
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import ReleasedError, RunError
-from symmplan.integrate.compile.crossing import Loans, Reservation
+from symmplan.integrate.compile.crossing import Crossing, Reservation
 from symmplan.integrate.compile.places import Places
 from symmplan.integrate.compile.progress import Progress
-from symmplan.memory.spares import give_back
+from symmplan.memory.cache import give_back
 from symmplan.memory.streams import capture_of, synchronize
 from symmplan.planner.fingerprint import visible
 from symmplan.runtime.engines import known_of, register, register_known
-from symmplan.runtime.guests import CarveOut, let_go, ran
+from symmplan.runtime.leases import Lease, Run
+from symmplan.runtime.tenants import Suballocation, let_go, ran, synchronizes_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
 
     from symmplan.integrate.compile.parts import PlannedPart
     from symmplan.memory.arena import Arena
@@ -68,7 +69,7 @@ class Shared:
         arena: The segments; replaced when they must grow.
         device: Where they lie.
         groups: The process groups that they met.
-        loans: What crosses in them.
+        crossing: What crosses in them.
         progress: How far the ranks are.
         agreed: The first plan of each kind that all ranks have agreed on.
         released: Whether the segments were given back.
@@ -78,10 +79,12 @@ class Shared:
         lock: Held while a graph runs in them.
     """
 
-    arena: Arena | CarveOut
+    lasts = False
+
+    arena: Arena | Suballocation
     device: torch.device
     groups: list[Any]
-    loans: Loans
+    crossing: Crossing
     progress: Progress
     agreed: dict[Any, Plan] = field(init=False, factory=dict)
     released: bool = field(init=False, default=False)
@@ -91,7 +94,7 @@ class Shared:
     lock: Any = field(init=False, factory=threading.Lock)
     _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
     _last: Plan | None = field(init=False, default=None)
-    _vacate: Callable[[], None] | None = field(init=False, default=None)
+    _run: Run | None = field(init=False, default=None)
     _stream: tuple[Any, int] = field(init=False, default=(None, 0))
 
     def enter(self, part: PlannedPart, args: list[Any]) -> None:
@@ -117,9 +120,8 @@ class Shared:
             self._follow()
             if part.copies_back and self._is_unmet(part.agreed):
                 self._barrier()
-            self.loans.enter(part, args)
-            if isinstance(self.arena, CarveOut):
-                self._vacate = self.arena.occupy(args)
+            self._run = Run(Lease(stream=self._stream[0] if self._hosted else None))
+            self.crossing.enter(part, args, self._run)
             self._meet(part.agreed)
         except BaseException:
             self.leave()
@@ -128,33 +130,36 @@ class Shared:
     def finish(self, plan: Plan) -> None:
         """A run has ended well: whoever has the bytes next may touch its peers'.
 
-        Collective: if the bytes are a carve-out, and accesses of the plan do not meet all ranks.
+        Collective: in a suballocation, if accesses of the plan do not meet all ranks.
         """
-        if self._vacate is not None and self._is_unmet(plan):
+        if self._hosted and self._is_unmet(plan):
             self._barrier()
 
     def leave(self) -> None:
         """End it."""
-        vacate, self._vacate = self._vacate, None
+        run, self._run = self._run, None
         try:
-            if vacate is not None:
-                vacate()
+            if run is not None:
+                run.over()
         finally:
             self.lock.release()
 
     @property
-    def hostable(self) -> bool:
-        """See `Guest`."""
-        segments = self.arena.segments.values()
-        alone = all(len(s.spec.groups) == 1 and not s.spec.signal_pad for s in segments)
-        return alone and not (self.released or self.crosses or self.arena.races)
+    def _hosted(self) -> bool:
+        """Whether others are in the segments, by their plan."""
+        return isinstance(self.arena, Suballocation)
 
-    def move_in(self, carved: CarveOut) -> None:
-        """Live there from now on; see [Note: guests] in `symmplan.runtime.guests`."""
-        self.progress.add(carved)
+    @property
+    def movable(self) -> bool:
+        """See `Tenant`."""
+        return synchronizes_once(self.arena) and not (self.released or self.crosses)
+
+    def move_in(self, there: Suballocation) -> None:
+        """Live there from now on; see [Note: tenants] in `symmplan.runtime.tenants`."""
+        self.progress.add(there)
         if self.engines:
-            register_known(carved)
-        self.move(carved)
+            register_known(there)
+        self.move(there)
 
     def _follow(self) -> None:
         if self.device.type == "cuda":
@@ -166,7 +171,7 @@ class Shared:
 
     def _meet(self, plan: Plan) -> None:
         last = self._last or plan
-        shares = last is not plan or self.loans.by_place or self._vacate
+        shares = last is not plan or self.crossing.by_place or self._hosted
         if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
             self._barrier()
         self._last = plan
@@ -187,18 +192,18 @@ class Shared:
             self._unmet[id(plan)] = (plan, is_unmet(plan))
         return self._unmet[id(plan)][1]
 
-    def move(self, arena: Arena | CarveOut) -> None:
+    def move(self, arena: Arena | Suballocation) -> None:
         """Use other segments, as large or larger; what was saved moves, and the old ones go."""
         old, self.arena = self.arena, arena
-        self.loans.move_to(arena.segments)
-        if self.loans.by_place:
+        self.crossing.move_to(arena.segments)
+        if self.crossing.by_place:
             synchronize(self.device)  # what was saved has been copied
         self.progress.remove(old)
         let_go(old)
 
     def release(self) -> None:
         """Give the segments back; what was saved is copied out. Collective: no."""
-        self.loans.clear()
+        self.crossing.clear()
         self.released = True
         self.progress.remove(self.arena)
         synchronize(self.device)
@@ -237,7 +242,7 @@ class Pool:
         self.progress = Progress(self.preparation.options.timeout)
 
     @property
-    def arenas(self) -> tuple[Arena | CarveOut, ...]:
+    def arenas(self) -> tuple[Arena | Suballocation, ...]:
         """What is allocated."""
         return tuple(shared.arena for shared in self._shared.values())
 
@@ -316,7 +321,7 @@ class Pool:
         shared = self._shared.get(key)
         if shared is not None and shared.groups != groups:
             del self._shared[key]
-            shared.loans.clear()
+            shared.crossing.clear()
             self.progress.remove(shared.arena)
             shared.arena.release()  # of a process group that is gone; another has its name
             shared = None
@@ -332,7 +337,7 @@ class Pool:
         found = self.preparation.attempt(
             functools.partial(self._room_for, shared, shown, memory, device, named, alone=crosses),
             named,
-            lambda arena: give_back([arena]),
+            give_back,
         )
         if self.preparation.refusal is not None:
             return None
@@ -340,8 +345,8 @@ class Pool:
             self.progress.add(found)
         if shared is None:
             assert found is not None
-            loans = Loans(found.segments, self.copies)
-            shared = self._shared[key] = Shared(found, device, groups, loans, self.progress)
+            crossing = Crossing(found.segments, self.copies)
+            shared = self._shared[key] = Shared(found, device, groups, crossing, self.progress)
         elif found is not None:
             shared.move(found)
         shared.align = max((shared.align, *(b.align for b in plan.problem.buffers)))
@@ -364,14 +369,14 @@ class Pool:
     ) -> Arena | None:
         """Other segments for a plan that all ranks have agreed on; None if it fits, or is refused.
 
-        ``alone``: not in a carve-out.
+        ``alone``: not in a suballocation.
         """
         if self.preparation.refusal is not None:
             return None
         if shared is not None:
             have = {name: segment.nbytes for name, segment in shared.arena.segments.items()}
             larger = [evolve(s, nbytes=max(s.nbytes, have[s.name])) for s in plan.segments]
-            moves = alone and isinstance(shared.arena, CarveOut)
+            moves = alone and shared._hosted
             if not moves and all(s.nbytes == have[s.name] for s in larger):
                 return None
             synchronize(shared.device)  # before all ranks meet: then nobody uses the old ones

@@ -24,8 +24,8 @@
     an agreement. Groups of several hosts have no board: to look at their store in each run would
     cost them a round trip.
 
-    Backends that are guests in one segment (see [Note: guests] in `symmplan.runtime.guests`) count
-    apart, so only the first to come speaks there.
+    Backends that are tenants of one segment (see [Note: tenants] in `symmplan.runtime.tenants`)
+    count apart, so only the first to come speaks there.
 
     Where all collectives of a group were measured to be faster in ordinary memory there are no
     segments either, and who runs such a graph waits in the process group, if at all. So that who
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.arena import Arena
     from symmplan.memory.segment import Rendezvous
-    from symmplan.runtime.guests import CarveOut
+    from symmplan.runtime.tenants import Suballocation
 
 __all__ = ["Progress"]
 
@@ -110,7 +110,7 @@ class Progress:
     timeout: float
     _counts: WeakKeyDictionary[Any, _Counts] = field(init=False, factory=WeakKeyDictionary)
 
-    def add(self, arena: Arena | CarveOut) -> None:
+    def add(self, arena: Arena | Suballocation) -> None:
         """Graphs will run in this arena: peers can be seen from now on.
 
         Collective: yes, over its groups, the first time for each.
@@ -127,7 +127,7 @@ class Progress:
         if counts.made is not None:
             self._add(counts.made)
 
-    def _add(self, arena: Arena | CarveOut) -> None:
+    def _add(self, arena: Arena | Suballocation) -> None:
         for board in _met(arena):
             if not board.told():
                 continue
@@ -137,7 +137,7 @@ class Progress:
                 counts.boards.append(board)
                 counts.say([board])
 
-    def remove(self, arena: Arena | CarveOut) -> None:
+    def remove(self, arena: Arena | Suballocation) -> None:
         """The arena is about to be released."""
         for board in _met(arena):
             board.unwatch(self.look)
@@ -275,7 +275,7 @@ def _look_for_runners(mine: Iterable[_Counts]) -> None:
                 raise _differ(group, planning=group.rank, running=rank)
 
 
-def _met(arena: Arena | CarveOut) -> list[Rendezvous]:
+def _met(arena: Arena | Suballocation) -> list[Rendezvous]:
     met = {id(r): r for s in arena.segments.values() for r in s.rendezvous.values()}
     return [r for r in met.values() if r.group.size > 1]
 

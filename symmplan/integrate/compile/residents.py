@@ -247,7 +247,7 @@ class Residents:
             return False
         self.pool.progress.add(arena)
         self.pool.rendezvous += arena.rendezvous
-        made = places.add(process_group, [arena.tensor(i.buffer) for i in new], arena)
+        made = places.add(process_group, [i.buffer for i in new], arena)
         self._places.update(zip((i.key for i in new), made, strict=True))
         return True
 

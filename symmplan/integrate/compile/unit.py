@@ -364,7 +364,7 @@ class Unit:
                 results = self.residents.leave(copies, results)
             self._passed(part.name)
             shared.finish(part.agreed)
-            return shared.loans.hand_over(part, list(results)) if part.saved else results
+            return shared.crossing.hand_over(part, list(results)) if part.saved else results
         finally:
             self.record.ran(part)
             shared.leave()

@@ -17,7 +17,7 @@ from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.schedule import Event
 from symmplan.planner.order import order_of
-from symmplan.runtime.loans import Lent, lend
+from symmplan.runtime.leases import Ledger, StorageLease, lend
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from symmplan.model import Plan
     from symmplan.planner.order import Order
     from symmplan.runtime.program import Instruction, PlacedCall, PlacedProgram
+    from symmplan.runtime.tenants import Suballocation
 
 __all__ = ["events_of"]
 
@@ -39,10 +40,10 @@ __all__ = ["events_of"]
 class _Builder:
     recorder: Recorder
     program: PlacedProgram
-    arena: Arena
     device: torch.device
+    arena: Arena | Suballocation
     order: Order | None = field(init=False)  # None on one stream: all is in order there
-    lent: dict[str, Lent] = field(init=False, factory=dict)
+    lent: dict[str, StorageLease] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
 
     @property
@@ -75,12 +76,12 @@ class _Builder:
         place = self.plan.placements[buffer]
         return self.arena.segments[place.segment].tensor[place.offset : place.end]
 
-    def _lend(self, buffer: str, value: Value) -> Lent:
+    def _lend(self, buffer: str, value: Value) -> StorageLease:
         like = self.captured.values.tensors[value]
         flat = lend(self._bytes(buffer).view(like.dtype))  # uses are counted
         tensor = flat.as_strided(like.shape, like.stride(), 0)
         del flat
-        return Lent(tensor)
+        return StorageLease(tensor, name=buffer)
 
     def _flat(self, buffer: str, like: Any, begin: int = 0) -> torch.Tensor:
         """The placement, from a byte of it on, as a contiguous tensor."""
@@ -128,29 +129,14 @@ class _Builder:
         return self._flat(buffer, self.captured.values.tensors[call.node, path])
 
     def _claim(self, events: list[Event]) -> None:
-        """Give every event the last users of the bytes that it writes.
-
-        Who used them before those was gone when those came.
-        """
-        writes = [(event, buffer) for event in events for buffer in event.writes]
-        for i, (event, buffer) in enumerate(writes):
-            mine = self.plan.placements[buffer]
-            free = [(mine.offset, mine.end)]
-            for _, other in [*writes[:i][::-1], *writes[i:][::-1]]:
-                theirs = self.plan.placements[other]
-                if theirs.segment != mine.segment:
-                    continue
-                left = [
-                    piece
-                    for low, high in free
-                    for piece in ((low, min(high, theirs.offset)), (max(low, theirs.end), high))
-                    if piece[0] < piece[1]
-                ]
-                if left != free and other in self.lent:
-                    event.claims.append((buffer, other, self.lent[other]))
-                free = left
-                if not free:
-                    break
+        """Tell every event which bytes it is to lease."""
+        for event in events:
+            for buffer in event.writes:
+                place = self.plan.placements[buffer]
+                segment = self.arena.segments[place.segment]
+                begin, lease = segment.begin + place.offset, self.lent.get(buffer)
+                ledger = Ledger(segment.leases)
+                event.claims.append((ledger, begin, begin + place.nbytes, lease))
 
     def _between(self, events: list[Event], order: dict[fx.Node, int]) -> list[Act]:
         """Barriers and overwriting; returns what belongs to the end of the iteration."""
@@ -265,7 +251,7 @@ class _Poison:
     """Overwrite a dead placement with bits that are no number."""
 
     view: torch.Tensor
-    lent: Lent | None
+    lent: StorageLease | None
 
     def __call__(self) -> None:
         if self.lent is None or not self.lent.held:
@@ -275,8 +261,8 @@ class _Poison:
 def events_of(
     recorder: Recorder,
     program: PlacedProgram,
-    arena: Arena,
     device: torch.device,
+    arena: Arena | Suballocation,
 ) -> tuple[list[Event], list[Act]]:
     """The events of a placed recording in order, and what is to be done when the iteration ends."""
-    return _Builder(recorder, program, arena, device).build()
+    return _Builder(recorder, program, device, arena).build()

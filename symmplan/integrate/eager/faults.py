@@ -158,9 +158,8 @@ def _name_of_buffer(event: Event | None) -> str:
     """A buffer that an event touches, for messages."""
     if event is None:
         return ""
-    claimed = [buffer for buffer, _, _ in event.claims]
     bound = [site.buffer for site in event.bound]
-    return next((name for name in (*claimed, *bound, *event.writes) if name), "")
+    return next((name for name in (*event.writes, *bound) if name), "")
 
 
 def public(given: Any) -> Any:

@@ -17,8 +17,9 @@ from symmplan.coordination.own import in_own_work, own_work
 from symmplan.errors import AgreementError
 from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
+from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.scratch import ScratchMemory
-from symmplan.memory.spares import give_back
+from symmplan.memory.cache import give_back
 from symmplan.registry import spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.algorithms import Lowerings
@@ -39,15 +40,13 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured
     from symmplan.capture.threads import ProgramThreads
     from symmplan.coordination.groups import Group
-    from symmplan.integrate.eager.schedule import Act, Event
     from symmplan.integrate.eager.streams import Streams
     from symmplan.memory import Arena
     from symmplan.model import OpSpec, Plan
-    from symmplan.runtime.choice import Choice
     from symmplan.runtime.chooser import Chosen
     from symmplan.runtime.options import Options
 
-__all__ = ["Frozen", "IterationRecording", "Settings", "meet"]
+__all__ = ["IterationRecording", "Settings", "meet"]
 
 #: More declared calls than an iteration has.
 _LONG = 10_000
@@ -81,33 +80,6 @@ class Settings:
     def process_groups(self) -> dict[str, Any]:
         """Torch's group under its name."""
         return {self.group.name: self.group.process_group}
-
-
-@frozen
-class Frozen:
-    """What a recording became.
-
-    Attributes:
-        plan: The plan.
-        captured: What the recorded program does.
-        arena: The plan's memory.
-        rendezvous: How many were made for it.
-        events: The declared calls that are expected, in order.
-        tail: What to do at the end of each iteration.
-        copies: See `Copy`.
-        choices: What was measured.
-        refused: Why nothing is in symmetric memory; empty if that could be had.
-    """
-
-    plan: Plan
-    captured: Captured
-    arena: Arena
-    rendezvous: int
-    events: list[Event]
-    tail: list[Act]
-    copies: tuple[Copy, ...]
-    choices: tuple[Choice, ...]
-    refused: str = ""
 
 
 @frozen
@@ -251,21 +223,20 @@ class IterationRecording:
         prepared = preparation.attempt(
             functools.partial(self._prepared, lowerings),
             settings.process_groups,
-            lambda made: give_back([made.arena]),
+            lambda made: give_back(made.arena),
         )
         captured, plan = prepared.captured, prepared.plan
         chosen, arena = prepared.chosen, prepared.arena
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
-            events, tail = events_of(recorder, program, arena, settings.device)
         preparation.log(plan, program.algorithms)
         return Frozen(
             plan,
             captured,
             arena,
             prepared.rendezvous,
-            events,
-            tail,
+            functools.partial(events_of, recorder, program, settings.device),
+            bool(chosen.engines),
             _copies(captured, recorder),
             tuple(chosen.choices),
             preparation.reason,

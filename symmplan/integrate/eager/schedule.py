@@ -1,10 +1,10 @@
 """What a frozen session expects next.
 
 [Note: when bytes may be overwritten]
-    Every placement that the program gets to see is lent as a storage of its own on the segment's
-    bytes. Before an event writes a placement, the storages of all buffers that share bytes with it
-    must have no user but the session. So a tensor that is held longer than planned is found before
-    a byte of it changes, at the price of a few reference counts.
+    Every placement that the program gets to see is leased as a storage of its own on the segment's
+    bytes. Before an event writes a placement, nobody may hold any of its bytes. So a tensor that
+    is held longer than planned is found before a byte of it changes, at the price of a few
+    reference counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
-    from symmplan.runtime.loans import Lent
+    from symmplan.runtime.leases import Ledger, StorageLease
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.program import PlacedCall
 
@@ -52,11 +52,11 @@ class Event:
         due: ``{operation of the problem: what to do right before it}``, of those that it does.
         after: Barriers of ops behind it that are not declared.
         writes: Names of the buffers that it writes first.
-        claims: Those, each with a buffer on its bytes whose placement nobody may hold any more.
+        claims: Of each its bytes in a ledger, and the lease of what the program gets to see.
         views: ``{(buffer, whether as a staged argument): placement}``.
         bound: ``{argument: address}`` of those that must lie in their placements already.
-        lent: ``{path: Lent}`` of those results that stay there.
-        leaving: ``{path: Lent}`` of pending results that are copied out when they are waited for.
+        lent: ``{path: StorageLease}`` of those results that stay there.
+        leaving: ``{path: StorageLease}`` of pending results that are copied out at their wait.
         work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
     """
@@ -70,11 +70,11 @@ class Event:
     due: dict[str, list[Act]] = field(factory=dict)
     after: list[Act] = field(factory=list)
     writes: list[str] = field(factory=list)
-    claims: list[tuple[str, str, Lent]] = field(factory=list)
+    claims: list[tuple[Ledger, int, int, StorageLease | None]] = field(factory=list)
     views: dict[tuple[str, bool], torch.Tensor] = field(factory=dict)
     bound: dict[Site, int] = field(factory=dict)
-    lent: dict[tuple[int, ...], Lent] = field(factory=dict)
-    leaving: dict[tuple[int, ...], Lent] = field(factory=dict)
+    lent: dict[tuple[int, ...], StorageLease] = field(factory=dict)
+    leaving: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     work: Any = None
     copies: int = 0
 
@@ -127,15 +127,19 @@ class Event:
         acts_there[:0] = acts
 
     def overdue(self) -> tuple[str, str] | None:
-        """A buffer that is about to be written, and one on its bytes that is still held."""
-        for buffer, other, lent in self.claims:
-            if lent.held:
-                gc.collect()  # it may only hang in a cycle
-                deadline = time.monotonic() + _PATIENCE
-                while lent.held:
-                    if time.monotonic() >= deadline:
-                        return buffer, other
-                    time.sleep(_POLL)
+        """A buffer that is about to be written, and one on its bytes that is still held.
+
+        If there is none, the event has the bytes from now on.
+        """
+        for buffer, (ledger, begin, end, lease) in zip(self.writes, self.claims, strict=True):
+            if not ledger.claim(begin, end, lease):
+                continue
+            gc.collect()  # it may only hang in a cycle
+            deadline = time.monotonic() + _PATIENCE
+            while held := ledger.claim(begin, end, lease):
+                if time.monotonic() >= deadline:
+                    return buffer, held[0].name
+                time.sleep(_POLL)
         return None
 
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

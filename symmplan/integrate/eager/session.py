@@ -18,15 +18,15 @@ from symmplan.errors import SessionError
 from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
 from symmplan.integrate.eager.faults import REDO, Faults, public
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
-from symmplan.integrate.eager.recording import Frozen, IterationRecording, Settings, meet
+from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
 from symmplan.integrate.eager.schedule import name_of
 from symmplan.integrate.eager.streams import Roles, streams_of
-from symmplan.memory.spares import give_back
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
 from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check, checking, launching
 from symmplan.runtime.stats import Copy, Stats
+from symmplan.runtime.tenants import ran
 from symmplan.runtime.watching import Watching
 from symmplan.torch_private import c10d
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from symmplan.integrate.eager.frozen import Frozen
     from symmplan.integrate.eager.schedule import Event
     from symmplan.model import Plan
     from symmplan.runtime.choice import Choice
@@ -55,12 +56,12 @@ class Session:
         self._frozen: Frozen | None = None
         self._serving = contextlib.ExitStack()  # ends what catches the program's calls
         self._cursor: Cursor | None = None  # once there is a plan
-        #: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
-        self._leaving: dict[int, tuple[Event, str]] = {}
         #: What `stats` counts up to the last `step`.
         self._counts: Counter[str] = Counter()
         self._checked = Checked()
         self._executor = executor(lambda: [self.plan], self._end)
+        self._device = device if self._executor.serves else torch.device("cpu")
+        self._on_device = self._device.type == "cuda"
         self._threads: ProgramThreads | None = None  # of the program, once the session is entered
         self._keys: SessionKeys | None = None  # in the group's store, once the session is entered
         self._faults = Faults(SessionKeys(groups[name], 0), self._stop_serving)
@@ -154,7 +155,8 @@ class Session:
             RunError: The iteration made fewer calls than planned.
             SessionError: The call is not inside the session's with-block.
 
-        Collective: yes, but in a frozen session nobody waits unless the plan has a barrier there.
+        Collective: yes, but in a frozen session nobody waits unless the plan has a barrier there,
+        or FSDP2's plan has bytes for the session and it did not move there yet.
         """
         self._usable()
         if self._recording is not None:
@@ -162,25 +164,31 @@ class Session:
                 self._freeze(self._recording)
             self._counts["iterations"] += 1
             return
-        cursor = self._cursor
-        if cursor is None:  # nothing is served, and so not compared with what was recorded
-            self._counts["iterations"] += 1
-            return
-        assert self._frozen is not None
-        if cursor.at != len(self._events):
-            event = self._events[cursor.at]
+        frozen, cursor = self._frozen, self._cursor
+        assert frozen is not None
+        if cursor is not None:  # else nothing is served, nor compared with what was recorded
+            self._end_iteration(frozen, cursor)
+        self._counts["iterations"] += 1
+        if frozen.there is not None:
+            settings = self._settings
+            with self._faults.telling():
+                frozen.move(self._device, settings.process_groups, settings.options.timeout)
+        ran(frozen)
+
+    def _end_iteration(self, frozen: Frozen, cursor: Cursor) -> None:
+        if cursor.at != len(frozen.events):
+            event = frozen.events[cursor.at]
             self._faults.diverge(
                 f"the iteration ended before call {cursor.at}, {event.name}",
-                expected=f"{len(self._events)} declared calls",
+                expected=f"{len(frozen.events)} declared calls",
                 got=cursor.at,
                 event=event,
             )
         cursor.roles.join()
         with self._faults.guarded():
-            perform(self._frozen.tail)
+            perform(frozen.tail)
         cursor.roles.part()
-        self._counts += counted(self._events)
-        self._counts["iterations"] += 1
+        self._counts += counted(frozen.events)
         cursor.at = 0
 
     def _freeze(self, recording: IterationRecording) -> None:
@@ -195,11 +203,11 @@ class Session:
                 "ops` lists those that are, symmplan.symm_args declares others)"
             )
         self._frozen, self._state = frozen, "frozen"
+        ran(frozen)
         if not self._executor.serves:
             return
         assert self._threads is not None
-        self._leaving = {k: (e, name) for e in frozen.events for k, name in e.copied_at_waits()}
-        waited = self._waited if self._leaving else None
+        waited = self._waited if frozen.leaving else None
         self._cursor = Cursor(self._serve, waited, Roles(self._settings.streams), self._threads)
         install(self._cursor, self._serving)
         if frozen.arena.races is not None:
@@ -249,6 +257,9 @@ class Session:
         """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours."""
         self._usable()
         assert self._cursor is not None
+        assert self._frozen is not None
+        if self._on_device and torch.cuda.is_current_stream_capturing():
+            self._frozen.stays = True  # a CUDA graph has the addresses
         form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
         event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
         expected = evolve(event.expected) if checking() and event.expected else None
@@ -266,7 +277,8 @@ class Session:
 
         Whoever holds the tensor, as asynchronous tensors of torch do, holds the copy from now on.
         """
-        event, operation = self._leaving.get(tensor.untyped_storage()._cdata, (None, ""))
+        assert self._frozen is not None
+        event, operation = self._frozen.leaving.get(tensor.untyped_storage()._cdata, (None, ""))
         if event is None:
             return
         with self._faults.guarded():
@@ -378,18 +390,8 @@ class Session:
 
     def _let_go(self) -> None:
         self._forget()
-        frozen, device = self._frozen, self._settings.device
-        if frozen is None:
-            return
-        if device.type == "cuda" and self._executor.serves:
-            if self._faults.failed:
-                return  # a kernel may wait for a peer for ever, in memory that must not go
-            torch.cuda.synchronize(device)
-        lent = [x for e in frozen.events for x in (*e.lent.values(), *e.leaving.values())]
-        if self._faults.failed or any(x.held for x in lent):
-            frozen.arena.release()
-        else:
-            give_back([frozen.arena])
+        if self._frozen is not None:
+            self._frozen.let_go(self._device, failed=self._faults.failed)
 
     def _forget(self) -> None:
         """Serve no more. Tells nobody."""
@@ -399,7 +401,6 @@ class Session:
         self._serving.close()
         self._counts += counted(self._made)
         self._cursor = None
-        self._leaving = {}
 
     def release(self) -> None:
         """Give everything back; done when the context is left. Idempotent.
@@ -414,8 +415,8 @@ class Session:
             self._forget()
         else:
             self._let_go()
-        if self._frozen is not None:  # what it says stays, what it held goes
-            self._frozen = evolve(self._frozen, events=[], tail=[])
+        if self._frozen is not None:
+            self._frozen.forget()
         self._state = "released"
         if self._keys is not None and not forked:
             self._keys.leave()

@@ -38,7 +38,7 @@ import torch
 from symmplan.coordination.all_gather import everywhere
 from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
-from symmplan.runtime.loans import Loan
+from symmplan.runtime.leases import Lease, set_aside
 from symmplan.runtime.observe import launching
 from symmplan.torch_private import autograd, c10d, fsdp2, fsdp2_in_place
 
@@ -70,7 +70,7 @@ class ZeroCopyUnshard:
         self._group = group
         self._layout: Layout | None = None
         self._home: ParameterStorage | None = None
-        self._loan: Loan | None = None
+        self._lease: Lease | None = None
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
         self._looked = False
@@ -323,9 +323,9 @@ class ZeroCopyUnshard:
 
     def _drop(self) -> None:
         """Whoever takes the bytes now need only wait for what was queued."""
-        loan, self._loan = self._loan, None
-        if loan is not None:
-            loan.drop()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.drop()
 
     # Gathering.
 
@@ -354,12 +354,12 @@ class ZeroCopyUnshard:
         free = home.give_room()
         runtime.gathering(self, key)
         if free:
-            self._loan = self._new_loan(home)
-            fsdp2_in_place.set_result(group, Gathered(self._fill(key, home, streams, self._loan)))
+            self._lease = self._new_lease(home)
+            fsdp2_in_place.set_result(group, Gathered(self._fill(key, home, streams, self._lease)))
             return
         if self._reads(home):
             raise home.no_room()
-        with runtime.memory.saved(home.bytes):
+        with set_aside(home.bytes):
             self._fill(key, home, streams, None)
             synchronize(group.device)
             self._saved = home.copied()
@@ -371,8 +371,8 @@ class ZeroCopyUnshard:
         assert saved is not None
         group = self._group
         if home.give_room():
-            self._loan = self._new_loan(home)
-            home.users.take(home.begin, home.end, self._loan)
+            self._lease = self._new_lease(home)
+            home.users.take(home.begin, home.end, self._lease)
             home.bytes.copy_(saved)
             home.move_in(group.fsdp_params)
         elif self._reads(home):
@@ -395,11 +395,11 @@ class ZeroCopyUnshard:
         """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
         return home.viewed and not fsdp2.only_backward_needs(self._group)
 
-    def _new_loan(self, home: ParameterStorage) -> Loan:
-        return Loan(current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
+    def _new_lease(self, home: ParameterStorage) -> Lease:
+        return Lease(stream=current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
 
     def _fill(
-        self, key: Key, home: ParameterStorage, streams: tuple[Any, Any], loan: Loan | None
+        self, key: Key, home: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None
     ) -> Any:
         """Gather behind whoever had the bytes before; on devices, an event behind that.
 
@@ -407,12 +407,12 @@ class ZeroCopyUnshard:
             key: The gather.
             home: Where.
             streams: Where shards are cast, and where they are gathered.
-            loan: Of the bytes; None if they are somebody else's, and the device is at rest.
+            lease: Of the bytes; None if they are somebody else's, and the device is at rest.
         """
 
         def take() -> None:
-            if loan is not None:
-                home.users.take(home.begin, home.end, loan)
+            if lease is not None:
+                home.users.take(home.begin, home.end, lease)
 
         asked = self._asked
         shards = self._shards() if asked is None else asked.shards
@@ -424,7 +424,7 @@ class ZeroCopyUnshard:
                 with launching(self._runtime.expected(key)):
                     home.gather()
                 return None
-            # The loan is dropped when the module is done, which its own kernels are on its stream.
+            # The lease is dropped when the module is done, which its own kernels are on its stream.
             copies, gathers = streams
             if copied is not None:
                 copies.wait_event(copied)
@@ -437,6 +437,6 @@ class ZeroCopyUnshard:
             with on_stream(gathers), launching(self._runtime.expected(key)):
                 home.gather()
                 event = gathers.record_event()
-                if loan is not None:
-                    loan.after(event)
+                if lease is not None:
+                    lease.after(event)
             return event

@@ -18,14 +18,14 @@ from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
-from symmplan.runtime.loans import lend
+from symmplan.runtime.leases import lend
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.integrate.fsdp.layout import Layout
-    from symmplan.runtime.loans import Ledger
+    from symmplan.runtime.leases import Ledger
 
 __all__ = ["ParameterStorage"]
 
@@ -90,15 +90,11 @@ class ParameterStorage:
 
     def overlaps(self, other: ParameterStorage) -> bool:
         """Whether both have some of the same bytes."""
-        return self.users is other.users and self.begin < other.end and other.begin < self.end
+        return self.users == other.users and self.begin < other.end and other.begin < self.end
 
     def give_room(self) -> bool:
         """Let whoever can leave these bytes, on this rank; whether they are free then."""
-        stay = [
-            loan
-            for loan in self.users.holders(self.begin, self.end)
-            if loan.owner is None or not loan.owner.step_aside()
-        ]
+        _, stay = self.users.give_room(self.begin, self.end)
         return not stay
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:

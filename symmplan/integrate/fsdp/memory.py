@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -24,22 +22,21 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
-from symmplan.memory.spares import fits, give_back
+from symmplan.memory.cache import fits, give_back
 from symmplan.memory.streams import current_stream, synchronize
 from symmplan.runtime.engines import Engines, known_of, register
-from symmplan.runtime.guests import CarveOut, overlapping, parts_of
-from symmplan.runtime.loans import Ledger, Loan
+from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from symmplan.capture.fsdp_recording import Call
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.memory import Arena
     from symmplan.model import Algorithm, Placement, Plan
-    from symmplan.runtime.guests import Guest
     from symmplan.runtime.options import Options
+    from symmplan.runtime.tenants import Tenant
 
 __all__ = ["Held", "Memory"]
 
@@ -70,8 +67,8 @@ class Memory:
         unreached: ``{name: why}`` of those that no segment can serve.
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
-        guests: Who was seen to run, in that order; see `symmplan.runtime.guests`.
-        displaced: How often something else was in the bytes of a guest that ran, or parameters
+        tenants: Who was seen to run, in that order; see `symmplan.runtime.tenants`.
+        displaced: How often something else was in the bytes of a tenant that ran, or parameters
             in those of others.
         captured: Whether a CUDA graph may have the addresses.
         preparation: What the ranks agree on, and how they get memory.
@@ -82,16 +79,15 @@ class Memory:
         self.unreached: Mapping[str, str] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0
-        self.guests: list[Guest] = []
+        self.tenants: list[Tenant] = []
         self.displaced = 0
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self._options = options
         self._device: torch.device | None = None
         self._arenas: list[Arena] = []
-        # Those in which somebody has kept buffers, with who that is.
-        self._older: list[tuple[Arena, list[Ledger]]] = []
-        self._users: dict[str, Ledger] = {}
+        # Those in which somebody has kept buffers.
+        self._older: list[Arena] = []
         self._views: dict[tuple[Placement, torch.dtype], torch.Tensor] = {}
         self._pushes: dict[str, Pushes] = {}
         # Not a method of this object, which must be able to end.
@@ -110,7 +106,7 @@ class Memory:
     @property
     def segment_bytes(self) -> int:
         """Bytes of all segments that are held, also of those that buffers are kept in."""
-        return sum(a.segment_bytes for a in (*self._arenas, *(a for a, _ in self._older)))
+        return sum(a.segment_bytes for a in (*self._arenas, *self._older))
 
     @property
     def name(self) -> str:
@@ -155,26 +151,26 @@ class Memory:
 
     def users(self, place: Placement) -> Ledger:
         """Who uses the bytes of its segment."""
-        return self._users[place.segment]
+        return Ledger(self._arenas[0].segments[place.segment].leases)
 
-    def take(self, place: Placement) -> Loan | None:
+    def take(self, place: Placement) -> Lease | None:
         """Take the bytes at ``place`` for a buffer; None if somebody still uses them."""
-        users = self._users[place.segment]
-        if users.held(place.offset, place.end):
+        users = self.users(place)
+        if users.holders(place.offset, place.end):
             return None
-        loan = Loan(current_stream(self._device) if self._is_cuda else None)
-        users.take(place.offset, place.end, loan)
-        return loan
+        lease = Lease(stream=current_stream(self._device) if self._is_cuda else None)
+        users.take(place.offset, place.end, lease)
+        return lease
 
     def alone(self, place: Placement, act: Callable[[], Any]) -> Any:
         """Run ``act`` with the bytes at ``place`` to itself. See [Note: bytes in use]."""
-        loan = self.take(place)
-        if loan is None:
-            with self.saved(self.at(place)):
+        lease = self.take(place)
+        if lease is None:
+            with set_aside(self.at(place)):
                 return act()
         work = act()
-        loan.ran(work, done=True)
-        loan.drop()
+        lease.issued(work, done=True)
+        lease.drop()
         return work
 
     def stage(
@@ -189,7 +185,7 @@ class Memory:
             result: Whether ``buffer`` is the output.
         """
         target = self.at(place, buffer.dtype)
-        with self.saved(target):
+        with set_aside(target):
             # An all-gather's input is a part of its output: it runs there, as on the peers.
             target.copy_(buffer)
             work = act()
@@ -198,66 +194,9 @@ class Memory:
             if result:
                 buffer.copy_(target)
 
-    @contextlib.contextmanager
-    def saved(self, target: torch.Tensor) -> Iterator[None]:
-        """Whoever has these bytes does not see what is done to them inside."""
-        synchronize(self.device)
-        saved = target.clone()
-        synchronize(self.device)
-        try:
-            yield
-        finally:
-            target.copy_(saved)
-            synchronize(self.device)
-
     @property
     def _is_cuda(self) -> bool:
         return self._device is not None and self._device.type == "cuda"
-
-    # Guests.
-
-    def host(self, guest: Guest, places: Mapping[str, Placement]) -> None:
-        """Let a guest live in a carve-out of the newest segments.
-
-        Args:
-            guest: The guest.
-            places: ``{name of its segment: where that lies}``.
-
-        Collective: yes, over its groups, where peers were not seen before.
-        """
-        host = self._arenas[0]
-        # Not a method of this object, which must be able to end.
-        occupy = functools.partial(_occupy, weakref.ref(self), tuple(places.values()))
-        carved = CarveOut(host, parts_of(guest, host, places), guest.arena.user, occupy)
-        guest.move_in(carved)
-
-    def _run_guest(self, places: Sequence[Placement], args: list[Any]) -> Callable[[], None]:
-        """Take the bytes of a guest for a run; returns what gives them back."""
-        loans: list[Loan] = []
-        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for place in places:
-            loan = self.take(place)
-            if loan is not None:
-                loans.append(loan)
-                continue
-            # The program left the plan's order. See [Note: bytes in use].
-            self.displaced += 1
-            synchronize(self.device)
-            bytes_ = self.at(place)
-            saved.append((bytes_, bytes_.clone()))
-            begin = bytes_.data_ptr()
-            for i in overlapping(args, begin, begin + place.nbytes):
-                args[i] = args[i].clone()
-
-        def leave() -> None:
-            for loan in loans:
-                loan.ran(None, done=True)
-                loan.drop()
-            for bytes_, kept in saved:
-                bytes_.copy_(kept)
-                synchronize(self.device)
-
-        return leave
 
     # Groups.
 
@@ -292,7 +231,7 @@ class Memory:
         self.let_go()
         held = sum(a.segment_bytes for a in self._arenas)
         stays = self.segment_bytes - held
-        if _in_use(list(self._users.values())):
+        if any(in_use(arena.segments.values()) for arena in self._arenas):
             stays, held = stays + held, 0
         preparation = self.preparation
         return preparation.room(
@@ -314,8 +253,8 @@ class Memory:
         Collective: yes, over all groups.
         """
         more = [g for s in plan.segments for g in s.groups if g not in self.groups]
-        guests = {n: g.process_group for n, g in resolve_groups(more).items()}
-        groups = {**self.groups, **guests}
+        tenants = {n: g.process_group for n, g in resolve_groups(more).items()}
+        groups = {**self.groups, **tenants}
         if self.arena is not None and fits(plan, self.arena):
             synchronize(self.device)  # peers may push to where other bytes were, without asking
             agree(plan, groups, self._options.timeout)
@@ -338,7 +277,7 @@ class Memory:
         """Give back what `prepare` made. Collective: no."""
         if held is not None:
             synchronize(self.device)
-            give_back([held.arena])
+            give_back(held.arena)
 
     def adopt(self, held: Held | None) -> None:
         """Live in what `prepare` made from now on, which all ranks have.
@@ -347,12 +286,11 @@ class Memory:
         """
         if held is None:
             return
-        self._older += [(a, list(self._users.values())) for a in self._arenas]
+        self._older += self._arenas
         self._arenas[:] = [held.arena]
         self.let_go()
         self.engines = held.engines
         self.rendezvous += held.rendezvous
-        self._users = {name: Ledger() for name in held.arena.segments}
         self._views.clear()
         self._pushes.clear()
 
@@ -361,14 +299,15 @@ class Memory:
 
         Collective: no.
         """
-        free = [arena for arena, users in self._older if not _in_use(users)]
+        free = [arena for arena in self._older if not in_use(arena.segments.values())]
         if free:
-            self._older[:] = [(a, users) for a, users in self._older if _in_use(users)]
+            self._older[:] = [arena for arena in self._older if arena not in free]
             synchronize(self.device)
-            give_back(free)
+            for arena in free:
+                give_back(arena)
 
     def release(self) -> None:
-        """Give the segments back. Guests keep what they live in.
+        """Give the segments back. Tenants keep what they live in.
 
         Collective: no.
         """
@@ -379,26 +318,8 @@ class Memory:
         _give_back_all(self._arenas, self._older)
 
 
-def _in_use(users: Sequence[Ledger]) -> bool:
-    """Whether somebody still has a buffer there."""
-    return any(of.live() for of in users)
-
-
-def _give_back_all(arenas: list[Arena], older: list[tuple[Arena, list[Ledger]]]) -> None:
-    give_back(arenas)
-    give_back([arena for arena, _ in older])
+def _give_back_all(arenas: list[Arena], older: list[Arena]) -> None:
+    for arena in (*arenas, *older):
+        give_back(arena)
+    arenas.clear()
     older.clear()
-
-
-def _occupy(
-    memory: weakref.ref[Memory], places: Sequence[Placement], args: list[Any]
-) -> Callable[[], None]:
-    """As `Memory._run_guest`; nothing if there is nobody else any more."""
-    mine = memory()
-    if mine is None or mine.arena is None:
-        return _nothing
-    return mine._run_guest(places, args)
-
-
-def _nothing() -> None:
-    """Nobody needs to know."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan.capture.fsdp import GuestBytes, problem_of
+from symmplan.capture.fsdp import problem_of
 from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
@@ -20,11 +20,12 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.memory.topology import unreached
-from symmplan.model import Algorithm, Alternative
+from symmplan.model import Algorithm, Alternative, Buffer
 from symmplan.planner.budget import within
 from symmplan.planner.homes import plan_with_homes
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.concurrent import concurrent_heard
+from symmplan.runtime.tenants import Suballocation
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
     from symmplan.planner.budget import Demotable
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
-    from symmplan.runtime.guests import Guest
     from symmplan.runtime.options import Options
+    from symmplan.runtime.tenants import Tenant
 
     #: The collectives of each recording, and all that a plan needs.
     _Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
-    _Prepared: TypeAlias = tuple[Plan, _Stretches, Held | None, Mapping[int, Sequence[GuestBytes]]]
+    _Prepared: TypeAlias = tuple[Plan, _Stretches, Held | None, Mapping[int, Sequence[Buffer]]]
     #: A plan, what could be demoted in it, and what it was made of.
     _Candidate: TypeAlias = tuple[
         Plan, list[Demotable], tuple[_Stretches, Mapping[Any, AlgorithmName]]
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Planning"]
 
-#: Where carve-outs begin, in bytes.
+#: Where suballocations begin, in bytes.
 _ALIGN = 512
 
 
@@ -115,14 +116,15 @@ class Planning:
         names = dict.fromkeys(case.group for r in recordings for _, case in r.heard)
         if not names:
             return found
-        meshes = [{*mesh.mesh.flatten().tolist()} for mesh in self.meshes]
         for name in names:
             try:
                 group = c10d.group_by_name(name)
             except LookupError:  # it was destroyed since
                 continue
             ranks = {*dist.get_process_group_ranks(group)}
-            if name not in self._memory.groups and any(ranks <= mesh for mesh in meshes):
+            if name not in self._memory.groups and any(
+                ranks <= mesh for mesh in self._ranks_of_meshes
+            ):
                 found[name] = group
         return found
 
@@ -134,12 +136,14 @@ class Planning:
         recordings = merged(recordings, groups, self._options.timeout)
         prepare = functools.partial(self._prepared, recordings, chosen)
         made = preparation.attempt(prepare, {**groups, **self.beside}, self._undo)
-        plan, stretches, held, guests = made
+        plan, stretches, held, tenants = made
         memory.adopt(held)
-        for number, needs in guests.items():
-            guest = memory.guests[number]
+        for number, needs in tenants.items():
+            tenant = memory.tenants[number]
             places = [plan.placements[g.name] for g in needs]
-            memory.host(guest, dict(zip(guest.arena.segments, places, strict=True)))
+            assert memory.arena is not None
+            there = dict(zip(tenant.arena.segments, places, strict=True))
+            tenant.move_in(Suballocation.of(tenant, memory.arena, there))
         self.plan = plan
         self._kept = list(recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
@@ -214,7 +218,7 @@ class Planning:
         direct = {site: x.nbytes for site, x in self.layouts.items()}
 
         def planned(
-            guests: Mapping[int, Sequence[GuestBytes]],
+            tenants: Mapping[int, Sequence[Buffer]],
             gave: Mapping[Any, AlgorithmName],
             live: int | None = self.live,
         ) -> _Candidate:
@@ -223,12 +227,12 @@ class Planning:
                 self._options.effort,
             )
             ranks, as_kept = self._ranks(), _as_kept(recordings, direct, live)
-            plan, found = _planned(as_kept, ranks, algorithm, direct, effort, guests, live)
+            plan, found = _planned(as_kept, ranks, algorithm, direct, effort, tenants, live)
             return plan, demotables_of((p for s in found for p in s), chosen), (found, dict(gave))
 
         def advised(
             plan: Plan,
-            guests: Mapping[int, Sequence[GuestBytes]],
+            tenants: Mapping[int, Sequence[Buffer]],
             gave: Mapping[Any, AlgorithmName],
         ) -> Plan:
             alive = _alive(recordings, direct, self.live)
@@ -240,7 +244,7 @@ class Planning:
 
             def problem(live: int) -> tuple[Problem, frozenset[str]]:
                 as_kept = _as_kept(recordings, direct, live)
-                return _problem(as_kept, ranks, algorithm, direct, guests, live)[:2]
+                return _problem(as_kept, ranks, algorithm, direct, tenants, live)[:2]
 
             alternatives = [Alternative(n, *problem(x)) for n, x in others.items() if n != alive]
             return evolve(plan, unsharded_modules=alive, alternatives=tuple(alternatives))
@@ -248,42 +252,61 @@ class Planning:
         room = None
         if self._memory.preparation.refusal is None:
             room = self._memory.room()
-            guests = self._guests(recordings)
-            if guests:
-                plan, _, (stretches, _) = planned(guests, {})
-                if self._alike(plan, guests, room):
+            for tenants in self._tenants(recordings):
+                plan, _, (stretches, _) = planned(tenants, {})
+                if self._alike(plan, tenants, room):
                     held = self._memory.prepare(plan)
-                    return advised(plan, guests, {}), stretches, held, guests
+                    return advised(plan, tenants, {}), stretches, held, tenants
         plan, (stretches, gave) = within(room, functools.partial(planned, {}))
         held = self._memory.prepare(plan)
         return advised(plan, {}, gave), stretches, held, {}
 
-    def _guests(self, recordings: Sequence[Recording]) -> dict[int, tuple[GuestBytes, ...]]:
-        """Who ran meanwhile and can live in carve-outs; the same on all ranks.
+    def _tenants(self, recordings: Sequence[Recording]) -> list[dict[int, tuple[Buffer, ...]]]:
+        """Who ran meanwhile and can live in suballocations; the same on all ranks.
+
+        All of them first, and then those that have bytes while they run alone.
 
         Collective: yes, over all groups of the model.
         """
         memory, groups, name = self._memory, self._memory.groups, self._memory.preparation.memory
-        ran = sorted({i for r in recordings for what, i in r.events if what == "guest"})
+        ran = sorted({i for r in recordings for what, i in r.events if what == "tenant"})
         found = {
-            i: _needs(i, guest)
+            i: _needs(i, tenant)
             for i in ran
-            if (guest := memory.guests[i]).hostable and guest.arena.memory == name
+            if (tenant := memory.tenants[i]).movable
+            and tenant.arena.memory == name
+            and (not tenant.lasts or self.are_ours(tenant))
         }
         mine = [[i, *(g.nbytes for g in needs)] for i, needs in found.items()]
-        said = all_gather_json("guests", dict.fromkeys(groups, mine), groups, self._options.timeout)
-        return found if all(x == mine for of in said.values() for x in of) else {}
+        said = all_gather_json(
+            "tenants", dict.fromkeys(groups, mine), groups, self._options.timeout
+        )
+        if any(x != mine for of in said.values() for x in of):
+            return []
+        timed = {i: needs for i, needs in found.items() if not memory.tenants[i].lasts}
+        candidates = [found] if timed == found else [found, timed]
+        return [tenants for tenants in candidates if tenants]
 
-    def _alike(self, plan: Plan, guests: Mapping[int, Sequence[GuestBytes]], room: int) -> bool:
-        """Whether all ranks that meet, in the model or in a guest, have the same plan that fits.
+    @property
+    def _ranks_of_meshes(self) -> list[set[int]]:
+        return [{*mesh.mesh.flatten().tolist()} for mesh in self.meshes]
 
-        Collective: yes, over all groups of the model and of the guests.
+    def are_ours(self, tenant: Tenant) -> bool:
+        """Whether a tenant's ranks are this model's: then it comes and goes on all of them."""
+        met = [r for s in tenant.arena.segments.values() for r in s.rendezvous.values()]
+        ranks = [{*dist.get_process_group_ranks(r.group.process_group)} for r in met]
+        return all(of == mesh for of in ranks for mesh in self._ranks_of_meshes)
+
+    def _alike(self, plan: Plan, tenants: Mapping[int, Sequence[Buffer]], room: int) -> bool:
+        """Whether all ranks that meet, in the model or in a tenant, have the same plan that fits.
+
+        Collective: yes, over all groups of the model and of the tenants.
         """
-        names = dict.fromkeys(g.group for needs in guests.values() for g in needs)
+        names = dict.fromkeys(g.group for needs in tenants.values() for g in needs)
         groups = {n: g.process_group for n, g in resolve_groups(names).items()}
         mine = plan.fingerprint if plan.peak_bytes <= room and not plan.barriers else ""
         groups = {**self._memory.groups, **groups}
-        return all_agree("carve-outs", mine, groups, self._options.timeout)
+        return all_agree("suballocations", mine, groups, self._options.timeout)
 
     def loosen(self) -> bool:
         """Let all parameters move, if on no rank anybody has views of them; whether they can.
@@ -352,11 +375,11 @@ def _planned(
     algorithm_of: Callable[[Call], Algorithm],
     direct: Mapping[str, int],
     effort: Literal["fast", "optimal"],
-    guests: Mapping[int, Sequence[GuestBytes]],
+    tenants: Mapping[int, Sequence[Buffer]],
     live: int | None,
 ) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
     """The plan of what was recorded, verified, and the collectives of each recording."""
-    problem, homes, stretches = _problem(recordings, ranks, algorithm_of, direct, guests, live)
+    problem, homes, stretches = _problem(recordings, ranks, algorithm_of, direct, tenants, live)
     plan = plan_with_homes(problem, homes, effort)
     plan.verify()
     return plan, stretches
@@ -367,11 +390,11 @@ def _problem(
     ranks: Mapping[str, tuple[int, ...]],
     algorithm_of: Callable[[Call], Algorithm],
     direct: Mapping[str, int],
-    guests: Mapping[int, Sequence[GuestBytes]],
+    tenants: Mapping[int, Sequence[Buffer]],
     live: int | None,
 ) -> tuple[Problem, frozenset[str], tuple[tuple[Planned, ...], ...]]:
     """What was recorded needs, which buffers are parameters themselves, and the collectives."""
-    problem, stretches = problem_of(recordings, ranks, algorithm_of, direct, guests, live)
+    problem, stretches = problem_of(recordings, ranks, algorithm_of, direct, tenants, live)
     homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
     return problem, homes, stretches
 
@@ -388,10 +411,17 @@ def _concurrent(
     return dict(found)
 
 
-def _needs(number: int, guest: Guest) -> tuple[GuestBytes, ...]:
-    """What a guest has of each of its segments."""
-    align, user = max(guest.align, _ALIGN), guest.arena.user
+def _needs(number: int, tenant: Tenant) -> tuple[Buffer, ...]:
+    """What a tenant has of each of its segments."""
     return tuple(
-        GuestBytes(f"guest{number}.{name}", s.nbytes, s.spec.groups[0], align, user)
-        for name, s in guest.arena.segments.items()
+        Buffer(
+            f"tenant{number}.{name}",
+            s.nbytes,
+            s.spec.groups[0],
+            align=max(tenant.align, _ALIGN),
+            persistent=tenant.lasts,
+            op=tenant.arena.user,
+            where="suballocation",
+        )
+        for name, s in tenant.arena.segments.items()
     )

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.capture.fsdp_recording import Key, Recording
+from symmplan.coordination.own import own_work
 from symmplan.errors import CaptureError, RunError
 from symmplan.integrate.fsdp import reasons
 from symmplan.integrate.fsdp.memory import Memory
 from symmplan.integrate.fsdp.occupancy import Occupancy
 from symmplan.integrate.fsdp.planning import Planning
 from symmplan.integrate.fsdp.slots import Counts, Slot, Where
+from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
-from symmplan.runtime.guests import WATCHERS
 from symmplan.runtime.listening import leave, listen
 from symmplan.runtime.observe import checking, launching
 from symmplan.torch_private import c10d, fsdp2
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.occupancy import Occupant
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.model import Placement
-    from symmplan.runtime.guests import Guest
-    from symmplan.runtime.loans import Loan
+    from symmplan.runtime.leases import Lease
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.options import Options
+    from symmplan.runtime.tenants import Tenant
 
 __all__ = ["PATIENCE", "REPLANS", "Runtime"]
 
@@ -94,18 +95,18 @@ class Runtime:
         self._was_backward = False
         self._strange = False
         self._tries = 0
-        WATCHERS.add(self)
+        PROCESS.watchers.add(self)
         fsdp2.watch_copy_in()
 
-    def guest_ran(self, guest: Guest) -> None:
-        """Somebody's graph begins to run. See [Note: guests] in `symmplan.runtime.guests`."""
+    def tenant_ran(self, tenant: Tenant) -> None:
+        """Somebody's graph begins to run. See [Note: tenants] in `symmplan.runtime.tenants`."""
         if self._log is None:
             return
-        guests = self.memory.guests
-        number = next((i for i, known in enumerate(guests) if known is guest), len(guests))
-        if number == len(guests):
-            guests.append(guest)
-        self._log.guest(number)
+        tenants = self.memory.tenants
+        if tenant not in tenants:  # who comes late is planned for when all ranks come to it
+            tenants.append(tenant)
+            self._strange = self._strange or (tenant.lasts and self.planning.are_ours(tenant))
+        self._log.tenant(tenants.index(tenant))
 
     # Handing out buffers.
 
@@ -128,7 +129,7 @@ class Runtime:
         scheduled = self._follow(key)
         place = None if scheduled is None or not self.executor.serves else scheduled.place
         pushed = place is not None and scheduled is not None and scheduled.pushed
-        loan: Loan | None = None
+        lease: Lease | None = None
         send = None
         if pushed:
             assert scheduled is not None
@@ -138,12 +139,12 @@ class Runtime:
             pushes = self.memory.pushes(scheduled)
             send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
         elif place is not None and scheduled is not None and not scheduled.direct:
-            loan = self.memory.take(place)
-            base = plain() if loan is None else self.memory.at(place, dtype)
+            lease = self.memory.take(place)
+            base = plain() if lease is None else self.memory.at(place, dtype)
         else:
             base = plain()
         expected = self.expected(key, scheduled)
-        slot = Slot(key, base, scheduled=scheduled, loan=loan, expected=expected, send=send)
+        slot = Slot(key, base, scheduled=scheduled, lease=lease, expected=expected, send=send)
         slot.pushed = pushed
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
@@ -298,14 +299,15 @@ class Runtime:
         if act is None:
             nbytes = buffer.numel() * buffer.element_size()
             called = self.executor.call(slot.key, slot.key.kind, nbytes, name)
-            with launching(slot.expected, reason), called:
+            # FSDP2's, not the program's: an eager session must not plan what will be placed here.
+            with own_work, launching(slot.expected, reason), called:
                 work = plain(base)
             if self.schedule is None:
                 self.counts.recorded += 1
             else:
                 self.counts.plain += 1
                 self.counts.because(reason)
-        elif slot.loan is not None or slot.pushed:
+        elif slot.lease is not None or slot.pushed:
             with launching(slot.expected):
                 work = act()
             self.counts.bound += 1
@@ -317,8 +319,8 @@ class Runtime:
                 self.memory.stage(slot.scheduled.place, slot.base, act, result=result)
             self.counts.staged += 1
             self.counts.because(reasons.IN_USE)
-        if slot.loan is not None:
-            slot.loan.ran(work, done=done)
+        if slot.lease is not None:
+            slot.lease.issued(work, done=done)
         return work
 
     def _algorithm(
@@ -430,11 +432,8 @@ class Runtime:
     # Ending.
 
     def release(self) -> None:
-        """Give the segments back.
-
-        Collective: no.
-        """
-        WATCHERS.discard(self)
+        """Give the segments back. Collective: no."""
+        PROCESS.watchers.discard(self)
         leave(self._log)
         for direct in self.planning.directs:
             direct.remove()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp_recording import Key, Recording
     from symmplan.integrate.fsdp.push import Pushes
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
-    from symmplan.runtime.loans import Loan
+    from symmplan.runtime.leases import Lease
     from symmplan.runtime.observe import Expected
 
 __all__ = ["Counts", "Slot", "Where"]
@@ -68,7 +68,7 @@ class Slot:
             may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
         held: Whether anybody holds the buffer.
         scheduled: What the plan has of it, None while recording or if the plan has none.
-        loan: Set if the buffer lies in its placement.
+        lease: Set if the buffer lies in its placement.
         index: Its index in ``log``.
         log: The recording it is in.
         served: How many buffers FSDP2 asked for with it: 2 for a reduce-scatter's output.
@@ -83,7 +83,7 @@ class Slot:
     base: torch.Tensor
     held: bool = True
     scheduled: ScheduledCollective | None = None
-    loan: Loan | None = None
+    lease: Lease | None = None
     index: int = 0
     log: Recording | None = None
     served: int = 1
@@ -111,8 +111,8 @@ class Slot:
         self.held = False
         self.send = None
         self.pushing = ()
-        if self.loan is not None:
-            self.loan.drop()
+        if self.lease is not None:
+            self.lease.drop()
         if self.log is not None:
             self.log.drop(self.index)
 

@@ -30,9 +30,9 @@ from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.integrate.moe.measure import measured
 from symmplan.integrate.moe.routes import Routes, assumed_routes, exchange_routes
+from symmplan.memory.cache import give_back
 from symmplan.memory.calls import REFUSED, note
 from symmplan.memory.kernels import copy_bytes
-from symmplan.memory.spares import give_back
 from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
@@ -296,7 +296,7 @@ class ExpertParallel:
                 return None
             return preparation.obtain(plan, self._device, groups, reach)
 
-        made = preparation.attempt(make, groups, lambda made: give_back([made[0]]))
+        made = preparation.attempt(make, groups, lambda made: give_back(made[0]))
         if made is None:
             return None
         preparation.log(plan)
@@ -387,7 +387,7 @@ class ExpertParallel:
         arena, self._arena = self._arena, None
         if arena is not None:
             synchronize(self._device)
-            give_back([arena])
+            give_back(arena)
 
     def release(self) -> None:
         """Give the segment back. Idempotent.

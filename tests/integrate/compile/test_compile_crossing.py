@@ -15,7 +15,7 @@ from crossing_checks import (
     KIB,
     check_grads,
     expected_of,
-    held_loans,
+    held_leases,
     in_segment,
     leaves_of,
     new_backend,
@@ -41,11 +41,11 @@ def _in_place(rank, world_size, inner, debug):
         for _ in range(3):
             leaves = leaves_of(rank)
             loss = compiled(*leaves)
-            held, lanes = held_loans(backend)
+            held, lanes = held_leases(backend)
             saved = sum(in_segment(backend, t) for t in loss.grad_fn.saved_tensors)
             check_grads(loss, leaves, expected)
             del loss
-            assert held_loans(backend)[0] == 0
+            assert held_leases(backend)[0] == 0
         (plan,) = backend.plans
         plan.verify()
         summary = plan.summary()
@@ -84,7 +84,7 @@ def _runs(rank, world_size, order, inner="eager"):
         for i in order:
             check_grads(losses[i], leaves[i], expected[i])
             losses[i] = None
-        assert held_loans(backend)[0] == 0
+        assert held_leases(backend)[0] == 0
         return backend.stats.evacuated, backend.evacuated()
     finally:
         backend.release()
@@ -197,7 +197,7 @@ def _unused(rank, world_size):
     try:
         for _ in range(4):
             torch.testing.assert_close(compiled(*leaves_of(rank)).detach(), expected[0])
-        held = held_loans(backend)
+        held = held_leases(backend)
         leaves = leaves_of(rank)
         check_grads(compiled(*leaves), leaves, expected)
         return held, backend.stats.evacuated
@@ -271,12 +271,12 @@ def _broken(rank, world_size, inner):
         for _ in range(3):
             leaves = leaves_of(rank)
             loss = compiled(*leaves)
-            held = held_loans(backend)
+            held = held_leases(backend)
             check_grads(loss, leaves, expected)
             del loss
         for plan in backend.plans:
             plan.verify()
-        return backend.stats, held, held_loans(backend)[0]
+        return backend.stats, held, held_leases(backend)[0]
     finally:
         backend.release()
 

@@ -16,7 +16,7 @@ from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.model import Algorithm, Requirement
 from symmplan.planner import plan as plan_problem
-from symmplan.runtime.loans import Ledger, Loan, lend
+from symmplan.runtime.leases import lend
 
 
 def key(site, kind="all_gather", numel=64, *, backward=False):
@@ -71,13 +71,13 @@ def test_the_registry_says_what_must_be_symmetric(monkeypatch):
     assert "not declared" in plan.unplanned[0].reason
 
 
-def test_guests_are_noted_once_between_two_events():
+def test_tenants_are_noted_once_between_two_events():
     recording = record("+a", "a")
     for number in (0, 1, 0, 1, 1):
-        recording.guest(number)
+        recording.tenant(number)
     recording.drop(0)
-    recording.guest(1)
-    what = [("guest", 0), ("guest", 1), ("drop", 0), ("guest", 1)]
+    recording.tenant(1)
+    what = [("tenant", 0), ("tenant", 1), ("drop", 0), ("tenant", 1)]
     assert recording.events == [("begin", 0), ("run", 0), *what]
 
 
@@ -171,7 +171,7 @@ def test_drops_survive_being_told_to_others():
 
 
 def test_drops_are_told_by_what_all_ranks_see():
-    """Guests run here and there only; what is without them is the same for all."""
+    """Tenants run here and there only; what is without them is the same for all."""
     texts = ("+a", "a", "+b", "-a", "b", "-b")
     plain, hosting = record(*texts), Recording()
     for number, (what, index) in enumerate(plain.events):
@@ -179,14 +179,14 @@ def test_drops_are_told_by_what_all_ranks_see():
             hosting.begin(plain.collectives[index].key, plain.collectives[index].nbytes)
         else:
             hosting.events.append((what, index))
-        hosting.guest(number % 2)
+        hosting.tenant(number % 2)
     hosting.collectives[:] = plain.collectives
     drops = hosting.drops()
     assert [before for before, _ in drops] == [before for before, _ in plain.drops()]
     assert hosting.with_drops(drops).events == hosting.events
     latest = [max(a, b) for a, b in zip(drops, plain.drops(), strict=True)]
     there, here = (r.with_drops(latest) for r in (plain, hosting))
-    assert there.events == [e for e in here.events if e[0] != "guest"]
+    assert there.events == [e for e in here.events if e[0] != "tenant"]
     assert solve(there)[0].fingerprint == solve(here)[0].fingerprint
 
 
@@ -303,38 +303,31 @@ def test_bytes_may_come_back_in_any_thread():
     assert len(came_back) == 1
 
 
-class Waits(Loan):
-    """A loan that notes who waited for it."""
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_tenant_that_lasts_shares_its_bytes_with_nobody(lasts):
+    from types import SimpleNamespace
 
-    def wait(self):
-        self._marks.append("waited")
+    from symmplan.integrate.fsdp.planning import _needs
 
-    @property
-    def waits(self):
-        return len(self._marks)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 16)), max_size=30),
-)
-def test_whoever_takes_bytes_waits_for_all_who_had_them(ranges):
-    """A model: each byte remembers its last loan; a new one waits for exactly those."""
-    users = Ledger()
-    last = [None] * 32
-    for begin, length in ranges:
-        end = begin + length
-        before = {t: t.waits for t in last if t is not None}
-        old = {t for t in last[begin:end] if t is not None}
-        loan = Waits()
-        users.take(begin, end, loan)
-        assert {t for t in before if t.waits > before[t]} == old
-        last[begin:end] = [loan] * length
-        assert users.held(begin, end)
-        for byte in range(32):
-            assert users.held(byte, byte + 1) == (last[byte] is not None and last[byte].live)
-        if begin % 3 == 0:
-            loan.drop()
-            assert not users.held(begin, end)
+    spec = SimpleNamespace(groups=("g",))
+    segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec)}
+    arena = SimpleNamespace(segments=segments, user="somebody")
+    needs = _needs(3, SimpleNamespace(arena=arena, align=1024, lasts=lasts))
+    recording = Recording()
+    for _ in range(2):
+        recording.tenant(3)
+        index = recording.begin(Key("m", "all_gather", 64, "torch.float32", False), 4096)
+        recording.run(index, "g")
+        recording.drop(index)
+    problem, _ = problem_of([recording], {"g": (0, 1)}, tenants={3: needs})
+    (mine,) = (b for b in problem.buffers if b.op == "somebody")
+    assert (mine.name, mine.nbytes, mine.align) == ("tenant3.s0", 4096, 1024)
+    plan = plan_problem(problem)
+    plan.verify()
+    theirs = [p for name, p in plan.placements.items() if name != mine.name]
+    place = plan.placements[mine.name]
+    apart = all(p.end <= place.offset or place.end <= p.offset for p in theirs)
+    assert apart is lasts
 
 
 def test_pushes_meet_first_where_nothing_else_makes_a_slot_free():

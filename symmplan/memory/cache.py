@@ -1,4 +1,4 @@
-"""Segments that nobody uses any more, for who comes next.
+"""The segment cache: segments that nobody leases any more, for who comes next.
 
 [Note: windows that stay]
     Torch 2.11 registers a segment as a window of NCCL's communicator and frees it without taking
@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from symmplan.coordination.all_gather import all_gather_json, leaders
 from symmplan.coordination.groups import resolve_groups
 from symmplan.memory import agree, realize
 from symmplan.memory.streams import synchronize
+from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,28 +29,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["borrowed", "fits", "give_back", "obtain", "spare_bytes"]
-
-
-@frozen(eq=False)
-class _Spare:
-    """An arena that nobody uses.
-
-    Attributes:
-        number: Counts the arenas that were given back; equal on ranks that did the same.
-        device: Where it lies.
-        arena: The arena.
-    """
-
-    number: int
-    device: torch.device
-    arena: Arena
-
-
-_SPARE: list[_Spare] = []
-_COUNT = [0]
-#: Arenas whose last work may never end.
-_LOST: list[Arena] = []
+__all__ = ["borrowed", "cached_bytes", "fits", "give_back", "obtain"]
 
 
 def fits(plan: Plan, arena: Arena) -> bool:
@@ -65,9 +43,10 @@ def fits(plan: Plan, arena: Arena) -> bool:
     )
 
 
-def spare_bytes(device: torch.device) -> int:
+def cached_bytes(device: torch.device) -> int:
     """Bytes of the largest arena that nobody uses. Collective: no."""
-    return max((s.arena.segment_bytes for s in _SPARE if s.device == device), default=0)
+    cached = PROCESS.cache.values()
+    return max((a.segment_bytes for a in cached if _device_of(a) == device), default=0)
 
 
 def obtain(
@@ -81,7 +60,7 @@ def obtain(
     temporary: bool = False,
     debug: bool = False,
 ) -> tuple[Arena, bool]:
-    """Memory for ``plan``: a spare arena that all ranks have, or a new one.
+    """Memory for ``plan``: a cached arena that all ranks have, or a new one.
 
     Args:
         plan: What must fit.
@@ -103,16 +82,19 @@ def obtain(
     Collective: yes, over those groups.
     """
     if device.type == "cuda":
-        found = [s for s in _SPARE if s.device == device and _serves(s, plan, memory, groups)]
-        spare = min(found, key=lambda s: s.arena.segment_bytes, default=None)
-        number = -1 if spare is None else spare.number
+        found = {
+            number: arena
+            for number, arena in PROCESS.cache.items()
+            if _device_of(arena) == device and _serves(arena, plan, memory, groups)
+        }
+        number = min(found, key=lambda n: found[n].segment_bytes, default=-1)
         names = dict.fromkeys(leaders(groups).values())
-        said = all_gather_json("spare", dict.fromkeys(names, number), groups, timeout)
-        if spare is not None and all(n == number for ns in said.values() for n in ns):
+        said = all_gather_json("cached", dict.fromkeys(names, number), groups, timeout)
+        if found and all(n == number for ns in said.values() for n in ns):
             agree(plan, groups, timeout)
-            _SPARE.remove(spare)
-            spare.arena.user = user
-            return spare.arena, False
+            cached: Arena = PROCESS.cache.pop(number)
+            cached.user, cached.tenants = user, [user]
+            return cached, False
     arena = realize(
         plan,
         memory=memory,
@@ -163,44 +145,48 @@ def borrowed(
         synchronize(device)
     except BaseException:
         if device.type == "cuda":  # who waited for this device might wait for a peer that failed
-            _LOST.append(arena)
+            PROCESS.kept.append(arena)
         else:
             arena.release()
         raise
     there.clear()
-    give_back([arena])
+    give_back(arena)
 
 
-def give_back(arenas: list[Arena]) -> None:
-    """Nobody uses the arenas any more; empties the list. See [Note: windows that stay].
+def give_back(arena: Arena, tenant: str | None = None) -> None:
+    """A tenant of an arena uses it no more. Idempotent. See [Note: windows that stay].
 
-    All work of this rank in them must be done; who gets them meets the peers first.
+    All work of this rank in the tenant's bytes must be done; who gets them meets the peers first.
+
+    Args:
+        arena: The arena. The last tenant's end is the end of it.
+        tenant: Who it is, for people; whoever it was made for by default.
 
     Collective: no.
     """
-    for arena in arenas:
-        arena.left = bool(arena.guests)
-        if arena.left:  # whoever moves out last gives it back
-            arena.user = ""
-            continue
-        device = next((s.tensor.device for s in arena.segments.values()), None)
-        if device is None or arena.frees:
-            arena.release()
-        else:
-            _COUNT[0] += 1
-            arena.user = ""
-            _SPARE.append(_Spare(_COUNT[0], device, arena))
-    arenas.clear()
+    who = arena.user if tenant is None else tenant
+    if who in arena.tenants:
+        arena.tenants.remove(who)
+    if arena.tenants or arena.released:
+        return
+    if not arena.segments or arena.frees:
+        arena.release()
+    else:
+        PROCESS.cached += 1
+        PROCESS.cache[PROCESS.cached] = arena
 
 
-def _serves(spare: _Spare, plan: Plan, memory: str, groups: Mapping[str, Any]) -> bool:
-    if memory not in ("auto", spare.arena.memory) or not fits(plan, spare.arena):
+def _device_of(arena: Arena) -> torch.device:
+    return next(iter(arena.segments.values())).tensor.device
+
+
+def _serves(arena: Arena, plan: Plan, memory: str, groups: Mapping[str, Any]) -> bool:
+    if memory not in ("auto", arena.memory) or not fits(plan, arena):
         return False
     # A group may have been destroyed and made again under its old name.
     now = resolve_groups((name for spec in plan.segments for name in spec.groups), groups)
     return all(
-        spare.arena.segments[spec.name].rendezvous[name].group.process_group
-        is now[name].process_group
+        arena.segments[spec.name].rendezvous[name].group.process_group is now[name].process_group
         for spec in plan.segments
         for name in spec.groups
     )

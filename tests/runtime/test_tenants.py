@@ -1,4 +1,4 @@
-"""Compiled graphs live in a carve-out of FSDP2's segments: one pool for both, and the same bits."""
+"""Compiled graphs lie in FSDP2's segments: one pool for both, and the same bits."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _trained(rank, size, dp, tp, acts, gathers=False, algorithms=("placed", "pla
         held = None
         if act == "held" and rank == 1:  # as by a hook that keeps a buffer of FSDP2's
             memory = handle._runtime.memory
-            (name,) = (n for n in handle.plan.placements if n.startswith("guest"))
+            (name,) = (n for n in handle.plan.placements if n.startswith("tenant"))
             place = handle.plan.placements[name]
             held = memory.take(place)
             memory.at(place).fill_(7)
@@ -198,7 +198,7 @@ def _alone(plan):
     import symmplan
 
     problem = plan.problem
-    names = {b.name for b in problem.buffers if not b.name.startswith("guest")}
+    names = {b.name for b in problem.buffers if not b.name.startswith("tenant")}
     alone = attrs.evolve(
         problem,
         buffers=[attrs.evolve(b, offset=None) for b in problem.buffers if b.name in names],
@@ -296,7 +296,7 @@ def _two_backends(rank, size, late):
 
 
 @pytest.mark.parametrize("late", [(0, 0), (0, 1), (1, 2), (3, 3)])
-def test_backends_that_are_guests_in_one_segment_count_apart(four, late):
+def test_backends_that_are_tenants_in_one_segment_count_apart(four, late):
     for held, planned, left in four.run(_two_backends, late):
         assert held == [("FSDP2", "compiled graphs")]
         assert planned[0] > planned[1]

@@ -15,7 +15,7 @@ pool = pool_on(2, timeout=280.0)
 def _trained(rank, size, compiled, sharded):
     """Losses without symmplan and with it in the graphs, in FSDP2, or in both."""
     import torch.distributed as dist
-    from test_guests import TOKENS, made
+    from test_tenants import TOKENS, made
 
     import symmplan
 

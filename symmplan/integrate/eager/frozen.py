@@ -1,0 +1,145 @@
+"""The plan of an eager session, and where its tensors lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+
+from symmplan.coordination.all_gather import all_agree
+from symmplan.memory.streams import synchronize
+from symmplan.runtime.engines import register_known
+from symmplan.runtime.leases import in_use
+from symmplan.runtime.tenants import let_go, synchronizes_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmplan.capture.sites import Captured
+    from symmplan.integrate.eager.schedule import Act, Event
+    from symmplan.memory import Arena
+    from symmplan.model import Plan
+    from symmplan.runtime.choice import Choice
+    from symmplan.runtime.stats import Copy
+    from symmplan.runtime.tenants import Suballocation
+
+__all__ = ["Frozen"]
+
+#: At how many ends of iterations a session is ready to move before it stays where it is.
+_READY = 8
+
+
+@define(eq=False)
+class Frozen:
+    """What a recording became; a `symmplan.runtime.tenants.Tenant`.
+
+    Attributes:
+        plan: The plan.
+        captured: What the recorded program does.
+        arena: The plan's memory.
+        rendezvous: How many were made for it.
+        build: Makes, for some memory, the declared calls that are expected, in order, and what to
+            do at the end of each iteration.
+        engines: Whether copy engines run some of the calls.
+        copies: See `Copy`.
+        choices: What was measured.
+        refused: Why nothing is in symmetric memory; empty if that could be had.
+        events: What ``build`` made.
+        tail: The same.
+        leaving: ``{storage: (call, its copy out)}`` of results that are copied out at their wait.
+        stays: Whether it may not move any more: it is over, or a CUDA graph has the addresses.
+        there: Where it has to `move`, None if it has not to; the same on all ranks.
+    """
+
+    lasts = True
+
+    plan: Plan
+    captured: Captured
+    arena: Arena | Suballocation
+    rendezvous: int
+    build: Callable[[Arena | Suballocation], tuple[list[Event], list[Act]]]
+    engines: bool
+    copies: tuple[Copy, ...]
+    choices: tuple[Choice, ...]
+    refused: str = ""
+    events: list[Event] = field(init=False, factory=list)
+    tail: list[Act] = field(init=False, factory=list)
+    leaving: dict[int, tuple[Event, str]] = field(init=False, factory=dict)
+    stays: bool = field(init=False, default=False)
+    there: Suballocation | None = field(init=False, default=None)
+    _ready: int = field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self._schedule(self.arena)
+
+    def _schedule(self, arena: Arena | Suballocation) -> None:
+        with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
+            events, tail = self.build(arena)
+        self.arena, self.events, self.tail = arena, events, tail
+        self.leaving = {k: (e, name) for e in events for k, name in e.copied_at_waits()}
+
+    @property
+    def movable(self) -> bool:
+        """As of a `Tenant`."""
+        return not self.stays and synchronizes_once(self.arena)
+
+    @property
+    def align(self) -> int:
+        """As of a `Tenant`."""
+        return max(b.align for b in self.plan.problem.buffers)
+
+    def move_in(self, there: Suballocation) -> None:
+        """Lie there once an iteration ends in which no rank holds any of the session's tensors.
+
+        Collective: with copy engines, over the session's group.
+        """
+        if self.engines:
+            register_known(there)
+        if self.there is not None:
+            self.there.release()
+        self.there, self._ready = there, _READY
+
+    def move(self, device: torch.device, groups: dict[str, Any], timeout: float) -> None:
+        """An iteration is over; go there if that can be.
+
+        Args:
+            device: Where the tensors lie.
+            groups: ``{name: process group}`` of the session.
+            timeout: Seconds that ranks wait for each other.
+
+        Collective: yes.
+        """
+        there = self.there
+        if there is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return
+        synchronize(device)
+        free = not self.stays and not in_use(self.arena.segments.values())
+        self._ready -= 1
+        if all_agree("move", free, groups, timeout):
+            old = self.arena
+            self._schedule(there)
+            self.there = None
+            let_go(old)
+        elif not self._ready:
+            self.there = None
+            there.release()
+
+    def let_go(self, device: torch.device, *, failed: bool) -> None:
+        """Give the memory back; ``failed`` if the session did. Tells nobody."""
+        self.forget()
+        if failed and device.type == "cuda":
+            return  # a kernel may wait for a peer for ever, in memory that must not go
+        synchronize(device)
+        if failed or in_use(self.arena.segments.values()):
+            self.arena.release()
+        else:
+            let_go(self.arena)
+
+    def forget(self) -> None:
+        """It is over: what it says stays, what it held goes. Tells nobody."""
+        self.stays = True
+        self.events, self.tail, self.leaving = [], [], {}
+        there, self.there = self.there, None
+        if there is not None:
+            there.release()

@@ -1,0 +1,344 @@
+"""Leases: who holds which bytes of a segment until when, and who used them last.
+
+[Note: leased bytes]
+    Who is handed a tensor does not say that it is done with it; it drops the last reference. Views
+    of a segment share the segment's storage, whose end says nothing. So such bytes are leased as a
+    storage of their own (through numpy's array interface, or CUDA's): its owner's ``__del__`` runs
+    when the last tensor on it is gone, whoever held it, in whatever thread.
+
+[Note: one ledger]
+    What is leased of a segment stands in one list, which lives with the segment, so that all who
+    lie there see the same. A run of a compiled graph holds bytes while it runs, what its forward
+    saves until the backward is done, a pinned input for good, FSDP2's parameters from each gather
+    until they are resharded, a tensor of an eager session as long as the program has it.
+
+    Who needs bytes that are held asks the holder to *step aside*: what a forward saved is given a
+    copy, parameters of FSDP2 memory of their own. Who cannot leave has its bytes *set aside* while
+    somebody else runs there, and gets them back. Where the program could see that (an eager
+    session's tensors lie where the session's calls write), it ends in an error.
+
+    All of that is one rank's own affair: it delays, copies or raises, and changes no collective,
+    no offset and no order between ranks. Which bytes somebody may lease at all is what a plan says
+    that all ranks agreed on.
+
+[Note: who may reuse the bytes]
+    On the CPU everything has happened by the time a lease is over. On a device the work is only
+    queued, so at the moments after which nothing touches the bytes an event is recorded, and the
+    next user of any of these bytes waits for it on the stream on which it fills them:
+
+    - after a collective, on the stream that ran it (or the collective's own work object),
+    - for an all-gather's output, when it is dropped, on the stream on which it was asked for.
+      FSDP2 drops it after it has made that stream wait for the copy-out; the caching allocator
+      relies on the same, and waiting on the compute stream's end instead would cost overlap.
+
+    A reduce-scatter's input is not touched after its collective.
+
+    In a CUDA graph only the events of the same capture count, see [Note: captured steps] in
+    `symmplan.memory.streams`.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field, frozen
+
+from symmplan.memory.streams import Mark, current_stream, mark, synchronize, wait_for
+from symmplan.torch_private.dispatch import storage_use_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+__all__ = ["Lease", "Ledger", "Run", "StorageLease", "in_use", "lend", "set_aside"]
+
+
+class _Owner:
+    """Owns a storage on somebody else's bytes; see [Note: leased bytes]."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None]) -> None:
+        self._tensor = tensor  # keeps the bytes
+        self._on_drop = on_drop
+        interface = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+        if tensor.is_cpu:
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = interface
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then half of torch is gone, and nobody reuses the bytes
+            self._on_drop()
+
+
+def lend(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """The same bytes as another storage, which reports its end.
+
+    Args:
+        tensor: Contiguous; kept alive as long as the result.
+        on_drop: Called once, when nothing refers to the result's storage any more, in whatever
+            thread that is. Must not raise.
+
+    Returns:
+        A tensor of the same type, shape and address.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        on_drop()
+        return tensor
+    owner: Any = _Owner(tensor, nbytes, on_drop)
+    if tensor.is_cpu:
+        import numpy as np
+
+        flat = torch.from_numpy(np.asarray(owner))
+    else:
+        flat = torch.as_tensor(owner, device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+@define(eq=False, kw_only=True)
+class Lease:
+    """Who holds some bytes, and what must have happened before somebody else may use them.
+
+    Attributes:
+        stream: The stream on which they are filled, None on the CPU.
+        live: Whether it was not dropped yet.
+        owner: Who can be asked to leave, weakly; None if nobody can.
+        name: What it is of, for people.
+    """
+
+    stream: Any = None
+    live: bool = True
+    owner: Any = None
+    name: str = ""
+    _at_drop: bool = field(init=False, default=True)
+    _marks: list[Mark] = field(init=False, factory=list)
+
+    @property
+    def held(self) -> bool:
+        """Whether it is not over."""
+        return self.live
+
+    def step_aside(self) -> bool:
+        """Let somebody else have the bytes, on this rank alone; whether that can be."""
+        return self.owner is not None and bool(self.owner.step_aside())
+
+    def issued(self, work: Any, *, done: bool) -> None:
+        """The collective was issued on the current stream.
+
+        Args:
+            work: What an asynchronous collective returned, or None.
+            done: Nothing touches the bytes after the collective.
+        """
+        if self.stream is None:
+            return
+        if work is None:
+            work = current_stream().record_event()
+        self.after(work)
+        self._at_drop = not done
+
+    def after(self, event: Any) -> None:
+        """The bytes are used until ``event``, of the current stream or one that follows it.
+
+        Args:
+            event: Or the work of a collective.
+        """
+        self._marks.append(mark(event))
+
+    def drop(self) -> None:
+        """It is over."""
+        if self.stream is not None and self._at_drop:
+            self._marks.append(mark(self.stream.record_event(), self.stream))
+        self.live = False
+
+    def wait(self) -> None:
+        """Let the current stream wait for all that happened to the bytes."""
+        wait_for(self._marks)
+
+
+@define(eq=False)
+class StorageLease(Lease):
+    """Bytes that are leased as a storage, as long as anybody has a tensor on it.
+
+    Attributes:
+        tensor: The whole storage, as its maker shapes it.
+        storage: Address of its storage's description, by which a tensor on it is known.
+        uses: How many users the storage has when nobody else holds it.
+    """
+
+    tensor: torch.Tensor
+    storage: int = field(init=False)
+    uses: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.storage = self.tensor.untyped_storage()._cdata
+        self.uses = storage_use_count(self.storage)
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody but the owner has a tensor on it."""
+        return storage_use_count(self.storage) > self.uses
+
+
+@frozen
+class Ledger:
+    """Who holds which bytes of a segment, and who used them last. See [Note: one ledger].
+
+    Args:
+        pieces: ``(begin, end, lease)`` in order, no two with a byte in common, as
+            `symmplan.memory.segment.Segment.leases` keeps them: its ledgers are equal.
+    """
+
+    _pieces: list[tuple[int, int, Lease]] = field(eq=id)
+
+    def holders(self, begin: int, end: int) -> list[Lease]:
+        """The leases of any of the bytes ``[begin, end)`` that are held, each once."""
+        first, last = self._within(begin, end)
+        found = [piece[2] for piece in self._pieces[first:last] if piece[2].held]
+        return found if len(found) < 2 else list(dict.fromkeys(found))
+
+    def give_room(
+        self, begin: int, end: int, but: Collection[Lease] = ()
+    ) -> tuple[list[Lease], list[Lease]]:
+        """Let whoever can leave ``[begin, end)``, on this rank; returns who left, and who stays.
+
+        Those of ``but`` may stay, and are not asked.
+        """
+        left: list[Lease] = []
+        stay: list[Lease] = []
+        for lease in self.holders(begin, end):
+            if lease not in but:
+                (left if lease.step_aside() else stay).append(lease)
+        return left, stay
+
+    def take(self, begin: int, end: int, lease: Lease) -> None:
+        """Give ``[begin, end)`` to ``lease``, after all who had any of these bytes."""
+        first, last = self._within(begin, end)
+        before = self._pieces[first:last]
+        for old in dict.fromkeys(piece[2] for piece in before):
+            old.wait()
+        # What the new lease does not cover still belongs to the old ones.
+        left = [(b, begin, t) for b, _, t in before[:1] if b < begin]
+        right = [(end, e, t) for _, e, t in before[-1:] if end < e]
+        self._pieces[first:last] = [*left, (begin, end, lease), *right]
+
+    def claim(self, begin: int, end: int, lease: Lease | None) -> list[Lease]:
+        """Take the bytes, unless somebody holds any: then who that is.
+
+        It costs least where nobody else had any of the bytes since the lease last had them.
+
+        Args:
+            begin: The first byte.
+            end: Behind the last one.
+            lease: None to see only who holds them.
+        """
+        pieces: list[Any] = self._pieces
+        at = bisect_left(pieces, (begin,))
+        if at < len(pieces):
+            first, last, mine = pieces[at]
+            if lease is not None and mine is lease and last == end and first == begin:
+                return [lease] if lease.held else []
+        held = self.holders(begin, end)
+        if lease is not None and not held:
+            self.take(begin, end, lease)
+        return held
+
+    def _within(self, begin: int, end: int) -> tuple[int, int]:
+        """The pieces with any of the bytes ``[begin, end)``: from which, up to which."""
+        pieces: list[Any] = self._pieces  # each is behind the tuple of its begin alone
+        first = bisect_left(pieces, (begin,))
+        if first and pieces[first - 1][1] > begin:
+            first -= 1
+        return first, bisect_left(pieces, (end,), first)
+
+
+def in_use(segments: Iterable[Any]) -> bool:
+    """Whether anybody holds any bytes of these segments, or of these parts of segments."""
+    return any(Ledger(s.leases).holders(s.begin, s.begin + s.nbytes) for s in segments)
+
+
+@define(eq=False)
+class Run:
+    """A lease for the time of a run, in bytes where others may be. See [Note: one ledger].
+
+    Attributes:
+        lease: What the run has of them.
+        left: Who left them for it.
+    """
+
+    lease: Lease
+    left: list[Lease] = field(init=False, factory=list)
+    _aside: ExitStack = field(init=False, factory=ExitStack)
+
+    def hold(
+        self,
+        segments: Mapping[str, Any],
+        spans: Iterable[tuple[str, int, int]],
+        args: list[Any],
+        but: Collection[Lease] = (),
+    ) -> int:
+        """Take the bytes; who cannot leave them has them again when it is `over`.
+
+        Args:
+            segments: ``{name: segment}``.
+            spans: Names of segments, and which of their bytes.
+            args: Of the run; those that lie in bytes of others are replaced.
+            but: Leases that do not mind.
+
+        Returns:
+            In how many spans somebody stays.
+        """
+        stays = 0
+        for name, begin, end in spans:
+            segment = segments[name]
+            ledger, at = Ledger(segment.leases), (segment.begin + begin, segment.begin + end)
+            left, stay = ledger.give_room(*at, but)
+            self.left += left
+            if stay:
+                stays += 1
+                there = segment.tensor[begin:end]
+                self._aside.enter_context(set_aside(there))
+                for i in _overlapping(args, there):
+                    args[i] = args[i].clone()
+            else:
+                ledger.take(*at, self.lease)
+        return stays
+
+    def over(self) -> None:
+        """The run has ended, on the current stream."""
+        self.lease.issued(None, done=True)
+        self.lease.drop()
+        self._aside.close()
+
+
+@contextmanager
+def set_aside(bytes_: torch.Tensor) -> Iterator[None]:
+    """Whoever has these bytes does not see what is done to them inside."""
+    synchronize(bytes_.device)
+    kept = bytes_.clone()
+    synchronize(bytes_.device)
+    try:
+        yield
+    finally:
+        bytes_.copy_(kept)
+        synchronize(bytes_.device)
+
+
+def _overlapping(args: Iterable[Any], there: torch.Tensor) -> list[int]:
+    """Which of some inputs are tensors with any of these bytes."""
+    begin, end, found = there.data_ptr(), there.data_ptr() + there.numel(), []
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor) and x.numel():
+            storage = x.untyped_storage()
+            first = storage.data_ptr()
+            if first < end and begin < first + storage.nbytes():
+                found.append(i)
+    return found
