@@ -39,7 +39,7 @@ class PlannedTrainer(Trainer):
     def close(self) -> None:
         """Say what was planned, and give the memory back."""
         for handle in self.handles:
-            if handle.plan is not None and torch.distributed.get_rank() == 0:
+            if handle.planned and torch.distributed.get_rank() == 0:
                 logger.info(handle.plan.summary())
             handle.remove()
         self.handles.clear()

@@ -250,7 +250,7 @@ def real(rank, ranks, config):
     planners = program(config)
     plans = []
     for planner in planners:
-        if hasattr(planner, "freeze") and planner.plan is None:
+        if hasattr(planner, "freeze") and not planner.planned:
             planner.freeze()
         plans += planner.plans if hasattr(planner, "plans") else [planner.plan]
     held = sum(s.nbytes for s in symmplan.segments())

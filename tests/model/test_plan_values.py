@@ -24,7 +24,7 @@ def made(rank, ranks, config):
     planners = program(config)
     plans = []
     for planner in planners:
-        if hasattr(planner, "freeze") and planner.plan is None:
+        if hasattr(planner, "freeze") and not planner.planned:
             planner.freeze()
         plans += planner.plans if hasattr(planner, "plans") else [planner.plan]
     told = [(plan, plan.advice()) for plan in plans]

@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from symmplan.errors import CaptureError, PlanningError, RunError
+from symmplan.errors import CaptureError, PlanningError, ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
 from symmplan.integrate.fsdp.layout import NO_SEAM
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from typing_extensions import Self
 
     from symmplan.capture.fsdp_recording import Key
     from symmplan.model import AlgorithmName, Plan
@@ -32,7 +33,10 @@ __all__ = ["Handle", "apply"]
 
 
 class Handle:
-    """What `apply` did to a model, and how to undo it. Made by `apply`."""
+    """What `apply` did to a model, and how to undo it. Made by `apply`.
+
+    A context manager: to leave it is to `remove` it.
+    """
 
     def __init__(self, runtime: Runtime, plain: list[tuple[Any, Any, Any, Any]]) -> None:
         self._runtime = runtime
@@ -42,13 +46,37 @@ class Handle:
         self._checked = Checked()
 
     def __repr__(self) -> str:
-        state = "recording" if self.plan is None else "planned"
+        state = "planned" if self.planned else "recording"
+        state = state if self._plain else "removed"
         return f"<symmplan.fsdp.Handle: {self._count} modules, {state}>"
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
     @property
-    def plan(self) -> Plan | None:
-        """The frozen plan; None until the first step has been recorded."""
-        return self._runtime.planning.plan
+    def planned(self) -> bool:
+        """Whether the first step has been planned, so that there is a `plan`."""
+        return self._runtime.planning.plan is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The last plan, also after `remove`.
+
+        Raises:
+            RunError: There is none yet: see `planned`.
+        """
+        plan = self._runtime.planning.plan
+        if plan is None:
+            raise RunError(
+                "handle.plan was asked for before there is a plan",
+                expected="a step that was recorded over more than one rank, and planned",
+                got=repr(self),
+                fix="run a step, then handle.freeze(); handle.planned says whether there is a plan",
+            )
+        return plan
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -59,7 +87,7 @@ class Handle:
     def stats(self) -> Stats:
         """What was done so far."""
         counts = self._runtime.counts
-        plan = self.plan
+        plan = self._runtime.planning.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
         schedule = self._runtime.schedule
         placed = 0 if schedule is None else sum(s.place is not None for s in schedule.collectives)
@@ -91,9 +119,11 @@ class Handle:
         Raises:
             CaptureError: No FSDP collective has run yet.
             AgreementError: Ranks recorded different programs; raised on all of them.
+            ReleasedError: The handle was removed.
 
         Collective: yes, over all groups of the model.
         """
+        self._must_be_applied("freeze")
         self._runtime.freeze()
 
     def check(self, step: Callable[[], Any]) -> Checked:
@@ -108,11 +138,12 @@ class Handle:
 
         Raises:
             RunError: There is no plan yet, or another check is going on.
+            ReleasedError: The handle was removed.
 
         Collective: as ``step``.
         """
-        planned = self.plan is not None
-        self._checked = check(step, self._runtime.memory.device if planned else None)
+        self._must_be_applied("check")
+        self._checked = check(step, self._runtime.memory.device if self.planned else None)
         return self._checked
 
     def remove(self) -> None:
@@ -135,6 +166,15 @@ class Handle:
             fsdp2.set_comms(module, group, gather, scatter)
         self._plain.clear()
         self._runtime.release()
+
+    def _must_be_applied(self, method: str) -> None:
+        if not self._plain:
+            raise ReleasedError(
+                f"handle.{method}() was called after handle.remove()",
+                expected="a handle that is applied to its model",
+                got=repr(self),
+                fix="call it before remove(), or symmplan.fsdp.apply(model) again",
+            )
 
 
 def apply(
@@ -233,7 +273,8 @@ def apply(
             f"{type(model).__name__} has no FSDP2 module with parameters",
             expected="a module to which torch.distributed.fsdp.fully_shard was applied",
             got="none",
-            fix="call fully_shard(model, ...) first",
+            fix="call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 "
+            "in fsdp_config, and pass what accelerator.prepare(model) gave",
         )
     runtime = Runtime(options, len(found), unsharded_modules)
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
@@ -300,14 +341,19 @@ def _algorithm(runtime: Runtime, key: Key) -> AlgorithmName:
 def _check_plain(comm: Any, name: str) -> None:
     if fsdp2.is_plain_comm(comm):
         return
-    kind = type(comm)
-    ours = isinstance(comm, PlannedAllGather | PlannedReduceScatter)
+    kind, site = type(comm), name or "model"
+    if isinstance(comm, PlannedAllGather | PlannedReduceScatter):
+        raise CaptureError(
+            f"symmplan.fsdp is already applied to FSDP module {site!r}",
+            expected="a model without a handle",
+            got="a second symmplan.fsdp.apply",
+            fix="use the first one's handle, or call handle.remove() before the second",
+            module=name,
+        )
     raise CaptureError(
-        f"FSDP module {name or 'model'!r} has custom collectives already: {kind.__name__}",
+        f"FSDP module {site!r} has custom collectives already: {kind.__name__}",
         expected="FSDP2's own",
         got=f"{kind.__module__}.{kind.__qualname__}",
-        fix="call handle.remove() of the first symmplan.fsdp.apply"
-        if ours
-        else "do not combine symmplan.fsdp with other custom or symmetric-memory collectives",
+        fix="do not combine symmplan.fsdp with other custom or symmetric-memory collectives",
         module=name,
     )

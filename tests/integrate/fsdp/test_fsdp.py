@@ -400,10 +400,10 @@ def alone(rank, world):
     model = shard(Net())
     handle = symmplan.fsdp.apply(model, timeout=20.0)
     train(model, Trace(), rank, steps=3)
-    told = (handle.plan, handle.stats.recorded, handle.stats.served, handle.stats.plain)
+    told = (handle.planned, handle.stats.recorded, handle.stats.served, handle.stats.plain)
     handle.remove()
     return told
 
 
 def test_one_rank_needs_no_plan():
-    assert run_ranks(alone, 1) == [(None, 0, 0, 0)]
+    assert run_ranks(alone, 1) == [(False, 0, 0, 0)]
