@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from symmplan.errors import OptionError
 from symmplan.model import Plan, Problem
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def plan(
         CaptureError: The program is of another kind, or has no sizes.
         CapacityError: The buffers do not fit into ``capacity``.
         PlanningError: ``capacity`` is no number of bytes, or there is no such effort.
+        OptionError: ``default_group`` is no name.
         MissingSeamError: This torch lacks what capturing a graph rests on.
 
     Collective: no.
@@ -51,9 +53,18 @@ def plan(
     """
     from symmplan.planner import plan as plan_problem
     from symmplan.planner.budget import bytes_of
+    from symmplan.planner.plan import check_effort
     from symmplan.report.log import log_plan
 
     nbytes = bytes_of(capacity)
+    check_effort(effort)
+    if default_group is not None and not isinstance(default_group, str):
+        raise OptionError(
+            f"default_group is {default_group!r}",
+            expected="the name of a process group, or None for the world",
+            got=type(default_group).__name__,
+            fix="pass group.group_name",
+        )
     if not isinstance(program, Problem):
         from symmplan.torch_private.table import require
 

@@ -23,6 +23,7 @@ __all__ = [
     "DeclarationError",
     "MissingSeamError",
     "NotSymmetricError",
+    "OptionError",
     "OutOfSharedMemoryError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -150,6 +151,12 @@ class BackendError(SymmplanError, RuntimeError):
     """A memory backend cannot serve this device, group or machine."""
 
     rule = "memory backend does not fit"
+
+
+class OptionError(BackendError, ValueError):
+    """An option of an entry point has a value that no program can be run with."""
+
+    rule = "option is refused"
 
 
 class OutOfSharedMemoryError(BackendError):

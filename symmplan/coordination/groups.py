@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, field, frozen
 from attrs.validators import instance_of
 
-from symmplan.errors import BackendError, PeerLostError, PeerTimeoutError, RunError
+from symmplan.errors import BackendError, OptionError, PeerLostError, PeerTimeoutError, RunError
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d
 
@@ -111,8 +111,21 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def group_key(group: str | Any) -> str:
-    """The name of ``group``, which is a name or torch's group."""
-    return group if isinstance(group, str) else c10d.group_name(group)
+    """The name of ``group``, which is a name or torch's group.
+
+    Raises:
+        OptionError: It is neither.
+    """
+    if isinstance(group, str):
+        return group
+    if not hasattr(group, "group_name"):
+        raise OptionError(
+            f"{group!r} is no process group",
+            expected="a torch.distributed.ProcessGroup, or the name of one",
+            got=type(group).__name__,
+            fix="pass mesh.get_group() of a device mesh, or what torch.distributed.new_group gave",
+        )
+    return c10d.group_name(group)
 
 
 def resolve_groups(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
-__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "resolve_backend"]
+__all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "check_device", "resolve_backend"]
 
 #: What memory spans: a process, a host, hosts that NVLink joins, all that a network joins.
 Reach: TypeAlias = Literal["process", "host", "nvlink", "network"]
@@ -144,24 +144,11 @@ def resolve_backend(
                 fix='pass memory="shm" for CPU ranks of one host',
             )
         return LocalBackend()
+    check_device(memory, device)
     if memory == "shm":
         from symmplan.memory.shm import ShmBackend
 
-        if device.type != "cpu":
-            raise _misfit(
-                memory,
-                f"device {device} is not the CPU",
-                expected="cpu",
-                fix='pass memory="nccl" or memory="cuda" for CUDA devices',
-            )
         return ShmBackend()
-    if device.type != "cuda":
-        raise _misfit(
-            memory,
-            f"device {device} is not a CUDA device",
-            expected="cuda",
-            fix='pass memory="shm" for CPU ranks of one host, or memory="auto"',
-        )
     from symmplan.memory.torch_symm import TorchSymmBackend
 
     if temporary and memory == "nccl":
@@ -170,6 +157,28 @@ def resolve_backend(
         if has_windows(groups):
             return NcclPoolBackend(memory, device, groups)
     return TorchSymmBackend(memory, device, groups)
+
+
+def check_device(memory: str, device: torch.device) -> None:
+    """Refuse a memory backend that serves no tensors on ``device``, whatever its group.
+
+    Raises:
+        BackendError: It serves none.
+    """
+    if memory == "shm" and device.type != "cpu":
+        raise _misfit(
+            memory,
+            f"device {device} is not the CPU",
+            expected="cpu",
+            fix='pass memory="nccl" or memory="cuda" for CUDA devices',
+        )
+    if BACKENDS[memory].devices and device.type != "cuda":
+        raise _misfit(
+            memory,
+            f"device {device} is not a CUDA device",
+            expected="cuda",
+            fix='pass memory="shm" for CPU ranks of one host, or memory="auto"',
+        )
 
 
 def _automatic(device: torch.device, groups: Mapping[str, Group], *, alone: bool) -> str:

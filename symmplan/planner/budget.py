@@ -35,7 +35,7 @@ _Rest = TypeVar("_Rest")
 #: Seconds that a byte of a collective is taken to save where nothing was measured.
 _NOMINAL = 1e-11
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
 
 def bytes_of(given: int | str | None) -> int | None:
@@ -56,13 +56,14 @@ def bytes_of(given: int | str | None) -> int | None:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
     found = _SIZE.fullmatch(given) if isinstance(given, str) else None
-    # "40Gi" is a size; "40i" is none.
-    if found is None or (found[3] and not found[2]):
+    # "40Gi" is a size; "40i" is none, and "40Gb" are bits.
+    bits = found is not None and found[2].isupper() and found[4] == "b"
+    if found is None or bits or (found[3] and not found[2]):
         raise PlanningError(
             f"capacity is {given!r}",
             expected="bytes as a whole number, or text with a unit such as '40GiB' or '512 MiB'",
             got=repr(given),
-            fix="pass bytes as int, or such a text",
+            fix="write B for bytes: b means bits" if bits else "pass bytes as int, or such a text",
         )
     power = " kmgt".index(found[2].lower() or " ")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

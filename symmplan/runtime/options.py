@@ -1,14 +1,20 @@
-"""How a program is asked to be placed: the options that all integrations have, checked alike."""
+"""How a program is asked to be placed: the options of all entry points, checked alike.
+
+They are checked where they are given, before the program is looked at.
+"""
 
 from __future__ import annotations
 
+import math
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
 from symmplan.coordination.world import current, on_device
-from symmplan.errors import BackendError, CaptureError
+from symmplan.errors import CaptureError, OptionError
 from symmplan.memory import BACKENDS, DEFAULT_TIMEOUT
+from symmplan.memory.backends import check_device
 from symmplan.planner.budget import bytes_of
 from symmplan.planner.plan import check_effort
 from symmplan.runtime.choice import CHOOSE
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choose
     from symmplan.runtime.tuning_table import Table
 
-__all__ = ["Options", "here", "known"]
+__all__ = ["Options", "here", "known", "whole"]
 
 
 @frozen(kw_only=True)
@@ -54,8 +60,10 @@ class Options:
         collectives: Whose collectives run; see `symmplan.runtime.algorithms.Lowerings`.
 
     Raises:
-        BackendError: A backend, an algorithm or a debug mode, or collectives that do not
-            exist.
+        OptionError: A backend, an algorithm or a debug mode, or collectives that do not
+            exist, or a timeout that is no number of seconds.
+        BackendError: A backend that serves no device of this process, or a table that cannot be
+            read.
         PlanningError: An effort that does not exist, or a capacity that is no number of bytes.
     """
 
@@ -76,6 +84,29 @@ class Options:
         known("debug mode", self.debug, (True, False, "poison"))
         known("collectives", self.collectives, ("auto", "process group"))
         check_effort(self.effort)
+        seconds: Any = self.timeout
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not number or not 0 < seconds < math.inf:
+            raise OptionError(
+                f"timeout is {seconds!r}",
+                expected="a number of seconds above 0",
+                got=repr(seconds),
+                fix=f"pass timeout={DEFAULT_TIMEOUT}",
+            )
+        if BACKENDS[self.memory].devices:
+            import torch
+
+            if not torch.cuda.is_available():
+                self.check_device(torch.device("cpu"))
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a memory backend that serves no tensors on ``device``.
+
+        Raises:
+            BackendError: It serves none. In a simulated world none is obtained, so none is refused.
+        """
+        if current() is None:
+            check_device(self.memory, device)
 
     @property
     def table(self) -> Table | None:
@@ -143,7 +174,15 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
     if device is None:
         cuda = torch.cuda.is_available() and nccl.serves(chosen)
         device = "cuda" if cuda else "cpu"
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(
+            f"device is {device!r}",
+            expected="a torch.device, or the name of one",
+            got=repr(device),
+            fix="leave device= out, or pass the device of the program's tensors",
+        ) from error
     if found.type == "cuda":  # the current one is another in other threads
         found = torch.device(
             "cuda", torch.cuda.current_device() if found.index is None else found.index
@@ -155,12 +194,27 @@ def known(what: str, given: object, names: Sequence[object]) -> None:
     """Refuse what is none of ``names``; the first is what is advised.
 
     Raises:
-        BackendError: It is none of them.
+        OptionError: It is none of them; 1 is not True.
     """
-    if given not in names:
-        raise BackendError(
+    if not any(isinstance(given, type(name)) and given == name for name in names):
+        raise OptionError(
             f"unknown {what} {given!r}",
             expected=", ".join(map(repr, names)),
             got=repr(given),
             fix=f"use {names[0]!r}",
+        )
+
+
+def whole(what: str, given: object, least: int = 1) -> None:
+    """Refuse what is no whole number of at least ``least``.
+
+    Raises:
+        OptionError: It is none; True is not 1.
+    """
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+        raise OptionError(
+            f"{what} is {given!r}",
+            expected=f"a whole number of at least {least}",
+            got=repr(given),
+            fix=f"pass {what}={least} or more",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch.distributed as dist
 
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
-from symmplan.errors import BackendError, SimulationError
+from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.runtime.algorithms import Lowerings
+from symmplan.runtime.options import whole
 from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
@@ -26,6 +26,7 @@ from symmplan.torch_private.ops import tree_leaves
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from symmplan.model import AlgorithmName, Plan
@@ -73,6 +74,7 @@ def simulate(
     Raises:
         SimulationError: The program reads values of tensors, or uses a device that is not there;
             ``rank`` is out of range; a mesh has not all ranks; or the process has process groups.
+        OptionError: ``ranks`` or ``rank`` is no whole number.
         BackendError: There is no such memory backend, or no such table.
         MissingSeamError: This torch lacks what a simulation rests on.
 
@@ -93,11 +95,11 @@ def simulate(
     >>> report.plans[0].peak_bytes == report.peak_bytes > 0
     True
     """
-    require("simulate")
-    _check(program, ranks, rank, memory)
-    path = None if choices is None else os.fspath(choices)
+    _check(program, ranks, rank, memory, progress)
+    path = None if choices is None else str(choices)
     if path is not None:
         read_table(path)
+    require("simulate")
     world = World(ranks, rank, memory, devices=BACKENDS[memory].devices, choices=path)
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
@@ -213,7 +215,7 @@ def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:
     return SimulatedCall(op._schema.name, nbytes, group)
 
 
-def _check(program: object, ranks: int, rank: int, memory: str) -> None:
+def _check(program: object, ranks: int, rank: int, memory: str, progress: object) -> None:
     if not callable(program):
         raise SimulationError(
             "the program is no function",
@@ -221,6 +223,15 @@ def _check(program: object, ranks: int, rank: int, memory: str) -> None:
             got=repr(program),
             fix="pass the function that trains; for a file run symmplan simulate FILE:FUNCTION",
         )
+    if not callable(progress):
+        raise OptionError(
+            f"progress is {progress!r}",
+            expected="a function of a line of text",
+            got=type(progress).__name__,
+            fix="pass print, or leave it out",
+        )
+    whole("ranks", ranks, least=0)
+    whole("rank", rank, least=0)
     if ranks < 1 or not 0 <= rank < ranks:
         raise SimulationError(
             f"rank {rank} is not in a world of {ranks} ranks",

@@ -70,10 +70,20 @@ def test_a_file_of_the_other_command_is_sent_there(csv, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("3145728", 3 << 20), ("3MiB", 3 << 20), ("3 mib", 3 << 20), ("10MB", 10**7), ("1.5k", 1500)],
+    [
+        ("3145728", 3 << 20),
+        ("3MiB", 3 << 20),
+        ("3 mib", 3 << 20),
+        ("10MB", 10**7),
+        ("1.5k", 1500),
+        ("3mb", 3 * 10**6),
+    ],
 )
 def test_sizes(text, nbytes):
     assert bytes_of(text) == nbytes
+    for bits in ("3Gb", "3 Mib", "10Kb"):
+        with pytest.raises(PlanningError, match="fix: write B for bytes: b means bits"):
+            bytes_of(bits)
     for bad in (f"{text}x", f"-{text}", f"{text}{text}i"):
         with pytest.raises(PlanningError, match="fix: pass bytes as int, or such a text"):
             bytes_of(bad)

@@ -34,8 +34,8 @@ _EVERYWHERE = [
     ("choose", "ordinary", "measure"),
     ("choose", "copy engine", "placed"),
     ("choose", "table", "placed"),
-    ("memory", "nccl", "shm"),
-    ("memory", "cuda", "auto"),
+    ("memory", "local", "shm"),
+    ("memory", "local", "auto"),
 ]
 _WATCHED = [
     ("effort", "optimal", "fast"),

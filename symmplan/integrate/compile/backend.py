@@ -303,7 +303,9 @@ def backend(
         A backend for ``torch.compile(model, backend=...)``, with ``.plans`` and ``.stats``.
 
     Raises:
-        BackendError: A name is unknown, or, where a graph is compiled, ``memory`` serves no rank.
+        OptionError: A name is unknown, or ``timeout`` is no number of seconds.
+        PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
+        BackendError: ``memory`` serves no device here or, where a graph is compiled, no rank.
 
     Collective: no; the first run of a compiled graph is, over every group in it, and so is
     compiling it where collectives are measured, and compiling the first for each group.

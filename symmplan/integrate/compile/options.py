@@ -29,4 +29,5 @@ class CompileOptions(Options):
 
     def __attrs_post_init__(self) -> None:
         known("inner compiler", self.inner, ("inductor", "eager"))
+        known("bind=", self.bind, (False, True))
         super().__attrs_post_init__()

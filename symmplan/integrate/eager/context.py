@@ -67,9 +67,11 @@ def eager(
 
     Raises:
         RaceError: With ``debug=True``, from any op inside the session.
-        BackendError: There is no such memory backend, or there are no such collectives; from the
-            first declared call, or `Session.step`, that the backend which was asked for by name
-            serves no rank.
+        OptionError: There is no such memory backend or device, there are no such collectives, or
+            ``timeout`` is no number of seconds.
+        PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
+        BackendError: ``memory`` serves no tensors on the device; from the first declared call, or
+            `Session.step`, that the backend which was asked for by name serves no rank.
         AgreementError: From there too, on every rank: ranks were given different options.
         MissingSeamError: This torch lacks what a session's numbers rest on.
 
@@ -79,7 +81,6 @@ def eager(
         Where memory cannot be had or shared on some rank, all ranks make the session's calls in
         torch's own way; one warning says why, and ``session.stats.reasons`` counts it.
     """
-    require("sessions")
     options = Options(
         memory=memory,
         choose=choose,
@@ -89,7 +90,10 @@ def eager(
         debug=debug,
         collectives=collectives,
     )
-    return Session(group, here("symmplan.eager", group, device)[1], options)
+    require("sessions")
+    where = here("symmplan.eager", group, device)[1]
+    options.check_device(where)
+    return Session(group, where, options)
 
 
 def empty(

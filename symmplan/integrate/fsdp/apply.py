@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from symmplan.errors import CaptureError, PlanningError, ReleasedError, RunError
+from symmplan.errors import CaptureError, ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
 from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
 from symmplan.integrate.fsdp.layout import NO_SEAM
@@ -14,7 +14,7 @@ from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check
-from symmplan.runtime.options import Options
+from symmplan.runtime.options import Options, whole
 from symmplan.runtime.stats import Stats
 from symmplan.torch_private import autograd, fsdp2, fsdp2_in_place
 from symmplan.torch_private.table import require
@@ -221,10 +221,11 @@ def apply(
 
     Raises:
         CaptureError: The model has no FSDP2 module, or one with custom collectives already.
-        BackendError: There is no such memory backend, or ``choose`` is none of these.
+        OptionError: There is no such memory backend, ``choose`` is none of these, ``timeout`` is no
+            number of seconds, or ``unsharded_modules`` no whole number of at least 1.
+        BackendError: ``memory`` serves no tensors on the model's devices.
         MissingSeamError: This torch lacks what a planned step's numbers rest on.
-        PlanningError: There is no such effort, ``capacity`` is no number of bytes, or
-            ``unsharded_modules`` is less than 1.
+        PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
 
     Collective: no; the end of the first recorded step is.
 
@@ -232,21 +233,17 @@ def apply(
         Where memory cannot be had or shared on some rank, all ranks run FSDP2's own collectives;
         one warning says why, and ``handle.stats.reasons`` counts it.
     """
+    import torch
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from torch.nn import Module
 
-    require("fsdp")
     options = Options(
         memory=memory, effort=effort, choose=choose, capacity=capacity, timeout=timeout
     )
-    if unsharded_modules is not None and unsharded_modules < 1:
-        raise PlanningError(
-            "a module cannot run without its parameters",
-            expected="unsharded_modules of at least 1",
-            got=unsharded_modules,
-            fix="leave it out, and see plan.summary() for how many there are",
-        )
+    if unsharded_modules is not None:
+        whole("unsharded_modules", unsharded_modules)
+    require("fsdp")
     if not isinstance(model, Module):
         raise CaptureError(
             "symmplan.fsdp.apply was given no module",
@@ -276,8 +273,10 @@ def apply(
             fix="call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 "
             "in fsdp_config, and pass what accelerator.prepare(model) gave",
         )
-    runtime = Runtime(options, len(found), unsharded_modules)
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    for mesh in meshes:
+        options.check_device(torch.device(mesh.device_type))
+    runtime = Runtime(options, len(found), unsharded_modules)
     runtime.planning.meshes = list(meshes)
     plans, algorithm = functools.partial(_plans, runtime), functools.partial(_algorithm, runtime)
     runtime.executor = executor(plans, runtime.release, algorithm)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from symmplan.errors import RunError
 from symmplan.integrate.moe.dispatcher import ExpertParallel
-from symmplan.runtime.options import Options, here
+from symmplan.runtime.options import Options, here, whole
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
@@ -45,9 +44,10 @@ def expert_parallel(
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
-        RunError: ``max_tokens`` is not positive.
+        OptionError: ``max_tokens`` is no positive whole number, ``timeout`` is no number of
+            seconds, or there is no such memory backend, algorithm or device.
         CaptureError: There is no process group.
-        BackendError: An unknown name.
+        BackendError: ``memory`` serves no tensors on the device.
         MissingSeamError: This torch lacks what its numbers rest on.
 
     Collective: no; `ExpertParallel`'s methods are.
@@ -59,14 +59,9 @@ def expert_parallel(
         inside = experts.dispatch(rows, routes)  # rows sorted by rank
         outside = experts.combine(expert(inside), routes)
     """
-    require("experts")
-    if isinstance(max_tokens, bool) or not max_tokens >= 1 or int(max_tokens) != max_tokens:
-        raise RunError(
-            f"max_tokens is {max_tokens!r}",
-            expected="a positive number of rows",
-            got=repr(max_tokens),
-            fix="pass how many rows a rank gets in one call at most",
-        )
+    whole("max_tokens", max_tokens)
     options = Options(memory=memory, choose=choose, timeout=timeout)
+    require("experts")
     name, where = here("symmplan.expert_parallel", group, device)
+    options.check_device(where)
     return ExpertParallel(name, where, options, int(max_tokens))

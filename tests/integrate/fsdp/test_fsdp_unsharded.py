@@ -11,7 +11,7 @@ from ranks import RankPool
 
 from symmplan.capture.fsdp_recording import Key, Recording
 from symmplan.capture.fsdp_unsharded import gathers_unsharded, most_alive
-from symmplan.errors import PlanningError
+from symmplan.errors import OptionError
 
 SITES = ("root", "a", "b", "c", "d", "e")
 
@@ -165,5 +165,5 @@ def test_lists_may_become_longer_where_there_is_room(two):
 def test_a_module_needs_its_parameters():
     import symmplan
 
-    with pytest.raises(PlanningError, match="unsharded_modules of at least 1"):
+    with pytest.raises(OptionError, match="unsharded_modules is 0"):
         symmplan.fsdp.apply(Net(), unsharded_modules=0)

@@ -10,7 +10,7 @@ import torch
 from ranks import RankPool
 
 import symmplan
-from symmplan.errors import BackendError, OutOfSharedMemoryError, RunError
+from symmplan.errors import BackendError, OptionError, OutOfSharedMemoryError, RunError
 
 pytestmark = pytest.mark.ranks
 
@@ -280,5 +280,5 @@ def test_beside_graphs_and_sessions(pool):
 
 @pytest.mark.parametrize("given", [0, -3, 2.5, True])
 def test_bounds_that_are_none(given):
-    with pytest.raises(RunError, match="max_tokens is"):
+    with pytest.raises(OptionError, match="max_tokens is"):
         symmplan.expert_parallel(max_tokens=given)
