@@ -32,6 +32,9 @@ __all__ = ["Check", "add_arguments", "cxx_compiler", "render", "run"]
 _SHM = Path("/dev/shm")  # noqa: S108
 #: Below this, two ranks' segments of an ordinary model do not fit.
 _SHM_WANTED = 256 << 20
+#: Minor versions of torch with which the tests run, and the newest for which the code is written.
+_TESTED, _NEWEST = ((2, 11), (2, 13)), (2, 15)
+_WRITTEN_FOR = "2.11 to 2.15"
 
 
 @frozen
@@ -152,10 +155,28 @@ def _torch() -> list[Check]:
         import torch
     except ImportError as error:
         return [Check("torch", "fix", f"cannot be imported: {error}", fix)]
-    version = str(torch.__version__)
-    recent = tuple(int(p) for p in version.split(".", 2)[:2] if p.isdigit()) >= (2, 11)
-    found = Check("torch", "ok", version) if recent else Check("torch", "fix", version, fix)
-    return [found, *_distributed(), *_features(), _symmetric_memory(), _entry_point()]
+    return [
+        _version(str(torch.__version__), fix),
+        *_distributed(),
+        *_features(),
+        _symmetric_memory(),
+        _entry_point(),
+    ]
+
+
+def _version(torch: str, fix: str) -> Check:
+    """Whether the tests run with this version of torch, in plain words."""
+    minor = tuple(int(p) for p in torch.split(".", 2)[:2] if p.isdigit())
+    tested = " and ".join(f"{a}.{b}" for a, b in _TESTED)
+    known = f"symmplan is written for torch {_WRITTEN_FOR}, and tested with {tested}"
+    if minor in _TESTED:
+        return Check("torch", "ok", f"{torch}: symmplan is tested with this version")
+    if minor < _TESTED[0]:
+        return Check("torch", "fix", f"{torch}: too old; {known}", fix)
+    if minor > _NEWEST:
+        detail = f"{torch}: newer than symmplan knows; {known}. See the private names below"
+        return Check("torch", "ok", detail)
+    return Check("torch", "ok", f"{torch}: should work; {known}")
 
 
 def _distributed() -> list[Check]:
@@ -250,7 +271,7 @@ def _as_check(seam: dict[str, Any]) -> dict[str, Any]:
         detail += f"; not in this torch: {', '.join(seam['missing'])}"
         status = "missing"
     if _is_fatal(seam):
-        fix = "install torch 2.11 to 2.15, or a newer symmplan"
+        fix = f"install torch {_WRITTEN_FOR}, or a newer symmplan"
         status = "fix"
     return asdict(Check(seam["name"], status, detail, fix))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -119,8 +120,11 @@ def write_text(path: Path, text: str) -> None:
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
+    except OSError as error:  # it names the temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def kind_of(text: str) -> str:
@@ -145,12 +149,14 @@ def from_text(path: Path, text: str, read: Callable[[str], _Read]) -> _Read:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """The text of a file, or of standard input for ``-``.
 
     Raises:
         PlanFormatError: It is none.
     """
     try:
+        if str(path) == "-":
+            return sys.stdin.read()
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise PlanFormatError(

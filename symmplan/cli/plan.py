@@ -1,8 +1,8 @@
 """Plan a problem from a file, verify the plan and say what it needs.
 
 FILE is a CSV with the columns id,lower,upper,size (half-open, bytes; the format of the public
-static-allocation benchmarks) or the JSON that Problem.to_json writes. The plan is always verified
-by code that did not make it.
+static-allocation benchmarks) or the JSON that Problem.to_json writes; - is standard input. The plan
+is always verified by code that did not make it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from symmplan.cli.screen import log_on_stderr
 from symmplan.errors import CommandError, PlanningError
 from symmplan.model import Problem
 from symmplan.planner.budget import bytes_of
+from symmplan.planner.intervals import problem_from_csv
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -45,7 +46,8 @@ def _capacity(text: str) -> int | None:
     try:
         return bytes_of(text)
     except PlanningError as error:
-        raise argparse.ArgumentTypeError(f"expected {error.expected}; got {error.got}") from None
+        told = f"expected {error.expected}; got {error.got}; {error.fix}"
+        raise argparse.ArgumentTypeError(told) from None
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             fix=f"symmplan show {args.file}",
         )
     if kind == "CSV":
-        problem = Problem.from_csv(args.file)
+        problem = problem_from_csv(args.file, text)
     else:
         problem = files.from_text(args.file, text, Problem.from_json)
     what = f"planning {len(problem.buffers):,} buffers, effort {args.effort} ..."

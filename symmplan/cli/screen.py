@@ -44,6 +44,8 @@ def fitted(text: str, width: int | None = None, *, stream: TextIO | None = None)
             width = os.get_terminal_size(stream.fileno()).columns
         else:
             return text
+    if not width:  # a terminal that does not know: of `script`, of some CI
+        return text
     lines = []
     for line in text.splitlines():
         deeper = " " * (len(line) - len(line.lstrip()) + 4)

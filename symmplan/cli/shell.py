@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import json
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType, ModuleType
 
-__all__ = ["EXIT_CODES", "benches", "main"]
+__all__ = ["COMMANDS", "EXIT_CODES", "benches", "load", "main"]
 
 #: Name -> one line for ``--help``, in the order in which a newcomer needs them.
 COMMANDS = {
@@ -56,6 +57,7 @@ COMMANDS = {
     "ops": "list every op with declared symmetric arguments and results",
     "doctor": "say what this machine and this torch can do",
     "bench": "run a benchmark",
+    "completion": "print what lets bash, zsh or fish complete the words of this command",
 }
 
 EXIT_CODES = (
@@ -92,9 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = _find(words)
     debug = "--debug" in words
     try:
-        module = _load(command) if command else None
+        module = load(command) if command else None
         parser = _parser(command, module)
         try:
+            _check_names(words, parser)
             args, unknown = parser.parse_known_args(words)
             if unknown:  # the command's usage says what it knows
                 getattr(args, "parser", parser).error(f"unknown: {' '.join(unknown)}")
@@ -122,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug:
             raise
-        return _fail(f"cannot use {error.filename or 'a file'}: {error.strerror or error}", words)
+        told = _unusable(error)
+        return _fail(str(told), words, told)
     except KeyboardInterrupt:
         print("symmplan: interrupted", file=sys.stderr)
         return 130
@@ -155,21 +159,32 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, fix=self.format_usage().strip())
 
 
+def _unusable(error: OSError) -> CommandError:
+    """What is wrong with a file, and what mends it."""
+    name = Path(str(error.filename or "a file"))
+    folder = name.absolute().parent
+    if isinstance(error, FileNotFoundError):
+        lack = f"{folder} has no such file" if folder.is_dir() else f"there is no folder {folder}"
+        fix = f"check the path: {lack}"
+    elif isinstance(error, IsADirectoryError):
+        fix = f"name a file in {name}"
+    else:
+        fix = f"see who may use it: ls -ld {name}"
+    return CommandError(f"cannot use {name}: {error.strerror or error}", fix=fix)
+
+
 def _fail(
     message: str,
     words: Sequence[str],
-    error: SymmplanError | None = None,
+    error: SymmplanError,
     *,
     code: int = 1,
 ) -> int:
     """Say what is wrong: on stderr, or with ``--json`` as the result."""
     if "--json" in words:
-        told: dict[str, Any] = {"kind": type(error).__name__ if error else None, "what": message}
-        told |= {"expected": None, "got": None, "fix": None}
-        if error is not None:
-            parts = {k: getattr(error, k) for k in ("what", "expected", "got", "fix")}
-            told |= {k: None if v is None else str(v) for k, v in parts.items()}
-            told["rule"] = error.rule
+        parts = {k: getattr(error, k) for k in ("what", "expected", "got", "fix")}
+        told: dict[str, Any] = {"kind": type(error).__name__, "rule": error.rule}
+        told |= {k: None if v is None else str(v) for k, v in parts.items()}
         print(json.dumps({"ok": False, "error": told}, indent=2))
         return code
     print(fitted(f"symmplan: {message}", stream=sys.stderr), file=sys.stderr)
@@ -188,6 +203,18 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.indent("\n\n".join(parts), indent)
 
 
+def _check_names(words: list[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse a command that is not there, with the name of one that may be meant."""
+    names = [word for word in words if not word.startswith("-")]
+    what, known = "command", list(COMMANDS)
+    if names[:1] == ["bench"]:
+        what, known, names = "benchmark", list(benches()), names[1:]
+    if names and names[0] not in known:
+        close = difflib.get_close_matches(names[0], known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        parser.error(f"there is no {what} {names[0]!r}: {hint}")
+
+
 def _find(words: list[str]) -> str:
     """The command that ``words`` name, such as ``"bench planner"``.
 
@@ -199,7 +226,12 @@ def _find(words: list[str]) -> str:
     return names[0] if names and names[0] in COMMANDS else ""
 
 
-def _load(command: str) -> ModuleType:
+def load(command: str) -> ModuleType:
+    """The module of a command, such as ``"plan"`` or ``"bench planner"``.
+
+    Raises:
+        CommandError: It is not there, or cannot be imported.
+    """
     bench = command.partition(" ")[2]
     name = f"symmplan.bench.{bench}" if bench else f"symmplan.cli.{command}"
     if importlib.util.find_spec(name) is None:

@@ -7,6 +7,7 @@ symmplan.simulate. It runs on fake tensors, on any machine.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import resource
 import sys
 import time
@@ -20,6 +21,7 @@ from symmplan.report.progress import ProgressLine
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from types import ModuleType
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -82,7 +84,7 @@ def _program(text: str) -> Callable[[], Any]:
             f"{text!r} names no function",
             expected="module:function, or path/to/file.py:function",
             got=repr(text),
-            fix=f"say which one, such as {text}:train",
+            fix=f"say which one: {text}:FUNCTION",
         )
     try:
         if name.endswith(".py"):
@@ -107,6 +109,37 @@ def _program(text: str) -> Callable[[], Any]:
             f"module {name!r} has no function {function!r}",
             expected="a function without arguments",
             got=repr(found),
-            fix=f"name one that is there: {name}:train",
+            fix=_advice(name, module),
+        )
+    needed = _needed(found)
+    if needed:
+        raise SimulationError(
+            f"function {function!r} of {name!r} needs arguments",
+            expected="a function without arguments",
+            got=f"{function}({', '.join(needed)})",
+            fix=_advice(name, module),
         )
     return found  # type: ignore[no-any-return]
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        return []
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in any_number]
+
+
+def _advice(name: str, module: ModuleType) -> str:
+    """Which functions of a module are programs."""
+    own = {f.__name__: f for f in vars(module).values() if inspect.isfunction(f)}
+    there = [
+        f"{name}:{known}"
+        for known, f in own.items()
+        if f.__module__ == module.__name__ and not known.startswith("_") and not _needed(f)
+    ]
+    if there:
+        return f"name one that is there: {', '.join(there)}"
+    return f"write a function in {name} that takes no arguments and trains"

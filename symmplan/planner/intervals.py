@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,17 @@ def problem_from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Pr
     )
 
 
-def problem_from_csv(path: str | os.PathLike[str]) -> Problem:
-    """See `Problem.from_csv`; columns besides ``id,lower,upper,size`` are ignored."""
+def problem_from_csv(path: str | os.PathLike[str], text: str | None = None) -> Problem:
+    """See `Problem.from_csv`; columns besides ``id,lower,upper,size`` are ignored.
+
+    Args:
+        path: The file.
+        text: What it has, if that was read already.
+    """
     try:
+        if text is not None:
+            lines = io.StringIO(text.removeprefix("\ufeff"), newline="")
+            return problem_from_intervals(_rows(path, csv.DictReader(lines)))
         if Path(path).stat().st_size > MAX_CSV_BYTES:
             raise ProblemError(
                 f"{path} has more than {MAX_CSV_BYTES} bytes",

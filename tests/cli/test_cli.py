@@ -104,7 +104,7 @@ def _command(monkeypatch, name="plan", **parts) -> None:
     module.add_arguments = lambda parser: None
     for part, value in parts.items():
         setattr(module, part, value)
-    monkeypatch.setattr(shell, "_load", lambda command: module)
+    monkeypatch.setattr(shell, "load", lambda command: module)
 
 
 @pytest.mark.parametrize(("result", "code"), [({"ok": True}, 0), ({"ok": False}, 1), ({}, 0)])
@@ -289,7 +289,7 @@ def test_sigint_reaches_a_running_command(csv):
         "import sys, time, types; from symmplan.cli import main, shell; "
         "m = types.ModuleType('m'); m.add_arguments = lambda p: None; "
         "m.run = lambda a: (print('up', flush=True), time.sleep(60)); "
-        "shell._load = lambda c: m; sys.exit(main(['plan']))"
+        "shell.load = lambda c: m; sys.exit(main(['plan']))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

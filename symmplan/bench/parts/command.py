@@ -120,8 +120,11 @@ def measured(
         returned.
 
     Raises:
+        CommandError: There are fewer devices than ranks.
         RanksFailedError: A rank failed, or did not finish in time. No process is left.
     """
+    if settings["device"] == "cuda":
+        _check_devices(settings["ranks"])
     ranks = run_shown(
         _act,
         settings["ranks"],
@@ -136,6 +139,19 @@ def measured(
     )
     about = {"ok": True, "command": words_of(name, args), **settings, "machine": ranks[0][0]}
     return about, [found for _, found in ranks]
+
+
+def _check_devices(ranks: int) -> None:
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < ranks:
+        raise CommandError(
+            f"--device cuda needs a GPU for each of {count(ranks, 'rank')}",
+            expected=count(ranks, "CUDA device"),
+            got=there,
+            fix=f"--ranks {there}" if there > 1 else "--device cpu",
+        )
 
 
 def _act(rank: int, _ranks: int, act: Callable[..., Any], settings: dict[str, Any]) -> Any:

@@ -1,0 +1,244 @@
+"""What the command says to who mistypes, and on terminals and machines that lack something."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from symmplan.cli import doctor, main, screen, shell
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _told(words, capsys) -> dict:
+    assert main([*map(str, words), "--json"]) in (1, 2)
+    return json.loads(capsys.readouterr().out)["error"]
+
+
+# ---- terminals -------------------------------------------------------------------------------
+
+
+def _on_a_terminal(words, columns) -> tuple[int, str]:
+    """A command on a terminal that says it has so many columns; its exit code, what it showed."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "symmplan", *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:  # the other side is closed
+        pass
+    os.close(ours)
+    return process.wait(), shown.decode()
+
+
+def test_a_terminal_of_width_zero_shows_whole_lines(csv):
+    code, shown = _on_a_terminal(["plan", csv], 0)
+    assert code == 0, shown
+    assert "one buffer per tensor" in shown
+    code, shown = _on_a_terminal(["plan", "nothing.csv"], 0)
+    assert code == 1
+    assert "fix: check the path" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("columns", [1, 20])
+def test_narrow_terminals_are_wide_enough(csv, columns):
+    code, shown = _on_a_terminal(["plan", csv], columns)
+    assert code == 0, shown
+
+
+def test_lines_of_no_width_stay_whole(monkeypatch):
+    assert screen.fitted("word " * 40, 0) == "word " * 40
+
+
+# ---- words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["paln", "a.csv"], "there is no command 'paln': did you mean plan?"),
+        (["simulat"], "there is no command 'simulat': did you mean simulate?"),
+        (["bench", "fdsp"], "there is no benchmark 'fdsp': did you mean fsdp?"),
+        (["xyz"], f"there is no command 'xyz': there are {', '.join(shell.COMMANDS)}"),
+    ],
+)
+def test_a_command_that_is_not_there(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    told = _told(words, capsys)
+    assert said in told["what"]
+    assert told["fix"].startswith("usage: symmplan")
+
+
+def test_a_size_in_bits_is_refused(csv, capsys):
+    assert main(["plan", str(csv), "--capacity", "3Gb"]) == 2
+    assert "write B for bytes: b means bits" in capsys.readouterr().err
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_missing_files_have_a_fix(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    told = _told([command, "none.csv"], capsys)
+    assert told["what"] == "cannot use none.csv: No such file or directory"
+    assert told["fix"] == f"check the path: {tmp_path} has no such file"
+    assert told["kind"] == "CommandError"
+    told = _told([command, "/nonexistent/none.csv"], capsys)
+    assert told["fix"] == "check the path: there is no folder /nonexistent"
+    told = _told([command, tmp_path], capsys)
+    assert told["fix"] == f"name a file in {tmp_path}"
+
+
+@pytest.mark.parametrize("folder", ["none", "plan.csv"])
+def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(folder, tmp_path, capsys):
+    csv = tmp_path / "plan.csv"
+    csv.write_text("id,lower,upper,size\na,0,1,64\n")
+    path = tmp_path / folder / "p.json"
+    told = _told(["plan", csv, "-o", path], capsys)
+    assert told["what"].startswith(f"cannot use {path}: ")
+    assert told["fix"]
+
+
+def test_plan_and_show_read_standard_input(csv, monkeypatch, capsys):
+    made = []
+    for words, text in (
+        (["plan", csv], ""),
+        (["plan", "-"], csv.read_text()),
+        (["plan", "-"], "\ufeff" + csv.read_text()),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert main([*map(str, words), "--json"]) == 0
+        made.append(json.loads(capsys.readouterr().out)["fingerprint"])
+    assert len(set(made)) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("id,lower,upper,size\na,0,x,1\n"))
+    assert "line 2" in _told(["plan", "-"], capsys)["what"]
+
+
+def test_a_csv_in_a_pipe_is_read_once(csv):
+    done = subprocess.run(
+        [sys.executable, "-m", "symmplan", "plan", "/dev/stdin", "--json"],
+        input=csv.read_bytes(),
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["buffers"] == 3
+
+
+# ---- programs and machines -------------------------------------------------------------------
+
+
+def test_simulate_names_functions_that_it_can_call(tmp_path, capsys):
+    file = tmp_path / "programs.py"
+    file.write_text(
+        "from math import sqrt\n"
+        "def train(): ...\n"
+        "def evaluate(steps=3): ...\n"
+        "def rank(rank, port): ...\n"
+        "def _hidden(): ...\n"
+    )
+    there = f"name one that is there: {file}:train, {file}:evaluate"
+    told = _told(["simulate", f"{file}:nope", "--ranks", 2], capsys)
+    assert told["fix"] == there
+    told = _told(["simulate", f"{file}:rank", "--ranks", 2], capsys)
+    assert (told["got"], told["fix"]) == ("rank(rank, port)", there)
+    file.write_text("def rank(rank, port): ...\n")
+    told = _told(["simulate", f"{file}:rank", "--ranks", 2], capsys)
+    assert told["fix"] == f"write a function in {file} that takes no arguments and trains"
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "fix"),
+    [(0, 2, "--device cpu"), (1, 2, "--device cpu"), (2, 4, "--ranks 2")],
+)
+def test_a_benchmark_on_devices_that_are_not_there(devices, ranks, fix, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    told = _told(["bench", "fsdp", "--device", "cuda", "--ranks", ranks], capsys)
+    assert told["what"] == f"--device cuda needs a GPU for each of {ranks} ranks"
+    assert (told["got"], told["fix"]) == (str(devices), fix)
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "said"),
+    [
+        ("2.13.0+cpu", "ok", "symmplan is tested with this version"),
+        (
+            "2.14.1",
+            "ok",
+            "should work; symmplan is written for torch 2.11 to 2.15, and tested with",
+        ),
+        ("2.16.0a0+git1", "ok", "newer than symmplan knows"),
+        ("2.9.1", "fix", "too old"),
+    ],
+)
+def test_doctor_says_which_versions_of_torch_are_tested(version, status, said):
+    check = doctor._version(version, "install another")
+    assert (check.status, check.fix) == (status, "install another" if status == "fix" else "")
+    assert check.detail.startswith(f"{version}: ")
+    assert said in check.detail
+
+
+# ---- completion ------------------------------------------------------------------------------
+
+
+def _completed(script: Path, line: str) -> list[str]:
+    """What bash offers at the end of ``line``."""
+    words = line.split(" ")
+    quoted = " ".join(f"'{word}'" for word in words)
+    code = (
+        f"source {script}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; "
+        '_symmplan; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_benchmarks_and_options(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")  # the script is no text for people
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    assert _completed(script, "symmplan ") == list(shell.COMMANDS)
+    assert _completed(script, "symmplan si") == ["simulate"]
+    assert _completed(script, "symmplan plan --ca") == ["--capacity"]
+    assert _completed(script, "symmplan plan a.csv --ef") == ["--effort"]
+    assert _completed(script, "symmplan bench ") == list(shell.benches())
+    assert _completed(script, "symmplan bench fsdp --unsh") == ["--unsharded-modules"]
+    assert _completed(script, "symmplan plan a") == []  # files
+
+
+def test_scripts_for_zsh_and_fish_know_the_same(capsys):
+    scripts = {}
+    for name in ("bash", "zsh", "fish"):
+        assert main(["completion", name, "--json"]) == 0
+        scripts[name] = json.loads(capsys.readouterr().out)["script"]
+    assert scripts["zsh"].endswith("bashcompinit\n" + scripts["bash"])
+    for command in shell.COMMANDS:
+        assert f" -f -a {command} -d " in scripts["fish"]
+    assert '"__fish_seen_subcommand_from plan" -l capacity\n' in scripts["fish"]
+    both = "__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from fsdp"
+    assert f'"{both}" -l unsharded-modules\n' in scripts["fish"]
