@@ -26,12 +26,12 @@ from symmplan.torch_private.c10d import world
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["FIX", "Refusal", "attempt", "failure", "spread", "warn"]
+__all__ = ["FIX", "WANT", "Refusal", "attempt", "failure", "spread", "warn"]
 
 _Made = TypeVar("_Made")
 
 #: What want of memory looks like where it is no error of symmplan's own.
-_WANT: tuple[type[BaseException], ...] = (MemoryError, OSError, RuntimeError)
+WANT: tuple[type[BaseException], ...] = (MemoryError, OSError, RuntimeError)
 #: Seconds that a rank waits for its peers before it raises what nothing makes up for.
 _PATIENCE = 10.0
 #: Peers that do not come are not asked again.
@@ -174,7 +174,7 @@ def failure(error: BaseException) -> Refusal:
     """What happened on this rank, and what would help."""
     if _is_peers(error):
         return Refusal("a peer failed", heard=True)
-    what, fix, wants = f"{type(error).__name__}: {error}", None, _WANT
+    what, fix, wants = f"{type(error).__name__}: {error}", None, WANT
     if isinstance(error, SymmplanError):
         what, fix, wants = error.what, error.fix, (BackendError,)
     fatal = not isinstance(error, wants)

@@ -51,6 +51,7 @@ from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
+from symmplan.runtime.attempt import WANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
     from symmplan.runtime.tenants import Suballocation
 
 __all__ = ["Progress"]
+
+#: What it looks like where memory to see peers in cannot be had.
+_UNHAD: tuple[type[BaseException], ...] = (SymmplanError, *WANT)
 
 #: Which of the words says how often a rank began to plan.
 _PLANNINGS = 1
@@ -296,7 +300,7 @@ def _make(group: Group, timeout: float) -> Arena | None:
     groups = {group.name: group.process_group}
     try:
         return realize(plan_problem(problem), memory="shm", groups=groups, timeout=timeout)
-    except (SymmplanError, OSError) as error:  # on all ranks; the program needs none
+    except _UNHAD as error:  # on all ranks; the program needs none
         LOG.info("no shared memory to see peers in: %s", error)
         return None
 

@@ -371,3 +371,32 @@ def test_another_group_of_the_same_name_is_another(three, choose, bind):
     assert {name for pairs in found for name, _ in pairs} == {"0"}
     if choose == "placed":
         assert [[graphs for _, graphs in pairs] for pairs in found] == [[1, 1]] * 3
+
+
+def _without_board(rank, size, kind, stage):
+    """Where one rank cannot have the memory in which ranks see each other; what both have then."""
+    import torch.distributed as dist
+    from budget_programs import failing
+
+    import symmplan
+    from symmplan.coordination.groups import resolve_groups
+    from symmplan.integrate.compile import progress
+    from symmplan.memory import realize
+
+    name = dist.group.WORLD.group_name
+    group = resolve_groups([name])[name]
+    problem = symmplan.Problem.from_intervals([("x", 0, 1, 64)])
+    realize(symmplan.plan(problem), memory="shm", timeout=20.0).release()  # who is on which host
+    with failing(stage, kind, here=rank == 1):
+        made = progress._make(group, 20.0)
+    total = torch.ones(1)
+    dist.all_reduce(total)  # nobody is ahead, or gone
+    again = progress._make(group, 20.0)
+    again.release()
+    return made is None, total.item()
+
+
+@pytest.mark.parametrize("kind", ["MemoryError", "OSError", "RuntimeError", "BackendError"])
+@pytest.mark.parametrize("stage", ["allocate", "rendezvous"])
+def test_no_rank_sees_peers_where_one_has_no_memory_for_it(pair, kind, stage):
+    assert pair.run(_without_board, kind, stage) == [(True, 2.0)] * 2
