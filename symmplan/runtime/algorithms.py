@@ -15,6 +15,7 @@ from torch import fx
 
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
+from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import bind_arguments, spec_for
 from symmplan.registry.catalogue import collective_of, runs_on_groups
@@ -254,6 +255,11 @@ def _splits_words(captured: Captured, node: fx.Node) -> bool:
     ]
     placed = any(s.buffer is not None for s in sites)
     return placed and not all(is_whole_words(f.numel() * f.element_size()) for f in given)
+
+
+def is_target(op: str) -> bool:
+    """Whether an op is one that runs in placements, instead of others, on some backend."""
+    return op in IMPLEMENTATIONS or any(row.target == op for row in _C10D.values())
 
 
 def overload_named(name: str) -> OpOverload:

@@ -15,7 +15,7 @@ from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
-from symmplan.runtime.algorithms import Lowerings
+from symmplan.runtime.algorithms import is_target
 from symmplan.runtime.options import whole
 from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.simulation.memory import Storages
@@ -105,7 +105,6 @@ def simulate(
     world.seen, world.on_join = storages.seen, storages.begin
     world.reads_values = fake_world.reads_values
     others: Counter[tuple[SimulatedCall, bool]] = Counter()
-    targets = {row.target for row in Lowerings(memory).table.values()}
     ops = 0
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
@@ -117,8 +116,7 @@ def simulate(
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)
             if call is not None:
-                placed = op.namespace == "symmplan" or call.op in targets
-                others[call, in_own_work() and placed] += 1
+                others[call, in_own_work() and is_target(call.op)] += 1
 
     def check_mesh(size: int) -> None:
         if size != ranks:

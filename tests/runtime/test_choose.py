@@ -9,10 +9,27 @@ from ranks import pool_of
 import symmplan
 from symmplan.errors import BackendError
 from symmplan.process import PROCESS
+from symmplan.runtime.algorithms import is_target
 from symmplan.runtime.choice import CHOOSE, Choice, fastest
 from symmplan.runtime.options import Options
 
 F = torch.ops._c10d_functional
+
+
+@pytest.mark.parametrize(
+    ("op", "runs"),
+    [
+        ("symmplan::all_gather_out", True),
+        ("symmplan::barrier_", True),
+        ("_c10d_functional::all_gather_into_tensor_out", True),
+        ("_c10d_functional::all_reduce_", True),
+        ("_c10d_functional::all_gather_into_tensor", False),
+        ("_c10d_functional::all_reduce", False),
+        ("mylib::made_out", False),
+    ],
+)
+def test_what_runs_in_placements_is_in_a_row(op, runs):
+    assert is_target(op) == runs
 
 
 @pytest.mark.parametrize(
