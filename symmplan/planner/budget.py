@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import evolve, field, frozen
 
@@ -135,25 +136,26 @@ def within(
         The plan, with `Plan.budget` where something was demoted, and what else ``make`` gave. It
         takes more than ``capacity`` only if so much is left where nothing can be demoted.
     """
-    made = make({})
-    if capacity is None or taken(made[0]) <= capacity:
-        return made[0], made[2]
-    wanted, first = taken(made[0]), {s.key: s for s in made[1]}
+    plan, demotables, rest = make({})
+    if capacity is None or taken(plan) <= capacity:
+        return plan, rest
+    wanted, first = taken(plan), {d.key: d for d in demotables}
     gave: dict[Hashable, AlgorithmName] = {}
-    while taken(made[0]) > capacity:
-        step = _next(made[0], made[1])
-        if step is None:
+    while taken(plan) > capacity:
+        found = _next(plan, demotables)
+        if found is None:
             break
-        gave[step[0].key] = step[1]
-        made = make(gave)
+        demoted, algorithm = found
+        gave[demoted.key] = algorithm
+        plan, demotables, rest = make(gave)
     # What was given up first may have become needless; a single one has not.
     for key in sorted(gave, key=lambda k: -first[k].lost(gave[k])):
         if len(gave) == 1:
             break
         without = {k: algorithm for k, algorithm in gave.items() if k != key}
-        other = make(without)
-        if taken(other[0]) <= capacity:
-            gave, made = without, other
+        other, _, others = make(without)
+        if taken(other) <= capacity:
+            gave, plan, rest = without, other, others
     paid = tuple(
         Demotion(
             what=first[key].what,
@@ -165,14 +167,14 @@ def within(
         )
         for key, algorithm in gave.items()
     )
-    return evolve(made[0], budget=Budget(capacity, wanted, paid)), made[2]
+    return evolve(plan, budget=Budget(capacity, wanted, paid)), rest
 
 
 def _next(plan: Plan, demotables: Sequence[Demotable]) -> tuple[Demotable, AlgorithmName] | None:
     """What is demoted next, and to which algorithm; None if nothing can be."""
     size = {b.name: b.nbytes for b in plan.problem.buffers}
     for names in (_fullest(plan), frozenset(size)):
-        best: tuple[Any, ...] | None = None
+        found = []
         for place, demotable in enumerate(demotables):
             there = [size[name] for name in demotable.buffers & names if name in size]
             # Those of one kind share bytes where they are not live together.
@@ -182,10 +184,10 @@ def _next(plan: Plan, demotables: Sequence[Demotable]) -> tuple[Demotable, Algor
                 if freed <= 0 or (demotable.seconds and algorithm not in demotable.seconds):
                     continue
                 score = (demotable.needed, demotable.lost(algorithm) / freed, place, step)
-                if best is None or score < best[0]:
-                    best = (score, demotable, algorithm)
-        if best is not None:
-            return best[1], best[2]
+                found.append((score, demotable, algorithm))
+        if found:
+            _, demotable, algorithm = min(found, key=itemgetter(0))
+            return demotable, algorithm
     return None
 
 

@@ -274,10 +274,7 @@ def _choose(
 def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:
     for rank, theirs in enumerate(said):
         if theirs != keys:
-            here, there = (
-                next((k for k, o in zip(a, b, strict=False) if k != o), f"{len(a)} collectives")
-                for a, b in ((keys, theirs or []), (theirs or [], keys))
-            )
+            here, there = _first_apart(keys, theirs or []), _first_apart(theirs or [], keys)
             raise AgreementError(
                 f"ranks {group.rank()} and {rank} measure different collectives",
                 expected=f"{here} (rank {group.rank()})",
@@ -287,3 +284,11 @@ def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:
                 rank=group.rank(),
                 ranks=(group.rank(), rank),
             )
+
+
+def _first_apart(keys: Sequence[Any], others: Sequence[Any]) -> Any:
+    """The first that differs from the other at its place; how many there are if none does."""
+    for key, other in zip(keys, others, strict=False):
+        if key != other:
+            return key
+    return f"{len(keys)} collectives"
