@@ -70,7 +70,7 @@ def documented():
 def test_documented_commands_are_understood(line):
     words = shlex.split(line)[1:]
     name = f"bench {words[1]}"
-    parser = shell._parser(name, shell._load(name))
+    parser = shell._parser(name, shell.load(name))
     _, unknown = parser.parse_known_args(words)
     assert not unknown
 
