@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     #: What a thread is to run; None for no more.
     _Work = queue.SimpleQueue[tuple[futures.Future[float], Callable[[], float]] | None]
 
-__all__ = ["Clock", "clock_bytes", "clock_of", "seconds_of"]
+__all__ = ["Clock", "at_once", "clock_bytes", "clock_of", "seconds_of"]
 
 _WARM_UP = 2
 _REPETITIONS = 7
@@ -281,6 +281,16 @@ def clock_of(device: torch.device, timeout: float) -> Clock:
 def clock_bytes(device: torch.device) -> int:
     """Bytes that a clock takes on ``device``."""
     return (_DeviceClock if device.type == "cuda" else Clock).nbytes()
+
+
+def at_once(act: Callable[[], Any]) -> Act:
+    """What runs a collective that is waited for at once, on its stream."""
+
+    def run(beside: Callable[[], None]) -> None:
+        act()
+        beside()
+
+    return run
 
 
 @own_work

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["BEYOND", "choices_of", "forget", "measure"]
+__all__ = ["BEYOND", "choices_of", "forget", "measure", "measure_there"]
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
@@ -164,6 +164,35 @@ def measure(
         for case in beside:
             found = choices_of(groups[case.group])
             found[case] = found[case.by_itself]
+
+
+def measure_there(
+    choice: Choice,
+    acts: Mapping[str, Act],
+    group: Any,
+    device: torch.device,
+    timeout: float,
+) -> Choice:
+    """Time a collective in memory that is there already; the slowest rank counts.
+
+    Args:
+        choice: All that is known of its choice before.
+        acts: ``{algorithm: what runs it}``, torch's own first.
+        group: The process group.
+        device: Where the tensors lie.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over ``group``.
+    """
+    name, computes = choice.group, device.type == "cuda"  # nobody says how much meanwhile
+    clock = clock_of(device, timeout)
+    with clock.together({name: group}):
+        beside = None if computes else 0.0
+        mine = seconds_of(clock, acts, group, choice.nbytes, beside=beside, enough=_ENOUGH)
+    said = all_gather_json("times", {name: mine}, {name: group}, timeout)[name]
+    seconds = _slowest(mine, said)
+    algorithm = fastest(seconds, kernels=computes, beside=computes)
+    return evolve(choice, seconds=seconds, algorithm=algorithm)
 
 
 class _Trials:

@@ -15,6 +15,7 @@ from symmplan.memory import BACKENDS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.planner.budget import Demotable, together
 from symmplan.runtime.cases import Case, cut
+from symmplan.runtime.clock import at_once
 from symmplan.torch_private import fsdp2, nccl
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class CallCase(Case):
                 [self._whole(flat) for flat in places],
                 engines,
             )
-        return {algorithm: _then(act) for algorithm, act in acts.items() if act is not None}
+        return {algorithm: at_once(act) for algorithm, act in acts.items() if act is not None}
 
     def _whole(self, flat: torch.Tensor) -> torch.Tensor:
         """A tensor as large as its own."""
@@ -196,16 +197,6 @@ def _copied_in(
     def run() -> Any:
         target.copy_(source)
         return act()
-
-    return run
-
-
-def _then(act: Callable[[], Any]) -> Act:
-    """A collective that is waited for at once, on its stream."""
-
-    def run(beside: Callable[[], None]) -> None:
-        act()
-        beside()
 
     return run
 

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, ReleasedError, RunError
-from symmplan.integrate.moe.measure import measured
 from symmplan.integrate.moe.routes import Routes, assumed_routes, exchange_routes
 from symmplan.memory.cache import give_back
 from symmplan.memory.calls import REFUSED, note
@@ -37,9 +36,11 @@ from symmplan.memory.streams import synchronize
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.report.log import LOG
 from symmplan.runtime.choice import Choice
+from symmplan.runtime.clock import at_once
 from symmplan.runtime.executor import executor
 from symmplan.runtime.prepare import Preparation, checked_plan
 from symmplan.runtime.stats import Stats
+from symmplan.runtime.trials import measure_there
 from symmplan.torch_private import compilers
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ class ExpertParallel:
         if even.most * row > self._room(arena):
             return "ordinary"
         group = self._group
-        choice = measured(
+        choice = measure_there(
             Choice(
                 op="all_to_all",
                 nbytes=sample.numel() * sample.element_size(),
@@ -327,8 +328,8 @@ class ExpertParallel:
                 copied_out=True,
             ),
             {
-                "ordinary": lambda: _ordinary(into, sample, even, group.process_group),
-                "push": lambda: self._pushed(into, sample, row, even),
+                "ordinary": at_once(lambda: _ordinary(into, sample, even, group.process_group)),
+                "push": at_once(lambda: self._pushed(into, sample, row, even)),
             },
             group.process_group,
             self._device,
