@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from symmplan.capture.fsdp import problem_of
-from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
+from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
@@ -19,10 +18,10 @@ from symmplan.integrate.fsdp.cases import case_of, demotables_of, why_not_measur
 from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.home import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
 from symmplan.memory.topology import unreached
-from symmplan.model import Algorithm, Alternative, Buffer
+from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
-from symmplan.planner.homes import plan_with_homes
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.concurrent import concurrent_heard
 from symmplan.runtime.tenants import Suballocation
@@ -38,21 +37,13 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.cases import CallCase
     from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
     from symmplan.integrate.fsdp.layout import Layout
-    from symmplan.integrate.fsdp.memory import Held, Memory
-    from symmplan.model import AlgorithmName, Plan, Problem
+    from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.model import AlgorithmName, Plan
     from symmplan.planner.budget import Demotable
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
-
-    #: The collectives of each recording, and all that a plan needs.
-    _Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
-    _Prepared: TypeAlias = tuple[Plan, _Stretches, Held | None, Mapping[int, Sequence[Buffer]]]
-    #: A plan, what could be demoted in it, and what it was made of.
-    _Candidate: TypeAlias = tuple[
-        Plan, list[Demotable], tuple[_Stretches, Mapping[Any, AlgorithmName]]
-    ]
 
 __all__ = ["Planning"]
 
@@ -136,9 +127,9 @@ class Planning:
         recordings = merged(recordings, groups, self._options.timeout)
         prepare = functools.partial(self._prepared, recordings, chosen)
         made = preparation.attempt(prepare, {**groups, **self.beside}, self._undo)
-        plan, stretches, held, tenants = made
-        memory.adopt(held)
-        for number, needs in tenants.items():
+        plan, calls = made.plan, [p for stretch in made.stretches for p in stretch]
+        memory.adopt(made.held)
+        for number, needs in made.tenants.items():
             tenant = memory.tenants[number]
             places = [plan.placements[g.name] for g in needs]
             assert memory.arena is not None
@@ -147,15 +138,13 @@ class Planning:
         self.plan = plan
         self._kept = list(recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
-        self._settle(plan, [p for stretch in stretches for p in stretch if p.direct], kept)
-        algorithms = [
-            "ordinary" if p.buffer is None else p.algorithm.name for s in stretches for p in s
-        ]
+        self._settle(plan, [p for p in calls if p.direct], kept)
+        algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
         preparation.log(plan, algorithms)
-        return Schedule(plan, stretches)
+        return Schedule(plan, made.stretches)
 
-    def _undo(self, made: _Prepared) -> None:
-        self._memory.undo(made[2])
+    def _undo(self, made: StepPlan) -> None:
+        self._memory.undo(made.held)
 
     def _agree(self) -> str:
         """Name of the memory backend, where all ranks were given the same options.
@@ -210,56 +199,39 @@ class Planning:
             return Algorithm("ordinary", preparation.reason)
         return chosen.algorithm(call, gave)
 
-    def _prepared(self, recordings: Sequence[Recording], chosen: Chosen[Call]) -> _Prepared:
+    def _prepared(self, recordings: Sequence[Recording], chosen: Chosen[Call]) -> StepPlan:
         """Plan what is not left out, and make room for that.
 
         Collective: yes, over all groups of the model.
         """
-        direct = {site: x.nbytes for site, x in self.layouts.items()}
+        preparation, options = self._memory.preparation, self._options
+        problem = StepProblem(
+            recordings=recordings,
+            ranks=self._ranks(),
+            direct={site: x.nbytes for site, x in self.layouts.items()},
+            algorithm=functools.partial(self._algorithm, chosen),
+            effort=options.effort,
+            live=self.live,
+        )
 
         def planned(
-            tenants: Mapping[int, Sequence[Buffer]],
-            gave: Mapping[Any, AlgorithmName],
-            live: int | None = self.live,
-        ) -> _Candidate:
-            algorithm, effort = (
-                functools.partial(self._algorithm, chosen, gave),
-                self._options.effort,
-            )
-            ranks, as_kept = self._ranks(), _as_kept(recordings, direct, live)
-            plan, found = _planned(as_kept, ranks, algorithm, direct, effort, tenants, live)
-            return plan, demotables_of((p for s in found for p in s), chosen), (found, dict(gave))
-
-        def advised(
-            plan: Plan,
-            tenants: Mapping[int, Sequence[Buffer]],
-            gave: Mapping[Any, AlgorithmName],
-        ) -> Plan:
-            alive = _alive(recordings, direct, self.live)
-            if not alive:
-                return plan
-
-            others = {_alive(recordings, direct, n): n for n in (alive - 1, alive + 1) if n}
-            algorithm, ranks = functools.partial(self._algorithm, chosen, gave), self._ranks()
-
-            def problem(live: int) -> tuple[Problem, frozenset[str]]:
-                as_kept = _as_kept(recordings, direct, live)
-                return _problem(as_kept, ranks, algorithm, direct, tenants, live)[:2]
-
-            alternatives = [Alternative(n, *problem(x)) for n, x in others.items() if n != alive]
-            return evolve(plan, unsharded_modules=alive, alternatives=tuple(alternatives))
+            demoted: Mapping[Any, AlgorithmName],
+        ) -> tuple[Plan, list[Demotable], StepPlan]:
+            made = problem.plan({}, demoted)
+            calls = (p for stretch in made.stretches for p in stretch)
+            return made.plan, demotables_of(calls, chosen), made
 
         room = None
-        if self._memory.preparation.refusal is None:
+        if preparation.refusal is None:
             room = self._memory.room()
             for tenants in self._tenants(recordings):
-                plan, _, (stretches, _) = planned(tenants, {})
-                if self._alike(plan, tenants, room):
-                    held = self._memory.prepare(plan)
-                    return advised(plan, tenants, {}), stretches, held, tenants
-        plan, (stretches, gave) = within(room, functools.partial(planned, {}))
+                made = problem.plan(tenants, {})
+                if self._alike(made.plan, tenants, room):
+                    held = self._memory.prepare(made.plan)
+                    return evolve(problem.advised(made), held=held)
+        plan, made = within(room, planned)
         held = self._memory.prepare(plan)
-        return advised(plan, {}, gave), stretches, held, {}
+        return evolve(problem.advised(evolve(made, plan=plan)), held=held)
 
     def _tenants(self, recordings: Sequence[Recording]) -> list[dict[int, tuple[Buffer, ...]]]:
         """Who ran meanwhile and can live in suballocations; the same on all ranks.
@@ -354,49 +326,6 @@ class Planning:
         """The global ranks of each group."""
         groups = self._memory.groups
         return {name: tuple(dist.get_process_group_ranks(g)) for name, g in groups.items()}
-
-
-def _as_kept(
-    recordings: Sequence[Recording], direct: Collection[str], live: int | None
-) -> list[Recording]:
-    """What was recorded, as if modules that are to stay after forward had stayed."""
-    kept = kept_after_forward(recordings, direct, live)
-    return [with_kept(recording, kept) for recording in recordings]
-
-
-def _alive(recordings: Sequence[Recording], direct: Collection[str], live: int | None) -> int:
-    """How many modules are unsharded at once in a plan with this option."""
-    return most_alive(_as_kept(recordings, direct, live), direct, live)
-
-
-def _planned(
-    recordings: Sequence[Recording],
-    ranks: Mapping[str, tuple[int, ...]],
-    algorithm_of: Callable[[Call], Algorithm],
-    direct: Mapping[str, int],
-    effort: Literal["fast", "optimal"],
-    tenants: Mapping[int, Sequence[Buffer]],
-    live: int | None,
-) -> tuple[Plan, tuple[tuple[Planned, ...], ...]]:
-    """The plan of what was recorded, verified, and the collectives of each recording."""
-    problem, homes, stretches = _problem(recordings, ranks, algorithm_of, direct, tenants, live)
-    plan = plan_with_homes(problem, homes, effort)
-    plan.verify()
-    return plan, stretches
-
-
-def _problem(
-    recordings: Sequence[Recording],
-    ranks: Mapping[str, tuple[int, ...]],
-    algorithm_of: Callable[[Call], Algorithm],
-    direct: Mapping[str, int],
-    tenants: Mapping[int, Sequence[Buffer]],
-    live: int | None,
-) -> tuple[Problem, frozenset[str], tuple[tuple[Planned, ...], ...]]:
-    """What was recorded needs, which buffers are parameters themselves, and the collectives."""
-    problem, stretches = problem_of(recordings, ranks, algorithm_of, direct, tenants, live)
-    homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
-    return problem, homes, stretches
 
 
 def _concurrent(

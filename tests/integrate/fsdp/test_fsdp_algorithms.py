@@ -357,7 +357,7 @@ def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train
     """One rank alone fails while the plan is made. How long this one waits, and its error."""
     import symmplan
     from symmplan.integrate.fsdp import cases as fsdp_cases
-    from symmplan.integrate.fsdp import planning as fsdp_planning
+    from symmplan.integrate.fsdp import step_plans
     from symmplan.runtime import trials
 
     trials.forget()
@@ -366,7 +366,7 @@ def failing_freeze(rank, world, where, build=lambda: shard(Net()), program=train
         raise ArithmeticError(f"no luck in {where}")
 
     target = {
-        "planning": (fsdp_planning, "problem_of"),
+        "planning": (step_plans, "problem_of"),
         "measuring": (fsdp_cases, "gathers"),
     }[where]
     model = build()

@@ -1,0 +1,110 @@
+"""Plans of recorded steps, before they have memory: what they are made of, and what they hold."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from attrs import evolve, field, frozen
+
+from symmplan.capture.fsdp import problem_of
+from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
+from symmplan.model import Alternative
+from symmplan.planner.homes import plan_with_homes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from symmplan.capture.fsdp import Planned
+    from symmplan.capture.fsdp_recording import Call, Recording
+    from symmplan.integrate.fsdp.memory import Held
+    from symmplan.model import Algorithm, AlgorithmName, Buffer, Plan, Problem
+
+    #: The collectives of each recording.
+    Stretches: TypeAlias = tuple[tuple[Planned, ...], ...]
+    #: By the number of a tenant what it has of each of its segments.
+    Tenants: TypeAlias = Mapping[int, Sequence[Buffer]]
+    Demoted: TypeAlias = Mapping[Any, AlgorithmName]
+
+__all__ = ["StepPlan", "StepProblem"]
+
+
+@frozen(eq=False)
+class StepPlan:
+    """A plan of recorded steps.
+
+    Attributes:
+        plan: The plan.
+        stretches: The collectives of each recording.
+        tenants: Who else has bytes in it.
+        demoted: ``{key of what was demoted: algorithm that it takes instead}``.
+        held: Its memory, once it has some.
+    """
+
+    plan: Plan
+    stretches: Stretches
+    tenants: Tenants = field(factory=dict)
+    demoted: Demoted = field(factory=dict)
+    held: Held | None = None
+
+
+@frozen(eq=False, kw_only=True)
+class StepProblem:
+    """What plans of recorded steps are made of.
+
+    Attributes:
+        recordings: The steps.
+        ranks: The global ranks of each group.
+        direct: ``{site: bytes}`` of the modules whose parameters can live in placements.
+        algorithm: How a collective runs where something was demoted.
+        effort: How long to search.
+        live: How many modules may have their parameters at once; None as the program does.
+    """
+
+    recordings: Sequence[Recording]
+    ranks: Mapping[str, tuple[int, ...]]
+    direct: Mapping[str, int]
+    algorithm: Callable[[Demoted, Call], Algorithm]
+    effort: Literal["fast", "optimal"]
+    live: int | None
+
+    def plan(self, tenants: Tenants, demoted: Demoted) -> StepPlan:
+        """A plan, verified."""
+        problem, homes, stretches = self._problem(tenants, demoted, self.live)
+        plan = plan_with_homes(problem, homes, self.effort)
+        plan.verify()
+        return StepPlan(plan, stretches, tenants, dict(demoted))
+
+    def advised(self, made: StepPlan) -> StepPlan:
+        """A plan that knows what one module more or less with its parameters would take."""
+        alive = self._alive(self.live)
+        if not alive:
+            return made
+        others = {self._alive(live): live for live in (alive - 1, alive + 1) if live}
+        others.pop(alive, None)
+        alternatives = []
+        for other, live in others.items():
+            problem, homes, _ = self._problem(made.tenants, made.demoted, live)
+            alternatives.append(Alternative(other, problem, homes))
+        plan = evolve(made.plan, unsharded_modules=alive, alternatives=tuple(alternatives))
+        return evolve(made, plan=plan)
+
+    def _as_kept(self, live: int | None) -> list[Recording]:
+        """What was recorded, as if modules that are to stay after forward had stayed."""
+        kept = kept_after_forward(self.recordings, self.direct, live)
+        return [with_kept(recording, kept) for recording in self.recordings]
+
+    def _alive(self, live: int | None) -> int:
+        """How many modules are unsharded at once in a plan with this option."""
+        return most_alive(self._as_kept(live), self.direct, live)
+
+    def _problem(
+        self, tenants: Tenants, demoted: Demoted, live: int | None
+    ) -> tuple[Problem, frozenset[str], Stretches]:
+        """What is needed, which buffers are parameters themselves, and the collectives."""
+        algorithm = functools.partial(self.algorithm, demoted)
+        problem, stretches = problem_of(
+            self._as_kept(live), self.ranks, algorithm, self.direct, tenants, live
+        )
+        homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
+        return problem, homes, stretches
