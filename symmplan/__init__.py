@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Public name -> module that defines it. Loaded on first use, so that `import symmplan` is cheap
 # and does not import torch.
-_HOME = {
+_WHERE = {
     "Plan": "symmplan.model",
     "Problem": "symmplan.model",
     "backend": "symmplan.integrate.compile.backend",
@@ -50,15 +50,15 @@ _HOME = {
     "unregister": "symmplan.registry",
 }
 
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+__all__ = [*sorted(_WHERE), "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    where = _WHERE.get(name)
+    if where is None:
         raise AttributeError(f"module 'symmplan' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    value = module if home == f"symmplan.{name}" else getattr(module, name)
+    module = importlib.import_module(where)
+    value = module if where == f"symmplan.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

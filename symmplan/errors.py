@@ -196,9 +196,9 @@ class ReleasedError(SymmplanError, RuntimeError):
 
 
 class RunError(SymmplanError, RuntimeError):
-    """A program departs from its plan at run time."""
+    """A program diverges from its plan at run time."""
 
-    rule = "program departs from its plan"
+    rule = "program diverges from its plan"
 
 
 class NotSymmetricError(RunError, ValueError):

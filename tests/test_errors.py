@@ -65,7 +65,7 @@ def test_errors_survive_a_pipe_whole(kind):
 
 
 def test_parts_that_are_not_known_are_left_out():
-    assert str(errors.RunError("x")) == "program departs from its plan: x"
+    assert str(errors.RunError("x")) == "program diverges from its plan: x"
     assert str(errors.RunError("x", got=3)).splitlines()[1:] == ["  got 3"]
     assert str(errors.RunError("x", expected=0)).splitlines()[1:] == ["  expected 0"]
     assert str(errors.RunError("x", fix="y")).splitlines()[1:] == ["  fix: y"]

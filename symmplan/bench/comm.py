@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan bench comm``."""
     command.add_options(parser, _OPTIONS, timeout=300.0)
     parser.set_defaults(sizes=sizes_of(_SIZES))
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write a table of choices")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write a tuning table")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

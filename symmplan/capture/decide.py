@@ -117,7 +117,7 @@ class Decider:
     #: Representatives of storages that stay in ordinary memory. See [Note: left out].
     shunned: frozenset[Value]
 
-    homes: dict[Value, PlacedStorage] = field(init=False, factory=dict)
+    placed_storages: dict[Value, PlacedStorage] = field(init=False, factory=dict)
     buffers: dict[str, Buffer] = field(init=False, factory=dict)
     sites: list[Site] = field(init=False, factory=list)
     unplanned: list[Unplanned] = field(init=False, factory=list)
@@ -138,7 +138,7 @@ class Decider:
         """All results before all arguments, in graph order; ``given`` lies there already."""
         for node, buffer in given.items():
             root = self.values.find((node, ()))
-            self.homes.setdefault(root, PlacedStorage(buffer.name, node, (), "given"))
+            self.placed_storages.setdefault(root, PlacedStorage(buffer.name, node, (), "given"))
             self.buffers[buffer.name] = buffer
         for kind, decide in (("result", self._result), ("argument", self._argument)):
             for request in requests:
@@ -159,8 +159,8 @@ class Decider:
             over a group that the segment never met. So such a storage stays in ordinary memory, and
             the other ops' tensors are copied. The process group's collectives take any memory.
         """
-        homes = self.homes
-        given = {root for root, home in homes.items() if home.write == "given"}
+        placed_storages = self.placed_storages
+        given = {root for root, placed in placed_storages.items() if placed.write == "given"}
         return frozenset(r for r in self._left - given if self.buffer_of(r) is not None)
 
     def _leave_out(self, request: Request, reason: str) -> None:
@@ -245,7 +245,7 @@ class Decider:
             self._place(request, "stage", buffer.name, reason)
             return
         buffer = self._buffer(request, name, value, whole=True)
-        self.homes[root] = PlacedStorage(buffer.name, value[0], value[1], "declared")
+        self.placed_storages[root] = PlacedStorage(buffer.name, value[0], value[1], "declared")
         how: How = "bind" if copied is None else "stage"
         site = evolve(request.site, how=how, buffer=buffer.name, reason=copied or "", stays=True)
         self.sites.append(site)
@@ -275,7 +275,7 @@ class Decider:
     def _argument(self, request: Request) -> None:
         root = self.values.find(request.value)
         reason, by_producer = self._why_stage(request, root), False
-        if reason is None and root not in self.homes and self._is_made_here(root):
+        if reason is None and root not in self.placed_storages and self._is_made_here(root):
             reason = self._why_not_written(root)
             by_producer = reason is not None
         if reason is None:
@@ -303,14 +303,14 @@ class Decider:
         else:
             write = self.producer(node)
             assert write is not None
-            self.homes[root] = PlacedStorage(buffer.name, node, path, write)
+            self.placed_storages[root] = PlacedStorage(buffer.name, node, path, write)
         return buffer.name
 
     def buffer_of(self, root: Value) -> str | None:
         """The buffer that a storage lives in from its first byte, if it does."""
-        home, kept = self.homes.get(root), self.kept.get(root)
-        if home is not None:
-            return home.buffer
+        placed, kept = self.placed_storages.get(root), self.kept.get(root)
+        if placed is not None:
+            return placed.buffer
         return None if kept is None else self.prefix + kept.node.name
 
     def _widen(self, name: str, requirement: Requirement) -> None:
@@ -321,7 +321,7 @@ class Decider:
 
     def _why_stage(self, request: Request, root: Value) -> str | None:
         """Why the argument cannot simply lie in its placement, or None if it can."""
-        fake, home = self.values.tensors[request.value], self.homes.get(root)
+        fake, placed = self.values.tensors[request.value], self.placed_storages.get(root)
         if not contiguous(fake):
             return "it is not contiguous"
         if root in self.copied:
@@ -330,9 +330,9 @@ class Decider:
             return "it begins at an offset that is not known"
         if (fake.storage_offset() * fake.element_size()) % request.requirement.align:
             return f"its view starts off the alignment of {request.requirement.align} bytes"
-        if home is not None:
-            if self.buffers[home.buffer].group != request.group:
-                return f"its storage is symmetric over group {self.buffers[home.buffer].group}"
+        if placed is not None:
+            if self.buffers[placed.buffer].group != request.group:
+                return f"its storage is symmetric over group {self.buffers[placed.buffer].group}"
             return None
         if root in self.shunned:
             return _SHUNNED

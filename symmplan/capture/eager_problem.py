@@ -99,21 +99,23 @@ def _in_time(recorder: Recorder, captured: Captured) -> Captured:
     accesses = list(problem.accesses)
     times = [at for at, _ in moments]
     marks = [mark.at for mark in recorder.timeline.marks]
-    for home in captured.homes:
-        storage = recorder.made.get((home.node, home.path))
+    for placed in captured.placed_storages:
+        storage = recorder.made.get((placed.node, placed.path))
         if storage is None or not storage.dropped:
             continue
         end = bisect_right(times, storage.dropped)
-        for name, stream in _drops(home.buffer, storage, moments[:end], moments[last[home.buffer]]):
+        for name, stream in _drops(
+            placed.buffer, storage, moments[:end], moments[last[placed.buffer]]
+        ):
             key = (end, 0, bisect_right(marks, storage.dropped), name)
             operations.append((key, Operation(name, stream=stream), (storage.dropped, stream)))
-            accesses.append(Access(name, home.buffer))
-            steps[name] = Step("release", buffer=home.buffer)
+            accesses.append(Access(name, placed.buffer))
+            steps[name] = Step("release", buffer=placed.buffer)
     operations.sort(key=itemgetter(0))
     problem = evolve(problem, operations=[o for _, o, _ in operations], accesses=accesses)
     declared = {call.stream for call in recorder.calls} | {MAIN}
-    placed = [moment for _, _, moment in operations]
-    problem = with_streams(problem, recorder.timeline, placed, declared)
+    placed_at = [moment for _, _, moment in operations]
+    problem = with_streams(problem, recorder.timeline, placed_at, declared)
     return evolve(captured, problem=problem, steps=steps)
 
 

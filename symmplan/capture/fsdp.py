@@ -65,7 +65,7 @@ class Planned:
     #: Name of the buffer of an all-to-all's output; None if it needs none.
     received: str | None = None
     algorithm: Algorithm = _SYMMETRIC  # how it runs
-    direct: bool = False  # whether its buffer is the parameters themselves
+    zero_copy: bool = False  # whether its buffer is the parameters themselves
     carried: bool = False  # whether it ran before the stretch began
 
 
@@ -73,7 +73,7 @@ def problem_of(
     recordings: Sequence[Recording],
     ranks: Mapping[str, tuple[int, ...]],
     algorithm_of: Callable[[Call], Algorithm] = lambda _: Algorithm("symmetric"),
-    direct: Mapping[str, int] | None = None,
+    zero_copy: Mapping[str, int] | None = None,
     tenants: Mapping[int, Sequence[Buffer]] | None = None,
     live: int | None = None,
 ) -> tuple[Problem, tuple[tuple[Planned, ...], ...]]:
@@ -85,8 +85,8 @@ def problem_of(
         ranks: ``{name of the group: its global ranks}``. Groups whose ranks are among those of
             another one run the same plan and may share a segment.
         algorithm_of: How a collective runs.
-        direct: ``{site: bytes}`` of the modules whose all-gathers fill the parameters themselves:
-            one address for all of a module's, in use until the parameters are released.
+        zero_copy: ``{site: bytes}`` of the modules whose all-gathers fill the parameters
+            themselves: one address for all of a module's, in use until the parameters are released.
         tenants: ``{number: its bytes}``, in use while it runs, or always. All groups of a problem
             with tenants may share a segment.
         live: How many of those may be alive at once; see `symmplan.capture.fsdp_unsharded`.
@@ -105,7 +105,7 @@ def problem_of(
     slots: dict[str, list[Buffer]] = {}
     pushed: dict[str, int] = {}
     declared = {kind: _declared(kind) for kind in get_args(Kind)}
-    sizes = direct or {}
+    sizes = zero_copy or {}
     for number, recording in enumerate(recordings):
         calls = {i: recording.collectives[i] for i in recording.ran}
         inside = {i for i, c in calls.items() if c.key.kind == "all_gather" and c.key.site in sizes}
@@ -140,9 +140,9 @@ def problem_of(
             if algorithm.name == "copy engine" and call.key.kind == "reduce_scatter":
                 received = f"{name}.received"
                 buffers.append(_received(received, call, algorithm))
-            direct_ = index in inside
+            zero_copy_ = index in inside
             carried = index in recording.carried
-            planned[index] = Planned(call, name, received, algorithm, direct_, carried)
+            planned[index] = Planned(call, name, received, algorithm, zero_copy_, carried)
         begun = dict.fromkeys(i for what, i in events if what == "begin" and i in planned)
         stretches.append(tuple(planned[i] for i in begun))
         for at, (what, index) in enumerate(events):

@@ -34,60 +34,62 @@ __all__ = ["gathers_unsharded", "kept_after_forward", "most_alive", "with_kept"]
 _Events = list[tuple[str, int]]
 
 
-def gathers_unsharded(recording: Recording, direct: set[int], live: int | None) -> _Events:
-    """The events, in which buffers of ``direct`` drop when their bytes are free to be reused.
+def gathers_unsharded(recording: Recording, zero_copy: set[int], live: int | None) -> _Events:
+    """The events, in which buffers of ``zero_copy`` drop when their bytes are free to be reused.
 
     Args:
         recording: What the program did.
-        direct: Indices of the all-gathers that fill parameters.
+        zero_copy: Indices of the all-gathers that fill parameters.
         live: How many of these may be alive at once; None: as many as in [Note: released late].
     """
-    late = _released_late(recording, direct)
-    if live is None or _most(late, direct) <= live:
+    late = _released_late(recording, zero_copy)
+    if live is None or _most(late, zero_copy) <= live:
         return late
     needed: dict[int, int] = {}
     while True:
-        events, missing = _at_most(recording, direct, live, needed)
+        events, missing = _at_most(recording, zero_copy, live, needed)
         if missing is None:
             return events
         needed[missing] = needed.get(missing, 0) + 1
 
 
-def most_alive(recordings: Sequence[Recording], direct: Collection[str], live: int | None) -> int:
+def most_alive(
+    recordings: Sequence[Recording], zero_copy: Collection[str], live: int | None
+) -> int:
     """How many gathers of these modules have bytes at once."""
     most = 0
     for recording in recordings:
-        inside = {i for i, call in enumerate(recording.collectives) if _gathers(call, direct)}
+        inside = {i for i, call in enumerate(recording.collectives) if _gathers(call, zero_copy)}
         most = max(most, _most(gathers_unsharded(recording, inside, live), inside))
     return most
 
 
 def kept_after_forward(
-    recordings: Sequence[Recording], direct: Collection[str], live: int | None
+    recordings: Sequence[Recording], zero_copy: Collection[str], live: int | None
 ) -> tuple[str, ...]:
     """The modules that stay unsharded until their backward pass. See [Note: kept after forward].
 
     Args:
         recordings: What the program did.
-        direct: Names of the modules whose parameters live in placements.
+        zero_copy: Names of the modules whose parameters live in placements.
         live: How many of these may be unsharded at once; None: as many as the program has, and
             then, or where it has no fewer, none stays.
     """
-    if live is None or live <= most_alive(recordings, direct, None):
+    if live is None or live <= most_alive(recordings, zero_copy, None):
         return ()
     again: dict[str, None] = {}
     for recording in recordings:
         gathered: set[str] = set()
         for what, index in recording.events:
             call = recording.collectives[index] if what == "begin" else None
-            if call is not None and _gathers(call, direct):
+            if call is not None and _gathers(call, zero_copy):
                 if call.key.backward and call.key.site in gathered:
                     again.setdefault(call.key.site)
                 gathered.add(call.key.site)
     kept: tuple[str, ...] = ()
     for site in again:  # backward first comes to what forward gathered last
         more = (*kept, site)
-        if most_alive([with_kept(r, more) for r in recordings], direct, None) > live:
+        if most_alive([with_kept(r, more) for r in recordings], zero_copy, None) > live:
             break
         kept = more
     return kept
@@ -124,26 +126,26 @@ def with_kept(recording: Recording, kept: Collection[str]) -> Recording:
     return evolve(recording, collectives=collectives, events=events)
 
 
-def _gathers(call: Call, direct: Collection[str]) -> bool:
+def _gathers(call: Call, zero_copy: Collection[str]) -> bool:
     """Whether a call gathers the parameters of one of these modules."""
-    return bool(call.group) and call.key.kind == "all_gather" and call.key.site in direct
+    return bool(call.group) and call.key.kind == "all_gather" and call.key.site in zero_copy
 
 
-def _most(events: _Events, direct: set[int]) -> int:
+def _most(events: _Events, zero_copy: set[int]) -> int:
     alive = most = 0
     for what, index in events:
-        if index in direct and what in ("begin", "drop"):
+        if index in zero_copy and what in ("begin", "drop"):
             alive += 1 if what == "begin" else -1
             most = max(most, alive)
     return most
 
 
-def _released_late(recording: Recording, direct: set[int]) -> _Events:
+def _released_late(recording: Recording, zero_copy: set[int]) -> _Events:
     events: _Events = []
     late: list[int] = []
     live: list[int] = []
     for what, index in tuple(recording.events):
-        if what == "tenant" or index not in direct:
+        if what == "tenant" or index not in zero_copy:
             if what != "release":
                 events.append((what, index))
             continue
@@ -169,13 +171,13 @@ def _released_late(recording: Recording, direct: set[int]) -> _Events:
 
 
 def _at_most(
-    recording: Recording, direct: set[int], most: int, needed: Mapping[int, int]
+    recording: Recording, zero_copy: set[int], most: int, needed: Mapping[int, int]
 ) -> tuple[_Events, int | None]:
     """The events with at most so many gathers alive; or which one was needed without room.
 
     Args:
         recording: What the program did.
-        direct: As in `gathers_unsharded`.
+        zero_copy: As in `gathers_unsharded`.
         most: How many may be alive.
         needed: Gathers that cannot wait for room: with 1 until a module was released, else at all.
     """
@@ -199,7 +201,7 @@ def _at_most(
         return True
 
     for what, index in tuple(recording.events):
-        if what == "tenant" or index not in direct:
+        if what == "tenant" or index not in zero_copy:
             if what != "release":
                 events.append((what, index))
         elif what == "begin":

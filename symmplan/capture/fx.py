@@ -3,7 +3,7 @@
 A buffer stands for a storage, not a tensor: its accesses are those of all its aliases
 (see [Note: aliases]). An asynchronous op holds its buffers until its ``wait_tensor``.
 
-[Note: residents]
+[Note: pinned inputs]
     Parameters and the like may lie in symmetric memory from run to run, so that nothing is copied
     in. Between runs anybody may write them (an optimizer, say). So their problem begins and ends
     with an operation that stands for the outside and writes them all: what peers still read when
@@ -145,7 +145,7 @@ def capture_fx(
         problem=problem,
         sites=tuple(sites),
         steps=steps,
-        homes=tuple(decider.homes.values()),
+        placed_storages=tuple(decider.placed_storages.values()),
         specs=specs,
         groups=groups,
         waits=waits,
@@ -269,9 +269,9 @@ def _saved(decider: Decider, saved: Collection[int]) -> dict[int, str]:
     for i in sorted(saved):
         value = (outputs[i], ())
         if isinstance(outputs[i], fx.Node) and value in values.tensors:
-            home = decider.homes.get(values.find(value))
-            if home is not None:
-                found[i] = home.buffer
+            placed = decider.placed_storages.get(values.find(value))
+            if placed is not None:
+                found[i] = placed.buffer
     return found
 
 
@@ -280,7 +280,7 @@ def _run_plainly(
 ) -> None:
     """Ops that are left out run as they are: asynchronously, if that is what they are."""
     placed = {s.node for s in sites if s.buffer is not None}
-    placed |= {h.node for h in decider.homes.values() if h.write == "declared"}
+    placed |= {h.node for h in decider.placed_storages.values() if h.write == "declared"}
     for node, spec in specs.items():
         overload = called(node)
         plain = None if overload is None else spec_for(overload)
@@ -347,7 +347,7 @@ def _residence(
     operations: Sequence[Operation],
     accesses: Sequence[Access],
 ) -> Problem:
-    """The problem of what lies in symmetric memory from run to run. See [Note: residents]."""
+    """The problem of what lies in symmetric memory from run to run. See [Note: pinned inputs]."""
     names = (f"{decider.prefix}:outside", f"{decider.prefix}output")
     before, after = (Operation(name, op="outside") for name in names)
     return Problem(
@@ -384,7 +384,7 @@ def _touched(decider: Decider, node: fx.Node) -> dict[str, bool]:
                 write = overload is None or source in writes
                 touched[buffer] = touched.get(buffer, False) or write
     for value in values.of_node(node):
-        home = decider.homes.get(values.find(value))
-        if home is not None and home.node is node:
-            touched[home.buffer] = True
+        placed = decider.placed_storages.get(values.find(value))
+        if placed is not None and placed.node is node:
+            touched[placed.buffer] = True
     return touched

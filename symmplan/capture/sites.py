@@ -125,14 +125,14 @@ class Captured:
         problem: The input of the planner.
         sites: Every declared tensor, in graph order.
         steps: ``{operation of the problem: what it does}``; marks of streams do nothing.
-        homes: Every storage that is made in its placement.
+        placed_storages: Every storage that is made in its placement.
         specs: What is declared of the nodes that have sites.
         groups: The process group that each of them runs over; empty if none can be told.
         waits: ``{asynchronous node: {path of a result: its wait node}}``.
         values: The graph's tensors.
         prefix: What operation and buffer names start with.
         kept: The inputs that lie in symmetric memory from run to run.
-        residence: Their problem; None if there are none. See [Note: residents].
+        residence: Their problem; None if there are none. See [Note: pinned inputs].
         saved: ``{output: its buffer}`` of what its backward finds in a placement.
         given: ``{input: its buffer}`` of what its forward left in a placement.
     """
@@ -140,7 +140,7 @@ class Captured:
     problem: Problem
     sites: tuple[Site, ...]
     steps: Mapping[str, Step]
-    homes: tuple[PlacedStorage, ...]
+    placed_storages: tuple[PlacedStorage, ...]
     specs: dict[fx.Node, OpSpec]
     groups: Mapping[fx.Node, str]
     waits: dict[fx.Node, dict[tuple[int, ...], fx.Node]]

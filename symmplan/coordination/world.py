@@ -60,7 +60,7 @@ class World:
         rank: The one that is simulated.
         memory: Name of the memory backend for which is planned.
         devices: Whether that is a device's memory.
-        choices: Path of a table of choices, None for rules alone.
+        choices: Path of a tuning table, None for rules alone.
         planners: Who plans, in the order of their making.
         calls: ``(who plans it, what that knows it by, the collective)`` of each that ran.
         buffers: ``(who plans it, what that knows it by, what `seen` gave)`` of what lies in a

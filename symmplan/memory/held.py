@@ -19,7 +19,7 @@ class HeldSegment:
         nbytes: Size in bytes, on this rank.
         memory: Name of the memory backend.
         groups: Names of the groups that it met, copy engines' communicators included.
-        users: Who plans in it: ``"compiled graphs"``, ``"kept inputs"`` of those, ``"eager
+        users: Who plans in it: ``"compiled graphs"``, ``"pinned inputs"`` of those, ``"eager
             session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``, ``"measurement"``, or
             what `symmplan.memory.realize` was told. Empty if it is kept for the next one that fits.
     """

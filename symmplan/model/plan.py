@@ -145,13 +145,13 @@ class Alternative:
     Attributes:
         unsharded_modules: How many modules' unsharded parameters have bytes at once.
         problem: What the program needs then.
-        homes: Names of the buffers that are the parameters themselves; see
-            `symmplan.planner.homes`.
+        parameters: Names of the buffers that are the parameters themselves; see
+            `symmplan.planner.parameters`.
     """
 
     unsharded_modules: int
     problem: Problem
-    homes: frozenset[str]
+    parameters: frozenset[str]
 
 
 @frozen(repr=False)

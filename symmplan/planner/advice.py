@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from symmplan.errors import SymmplanError
-from symmplan.planner.homes import plan_with_homes
 from symmplan.planner.order import order_of
+from symmplan.planner.parameters import plan_with_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -207,7 +207,7 @@ def _unsharded_modules(plan: Plan) -> Iterator[Advice]:
     """What fewer unsharded modules would save, and more would cost."""
     alive, peak = plan.unsharded_modules or 0, plan.peak_bytes
     for other in plan.alternatives:
-        needs = plan_with_homes(other.problem, other.homes, plan.effort).peak_bytes
+        needs = plan_with_parameters(other.problem, other.parameters, plan.effort).peak_bytes
         asked = f"unsharded_modules={other.unsharded_modules} needs {abs(needs - peak):,} bytes"
         if other.unsharded_modules < alive and needs < peak:
             text = f"{asked} less; a gather may then have to wait for the module before it"

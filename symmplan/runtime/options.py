@@ -110,7 +110,7 @@ class Options:
 
     @property
     def table(self) -> Table | None:
-        """The table of choices that was given, or that a simulated world has."""
+        """The tuning table that was given, or that a simulated world has."""
         if is_table(self.choose):
             return read_table(str(self.choose))
         world = current()

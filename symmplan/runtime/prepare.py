@@ -336,7 +336,7 @@ def _difference(option: str, other: int) -> tuple[str, str]:
         what = f"ranks 0 and {other} have their tensors on different kinds of devices"
         return what, "use one kind on every rank"
     if option == "table":
-        what = f"ranks 0 and {other} read different tables of choices"
+        what = f"ranks 0 and {other} read different tuning tables"
         return what, "give all ranks the same file"
     what = f"ranks 0 and {other} were given different {option}="
     return what, f"pass the same {option}= on every rank"

@@ -191,9 +191,9 @@ def _calls(
     for site in captured.sites:
         sites.setdefault(site.node, []).append(site)
     made: dict[fx.Node, dict[tuple[int, ...], str]] = {}
-    for home in captured.homes:
-        if home.write == "declared":
-            made.setdefault(home.node, {})[home.path] = home.buffer
+    for placed in captured.placed_storages:
+        if placed.write == "declared":
+            made.setdefault(placed.node, {})[placed.path] = placed.buffer
     found = {}
     for node, mine in sites.items():
         if node not in made and all(s.buffer is None for s in mine):

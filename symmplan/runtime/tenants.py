@@ -201,16 +201,16 @@ class Suballocation:
         give_back(self.host, self.user)
 
 
-def synchronizes_once(home: Arena | Suballocation) -> bool:
+def synchronizes_once(placed: Arena | Suballocation) -> bool:
     """Whether one group meets each segment, as those of a tenant must be."""
-    segments = home.segments.values()
+    segments = placed.segments.values()
     alone = all(len(s.spec.groups) == 1 and not s.spec.signal_pad for s in segments)
-    return alone and bool(segments) and home.races is None
+    return alone and bool(segments) and placed.races is None
 
 
-def let_go(home: Arena | Suballocation) -> None:
+def let_go(placed: Arena | Suballocation) -> None:
     """Who lay there needs it no more. Collective: no."""
-    if isinstance(home, Suballocation):
-        home.release()
+    if isinstance(placed, Suballocation):
+        placed.release()
     else:
-        give_back(home)
+        give_back(placed)

@@ -115,7 +115,7 @@ def _read(path: str) -> Table:
         return _table(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackendError(
-            f"choose={path!r} is no table of choices: {error}",
+            f"choose={path!r} is no tuning table: {error}",
             expected=f"a file of format {_FORMAT} {_VERSION}",
             fix=f"write it with: symmplan bench comm --device cuda -o {path}",
         ) from error
@@ -153,7 +153,7 @@ def ruled(
     if found == "push" and not pushes:
         found = "symmetric"
     if found is not None:
-        return found, "" if found != "ordinary" else "the table of choices says so"
+        return found, "" if found != "ordinary" else "the tuning table says so"
     if not BACKENDS[memory].devices:
         return "symmetric", ""
     if nbytes < _SMALL:

@@ -52,16 +52,16 @@ _MODULES = {
         *("linear_extensions", "lowest_peak", "unsynchronised"),
     ),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_WHERE)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _WHERE:
         raise AttributeError(f"module 'symmplan.testing' has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"symmplan.testing.{_HOME[name]}")
+        module = importlib.import_module(f"symmplan.testing.{_WHERE[name]}")
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
@@ -74,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_WHERE})

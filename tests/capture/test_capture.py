@@ -334,10 +334,10 @@ def test_no_two_live_storages_share_a_byte(groups, program: Program):
     watcher = _Watcher(gm)
     watcher.run(*(x.clone() for x in inputs))
     lives = {}
-    for home in captured.homes:
-        name = ".".join([home.node.name, *map(str, home.path)])
+    for placed in captured.placed_storages:
+        name = ".".join([placed.node.name, *map(str, placed.path)])
         steps = watcher.touched[watcher.made[name]]
-        lives[home.buffer] = (min(steps), max(steps))
+        lives[placed.buffer] = (min(steps), max(steps))
     names = sorted(lives)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:

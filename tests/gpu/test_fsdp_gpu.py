@@ -71,7 +71,7 @@ def delayed(rank, world, where, waits, choose="placed", flat=False):
     from fsdp_models import both
 
     from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
-    from symmplan.integrate.fsdp.home import ParameterStorage
+    from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
     from symmplan.runtime.leases import Lease
 
     cycles = 2_000_000

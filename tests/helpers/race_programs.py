@@ -148,7 +148,7 @@ PROGRAMS = {
 
 def seed():
     """On this rank: collectives as `PROCESS_GROUP` says, and plans without their barriers."""
-    import symmplan.integrate.compile.unit as unit
+    import symmplan.integrate.compile.compiled_graph as compiled_graph
     from symmplan.model import Plan
     from symmplan.runtime import algorithms, prepare
 
@@ -156,8 +156,8 @@ def seed():
     algorithms.Lowerings.table = property(
         lambda _: algorithms._C10D if PROCESS_GROUP[0] else algorithms._SHM
     )
-    assert unit.points_of
-    unit.points_of = lambda _barriers: ()
+    assert compiled_graph.points_of
+    compiled_graph.points_of = lambda _barriers: ()
     planned = prepare.plan_problem
 
     def without_barriers(*args, **kwargs):

@@ -91,13 +91,13 @@ def without(made, name):
     return evolve(made, placements={n: p for n, p in made.placements.items() if n != name})
 
 
-def home(made, name):
+def placed(made, name):
     return next(i for i, s in enumerate(made.segments) if s.name == made.placements[name].segment)
 
 
 def joined(made, name, other):
     """Move a buffer to the segment of another, above everything."""
-    k = home(made, other)
+    k = placed(made, other)
     top = made.segments[k].nbytes
     grown = resized(made, k, nbytes=top + 64)
     return moved(grown, name, segment=made.segments[k].name, offset=top)
@@ -106,7 +106,7 @@ def joined(made, name, other):
 MUTATIONS = {
     "overlap": lambda m: moved(m, "c", offset=m.placements["a"].offset),
     "misaligned": lambda m: moved(m, "b", offset=m.placements["b"].offset + 1),
-    "out_of_segment": lambda m: moved(m, "b", offset=m.segments[home(m, "b")].nbytes),
+    "out_of_segment": lambda m: moved(m, "b", offset=m.segments[placed(m, "b")].nbytes),
     "missing_buffer": lambda m: without(m, "c"),
     "unknown_buffer": lambda m: evolve(
         m, placements={**m.placements, "ghost": Placement("segment0", 0, 1)}
@@ -119,8 +119,8 @@ MUTATIONS = {
     "pin": lambda m: moved(m, "pin", offset=0),
     "together": lambda m: moved(m, "twin", offset=m.placements["twin"].offset + 64),
     "apart": lambda m: joined(m, "alone", "b"),
-    "pad": lambda m: resized(joined(m, "pad2", "pad"), home(m, "pad2"), signal_pad=False),
-    "signal_pad": lambda m: resized(m, home(m, "pad"), signal_pad=False),
+    "pad": lambda m: resized(joined(m, "pad2", "pad"), placed(m, "pad2"), signal_pad=False),
+    "signal_pad": lambda m: resized(m, placed(m, "pad"), signal_pad=False),
     "barrier": lambda m: evolve(m, barriers=()),
     "unknown_barrier": lambda m: evolve(m, barriers=(Barrier("nothing", "g"),)),
     "segment_size": lambda m: resized(m, 0, nbytes=m.segments[0].nbytes + 64),
@@ -154,7 +154,7 @@ def test_each_corruption_is_named(made, kind):
     ],
 )
 def test_each_wrong_bound_is_named(made, change):
-    assert kind_of(resized(made, home(made, "c"), **change)) == "lower_bound"
+    assert kind_of(resized(made, placed(made, "c"), **change)) == "lower_bound"
 
 
 def test_a_false_claim_to_be_optimal_is_refuted():

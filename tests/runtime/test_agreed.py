@@ -20,8 +20,8 @@ ROOT = Path(symmplan.__file__).parent
 #: The files whose branches decide.
 FILES = [
     "integrate/fsdp/comms.py",
-    "integrate/fsdp/direct.py",
-    "integrate/fsdp/home.py",
+    "integrate/fsdp/zero_copy.py",
+    "integrate/fsdp/parameter_storage.py",
     "integrate/fsdp/layout.py",
     "integrate/fsdp/memory.py",
     "integrate/fsdp/occupancy.py",
@@ -54,10 +54,10 @@ ASKED = {
 #: Why a name is the same on all ranks.
 AGREED = {
     "the plan, and what was agreed with it": """
-        Pushes Where _arenas _bounds _home _layout _looked _memory
+        Pushes Where _arenas _bounds _storage _layout _looked _memory
         _outputs _peers _plain _pushes bisect_left call carried
-        chosen collectives counts direct directs exchange get groups
-        index meeting memory nbytes offset offsets other p
+        chosen collectives counts zero_copy unshards exchange get groups
+        index live meeting memory nbytes occupancy offset offsets other p
         place reason received schedule segment segments site scheduled
         tensor view algorithm
     """,
@@ -276,20 +276,20 @@ def test_the_tables_have_nothing_else():
     ("file", "line", "added", "name"),
     [
         (
-            "integrate/fsdp/direct.py",
+            "integrate/fsdp/zero_copy.py",
             "        self._runtime.arrive(key, group.device)\n",
             "        if self.parameters[0].sharded_param._version == 1:\n            return\n",
             "_version",
         ),
         (
-            "integrate/fsdp/direct.py",
+            "integrate/fsdp/zero_copy.py",
             "        self._runtime.gathering(",
             "        fresh = optimizer_steps()\n        while not fresh:\n            return\n",
             "optimizer_steps",
         ),
         (
             "integrate/fsdp/occupancy.py",
-            "        mine = module.home\n",
+            "        mine = module.storage\n",
             "        if not self.alive:\n            return False\n",
             "alive",
         ),

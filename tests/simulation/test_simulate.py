@@ -227,7 +227,7 @@ def test_a_table_says_how_collectives_run(tmp_path):
         ("reduce_scatter", "push"),
     }
     path.with_name("none.json").write_text("{}")
-    with pytest.raises(BackendError, match="no table of choices"):
+    with pytest.raises(BackendError, match="no tuning table"):
         symmplan.simulate(wide, ranks=16, choices=path.with_name("none.json"))
 
 
@@ -235,7 +235,7 @@ def test_a_table_serves_real_options(tmp_path):
     path = tmp_path / "choices.json"
     path.write_text(Table("shm", (TuningRow("all_gather", 2, 64, "ordinary"),)).to_json())
     assert symmplan.backend(choose=str(path)).settings.table.rows
-    with pytest.raises(BackendError, match="no table of choices"):
+    with pytest.raises(BackendError, match="no tuning table"):
         symmplan.backend(choose=str(tmp_path / "missing.json"))
 
 
@@ -247,7 +247,7 @@ def test_ranks_that_read_different_tables_say_which(kind, tmp_path):
         Path(files[rank]).write_text(
             Table("shm", (TuningRow("all_gather", 2, 64, algorithm),)).to_json()
         )
-    says = ("AgreementError", "ranks 0 and 1 read different tables of choices", (0, 1))
+    says = ("AgreementError", "ranks 0 and 1 read different tuning tables", (0, 1))
     with RankPool(2) as fresh:
         for given in (files, [files[0], "placed"], ["measure", files[1]]):
             assert fresh.run(reads_a_table, given, kind) == [says, says]

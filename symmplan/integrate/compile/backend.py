@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from symmplan.coordination.world import Planner, current
 from symmplan.errors import BackendError
 from symmplan.integrate.compile import ops
+from symmplan.integrate.compile.compiled_graph import CompiledGraph
 from symmplan.integrate.compile.crossing import reasons
 from symmplan.integrate.compile.options import CompileOptions
 from symmplan.integrate.compile.parts import copy_of
 from symmplan.integrate.compile.pool import Pool, structure_of
-from symmplan.integrate.compile.unit import Unit
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.report.format import count
 from symmplan.report.log import LOG
@@ -66,7 +66,7 @@ class CompileBackend:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans made so far, of graphs with declared tensors, then of kept inputs."""
+        """The plans made so far, of graphs with declared tensors, then of pinned inputs."""
         return (*self._plans, *self._kept)
 
     @property
@@ -150,7 +150,7 @@ class CompileBackend:
     def staged(self) -> tuple[tuple[str, str, str, str], ...]:
         """Every staged tensor: ``(operation, op, argument or result, reason)``.
 
-        Also every kept input that was not in its placement when it was last used.
+        Also every pinned input that was not in its placement when it was last used.
         """
         sites = (site for record in self._records for site in record.sites)
         staged = ((name, op, where, why) for name, op, where, how, why in sites if how == "stage")
@@ -218,17 +218,17 @@ class CompileBackend:
             world.join(self._planner)
         self._graphs += 1
         self._device = _device_of(module)
-        unit = Unit(self.settings, self._device, self._pool, self._idle)
-        self._records.append(unit.record)
+        graph = CompiledGraph(self.settings, self._device, self._pool, self._idle)
+        self._records.append(graph.record)
         if self.settings.inner == "eager":
             _refuse_mode(mode, ("default",))
-            return _compile_eager(module, example_inputs, unit)
+            return _compile_eager(module, example_inputs, graph)
         require("inductor")
         from symmplan.integrate.compile.inductor import compile_inductor
         from symmplan.torch_private.inductor import modes
 
         _refuse_mode(mode, tuple(modes()))
-        return compile_inductor(module, example_inputs, unit, modes()[mode or "default"])
+        return compile_inductor(module, example_inputs, graph, modes()[mode or "default"])
 
 
 def backend(
@@ -349,7 +349,7 @@ def _reasons(records: Sequence[Record]) -> tuple[tuple[str, int], ...]:
 
 
 def _compile_eager(
-    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit
+    module: fx.GraphModule, example_inputs: Sequence[Any], graph: CompiledGraph
 ) -> Callable[..., Any]:
     """Split and rewrite one Dynamo graph; nothing is fused, every op is called as it stands."""
     from symmplan.integrate.compile.refresh import refresh_values
@@ -360,14 +360,14 @@ def _compile_eager(
         def compile_part(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             mode = compilers.fake_mode_of(inputs)
             plain = copy_of(gm)
-            if unit.declares(gm):
+            if graph.declares(gm):
                 # Custom ops are to be captured as themselves.
                 compilers.decompose(gm, mode)
                 refresh_values(gm, inputs, mode)
-            part = unit.rewrite(gm, name, mode)
+            part = graph.rewrite(gm, name, mode)
             gm.recompile()
-            run = run_by_nodes(gm) if unit.watches else compilers.boxed(gm)
-            return unit.runner(run, name, part, lambda: compilers.boxed(plain))
+            run = run_by_nodes(gm) if graph.watches else compilers.boxed(gm)
+            return graph.runner(run, name, part, lambda: compilers.boxed(plain))
 
         return compile_part
 

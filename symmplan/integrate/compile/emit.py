@@ -116,7 +116,7 @@ class Emitter:
         written: list[PlacedStorage | Site] = [
             s for s in captured.sites if s.kind == "result" or s.writes
         ]
-        written += captured.homes
+        written += captured.placed_storages
         later = (x.buffer for x in written if captured.waits.get(x.node))
         self.apart = frozenset(buffer for buffer in later if buffer is not None)
         for node, buffer in captured.given.items():

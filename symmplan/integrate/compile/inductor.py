@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from symmplan.integrate.compile.compiled_graph import CompiledGraph
     from symmplan.integrate.compile.parts import PartName
-    from symmplan.integrate.compile.unit import Unit
 
 ops.load()
 inductor.lower_fences(torch.ops.symmplan.fence_.default)
@@ -38,34 +38,39 @@ __all__ = ["compile_inductor"]
 
 
 def compile_inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit, patches: dict[str, Any]
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    graph: CompiledGraph,
+    patches: dict[str, Any],
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph, its parts rewritten; ``patches`` are Inductor's settings for it."""
-    compile_part = functools.partial(_compile_part, unit)
+    compile_part = functools.partial(_compile_part, graph)
     return inductor.compile_graph(module, example_inputs, compile_part, patches)
 
 
-def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+def _compile_part(
+    graph: CompiledGraph, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> Any:
     name: PartName = "forward"
     if kwargs.get("is_backward"):
         name = "backward"
     elif kwargs.get("is_inference"):
         name = "inference"
     mode = compilers.fake_mode_of(inputs)
-    if not unit.declares(gm):
-        unit.rewrite(gm, name, mode)
-        return unit.runner(_code(gm, inputs, kwargs), name)
+    if not graph.declares(gm):
+        graph.rewrite(gm, name, mode)
+        return graph.runner(_code(gm, inputs, kwargs), name)
     plain = functools.partial(_compile_plain, copy_of(gm), mode, inputs, dict(kwargs))
     inductor.as_reshapes(gm, inputs)
-    with unit.record.timed():
+    with graph.record.timed():
         before = note(gm)
     inductor.run_passes(gm, mode, is_inference=name == "inference")
-    with unit.record.timed():
+    with graph.record.timed():
         ordered = inductor.unwrap(gm)
         refresh_changed(gm, inputs, mode, before)
-    part = unit.rewrite(gm, name, mode, fixed=bool(kwargs.get("cudagraphs")))
-    if part is not None and unit.watches:
-        return unit.runner(run_by_nodes(gm), name, part, plain)
+    part = graph.rewrite(gm, name, mode, fixed=bool(kwargs.get("cudagraphs")))
+    if part is not None and graph.watches:
+        return graph.runner(run_by_nodes(gm), name, part, plain)
     if part is not None:
         # Segments never move: CUDA graphs must use them where they are, not copy them.
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
@@ -73,7 +78,7 @@ def _compile_part(unit: Unit, gm: fx.GraphModule, inputs: Sequence[Any], **kwarg
         kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *range(first, end)]
         inputs = [*inputs, *(n.meta["val"] for n in added)]
     with inductor.following_a_plan(gm, mode, ordered=ordered):
-        return unit.runner(_code(gm, inputs, kwargs), name, part, plain)
+        return graph.runner(_code(gm, inputs, kwargs), name, part, plain)
 
 
 def _code(gm: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -168,7 +168,7 @@ def _wait_names(captured: Captured) -> set[str]:
 
 
 def _updates(emitter: Emitter, ends: Mapping[str, Inputs]) -> dict[str, list[fx.Node]]:
-    """``{operation: inputs}``: what writes kept inputs that asynchronous work has read."""
+    """``{operation: inputs}``: what writes pinned inputs that asynchronous work has read."""
     captured = emitter.captured
     found: dict[str, list[fx.Node]] = {}
     for kept in captured.kept:

@@ -3,7 +3,7 @@
 [Note: moving in]
     A tensor moves when its data is exchanged (``tensor.data = ...``): the object stays, and with it
     gradients, hooks and optimizer state. That is only right where nobody else looks at the old
-    storage, so it must use all of a storage that torch allocated, alone. Each resident has a
+    storage, so it must use all of a storage that torch allocated, alone. Each pinned input has a
     storage of its own on the placement's bytes (see [Note: leased bytes] in
     `symmplan.runtime.leases`), so that a saved state dict holds no more than the tensor, and so
     that its end is noticed.
@@ -11,8 +11,8 @@
 [Note: copying in]
     What a run is given need not be what lives in the placement: parameters are replaced
     (``load_state_dict(assign=True)``, ``p.data = ...``). Peers read the placement in any case. So
-    the tensor takes the place over if the old resident is gone or can move out, and is copied in
-    otherwise. If others still look at the old resident's storage, its bytes are put back after the
+    the tensor takes the place over if the old one is gone or can move out, and is copied in
+    otherwise. If others still look at the old one's storage, its bytes are put back after the
     run: then all peers have read, because the plan says that the outside may write. What the graph
     returns of the copy (activations that are views of a parameter) is returned of the original.
 
@@ -99,7 +99,7 @@ class Place:
     address: int = field(init=False)
     _ledger: Ledger
     _begin: int
-    _resident: Any = field(init=False, default=None)
+    _pinned: Any = field(init=False, default=None)
     _former: list[Any] = field(init=False, factory=list)
     _crowded: bool = field(init=False, default=False)
 
@@ -144,7 +144,7 @@ class Place:
                 self._ledger.take(*self._span, lease)
                 # To the letter what it was, elsewhere.
                 tensor.data = self._filled(tensor, lend(self.bytes, lease.drop))
-                self._resident = weakref.ref(tensor)
+                self._pinned = weakref.ref(tensor)
                 return None, ""
             saved = self.bytes.clone() if self.taken else None
             placed = self._filled(tensor, lend(self.bytes))
@@ -156,19 +156,19 @@ class Place:
 
     def _filled(self, like: torch.Tensor, lent: torch.Tensor) -> torch.Tensor:
         if self.has(like):
-            like = like.clone()  # a part of the resident: it must not be read while it is written
+            like = like.clone()  # a part of what is pinned: it must not be read while it is written
         return lent.view(like.dtype).as_strided(like.size(), like.stride()).copy_(like)
 
     def move_out(self) -> bool:
-        """Move the resident to ordinary memory. False if others look at its storage, too."""
-        resident = None if self._resident is None else self._resident()
-        if resident is None or resident.data_ptr() != self.address or _is_shared(resident):
+        """Move what is pinned to ordinary memory. False if others look at its storage, too."""
+        pinned = None if self._pinned is None else self._pinned()
+        if pinned is None or pinned.data_ptr() != self.address or _is_shared(pinned):
             return not self.taken
         with torch.inference_mode(mode=False), torch.no_grad():
-            resident.data = torch.empty_strided(
-                resident.size(), resident.stride(), dtype=resident.dtype, device=resident.device
-            ).copy_(resident)
-        self._former = [f for f in self._former if f() is not None] + [self._resident]
+            pinned.data = torch.empty_strided(
+                pinned.size(), pinned.stride(), dtype=pinned.dtype, device=pinned.device
+            ).copy_(pinned)
+        self._former = [f for f in self._former if f() is not None] + [self._pinned]
         return not self.taken
 
 
@@ -258,7 +258,7 @@ class Places:
         return None not in numbers and (process_group, tuple(numbers)) in self._used
 
     def release(self) -> None:
-        """Move all residents out, and give the memory back. Idempotent. Collective: no."""
+        """Move all pinned inputs out, and give the memory back. Idempotent. Collective: no."""
         for place in self._all:
             place.move_out()
         for arena in self.arenas:
@@ -266,7 +266,7 @@ class Places:
 
 
 def check_others(copies: Sequence[RunCopy], args: Sequence[Any]) -> None:
-    """A run must not be given the old resident of a placement beside a copy.
+    """A run must not be given the tensor that was pinned in a placement beside a copy.
 
     Raises:
         RunError: It is. The copies have ended.

@@ -220,7 +220,7 @@ class Pool:
         released: Whether `release` ran.
         copies: How many crossing tensors were copied, by reason.
         planned: Bytes of the plans of each structure, as they take turns.
-        kept: Bytes of the plans of kept inputs.
+        kept: Bytes of the plans of pinned inputs.
         rooms: How many bytes plans may take, by their process groups.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """

@@ -16,20 +16,20 @@
     that all ranks have made the same number of exchanges after it and the group is as good as
     before.
 
-[Note: boards]
+[Note: epoch counters]
     Where ranks share their segments' control words (CPU ranks of one host) the words lie beside the
     counters of its barriers, and who waits there looks. On devices a rank's host waits in CUDA, if
-    at all, and its words need a place of their own: a board, a small piece of shared memory of the
-    host. Ranks look there when a run begins, before anything is launched, and while they wait for
-    an agreement. Groups of several hosts have no board: to look at their store in each run would
-    cost them a round trip.
+    at all, and its words need a place of their own: the epoch counters, a small piece of shared
+    memory of the host. Ranks look there when a run begins, before anything is launched, and while
+    they wait for an agreement. Groups of several hosts have none: to look at their store in each
+    run would cost them a round trip.
 
     Backends that are tenants of one segment (see [Note: tenants] in `symmplan.runtime.tenants`)
     count apart, so only the first to come speaks there.
 
     Where all collectives of a group were measured to be faster in ordinary memory there are no
     segments either, and who runs such a graph waits in the process group, if at all. So that who
-    plans alone meanwhile hears of it before its patience is over, they get a board as well.
+    plans alone meanwhile hears of it before its patience is over, they get epoch counters as well.
 """
 
 from __future__ import annotations
@@ -80,27 +80,27 @@ class _Counts:
         runs: How many runs of planned graphs it has begun.
         plannings: How often it began to plan.
         planned_for: Which run it last planned for, counted from 1.
-        boards: Where it says so.
-        made: A board that is nothing else.
+        epoch_counters: Where it says so.
+        made: Counters that lie in no segment of a plan.
     """
 
     runs: int = 0
     plannings: int = 0
     planned_for: int = 0
-    boards: list[Rendezvous] = field(factory=list)
+    epoch_counters: list[Rendezvous] = field(factory=list)
     made: Arena | None = None
 
-    def say(self, boards: Iterable[Rendezvous]) -> None:
-        """Say so on some boards."""
-        for board in boards:
+    def say(self, epoch_counters: Iterable[Rendezvous]) -> None:
+        """Say so in some epoch counters."""
+        for counters in epoch_counters:
             # In this order: a planning is seen with what it is for, a run with what was planned.
-            board.tell((self.planned_for, self.plannings, self.runs))
+            counters.tell((self.planned_for, self.plannings, self.runs))
 
     def said(self) -> Iterator[tuple[Group, int, tuple[int, ...]]]:
-        """``(group, rank, (planned_for, plannings, runs))`` of all ranks, as their boards say."""
-        for board in self.boards:
-            for rank, words in enumerate(board.told()):
-                yield board.group, rank, words
+        """``(group, rank, (planned_for, plannings, runs))`` of all ranks, as they say."""
+        for counters in self.epoch_counters:
+            for rank, words in enumerate(counters.told()):
+                yield counters.group, rank, words
 
 
 @define(eq=False)
@@ -120,34 +120,34 @@ class Progress:
         Collective: yes, over its groups, the first time for each.
         """
         self._add(arena)
-        for board in _met(arena):
-            counts = self._of(board.group.process_group)
-            if counts.made is None and board not in counts.boards:
-                self._make_board(board.group)
+        for counters in _met(arena):
+            counts = self._of(counters.group.process_group)
+            if counts.made is None and counters not in counts.epoch_counters:
+                self._make_counters(counters.group)
 
-    def _make_board(self, group: Group) -> None:
+    def _make_counters(self, group: Group) -> None:
         counts = self._of(group.process_group)
         counts.made = _make(group, self.timeout)
         if counts.made is not None:
             self._add(counts.made)
 
     def _add(self, arena: Arena | Suballocation) -> None:
-        for board in _met(arena):
-            if not board.told():
+        for counters in _met(arena):
+            if not counters.told():
                 continue
-            board.watch(self.look)
-            if PROCESS.speakers.setdefault(board, weakref.ref(self))() is self:
-                counts = self._of(board.group.process_group)
-                counts.boards.append(board)
-                counts.say([board])
+            counters.watch(self.look)
+            if PROCESS.speakers.setdefault(counters, weakref.ref(self))() is self:
+                counts = self._of(counters.group.process_group)
+                counts.epoch_counters.append(counters)
+                counts.say([counters])
 
     def remove(self, arena: Arena | Suballocation) -> None:
         """The arena is about to be released."""
-        for board in _met(arena):
-            board.unwatch(self.look)
-            counts = self._of(board.group.process_group)
-            if board in counts.boards:
-                counts.boards.remove(board)
+        for counters in _met(arena):
+            counters.unwatch(self.look)
+            counts = self._of(counters.group.process_group)
+            if counters in counts.epoch_counters:
+                counts.epoch_counters.remove(counters)
 
     def release(self) -> None:
         """Nothing runs any more. Collective: no."""
@@ -166,7 +166,7 @@ class Progress:
         for group in groups:
             counts = self._of(group)
             counts.runs += 1
-            counts.say(counts.boards[:1])
+            counts.say(counts.epoch_counters[:1])
             if counts.made is not None:
                 self._look(counts)
 
@@ -190,8 +190,8 @@ class Progress:
 
         def run(args: list[Any]) -> Any:
             while members:
-                if not self._of(members[-1].process_group).boards:
-                    self._make_board(members[-1])
+                if not self._of(members[-1].process_group).epoch_counters:
+                    self._make_counters(members[-1])
                 members.pop()
             self.run(group for ref in running if (group := ref()) is not None)
             return compiled(args)
@@ -205,7 +205,9 @@ class Progress:
             self._look(counts)
 
     def _look(self, counts: _Counts) -> None:
-        if all(board.most_told(_PLANNINGS) <= counts.plannings for board in counts.boards):
+        if all(
+            counters.most_told(_PLANNINGS) <= counts.plannings for counters in counts.epoch_counters
+        ):
             return
         for group, rank, (planned_for, plannings, _) in counts.said():
             if plannings > counts.plannings and counts.runs >= planned_for > 0:
@@ -224,13 +226,13 @@ class Progress:
         for counts in mine:
             counts.planned_for = counts.runs + 1
             counts.plannings += 1
-            counts.say(counts.boards)
+            counts.say(counts.epoch_counters)
         try:
             yield functools.partial(_look_for_runners, mine)
         except BaseException:
             for counts in mine:
                 counts.runs = counts.planned_for
-                counts.say(counts.boards)
+                counts.say(counts.epoch_counters)
             raise
 
     def gather(self, groups: Mapping[str, Any], asked: list[str] | None = None) -> None:
@@ -262,14 +264,14 @@ class Progress:
             )
             missed = theirs - counts.plannings
             for _ in range(min(missed, _MOST_MISSED)):
-                group = counts.boards[0].group
+                group = counts.epoch_counters[0].group
                 with contextlib.suppress(Exception):  # the store may be what failed
                     Exchange({group.name: group}, self.timeout).fail(error)
             if missed > 0:
                 counts.plannings += missed
                 counts.runs = max(counts.runs, planned_for)
                 counts.planned_for = 0  # for none: it only caught up
-                counts.say(counts.boards)
+                counts.say(counts.epoch_counters)
 
 
 def _look_for_runners(mine: Iterable[_Counts]) -> None:
@@ -285,7 +287,7 @@ def _met(arena: Arena | Suballocation) -> list[Rendezvous]:
 
 
 def _make(group: Group, timeout: float) -> Arena | None:
-    """A board for a group whose segments have none; None where its hosts are several.
+    """Epoch counters for a group whose segments have none; None where its hosts are several.
 
     Collective: yes.
     """
@@ -293,9 +295,9 @@ def _make(group: Group, timeout: float) -> Arena | None:
     if len({(p.host, p.namespace) for p in ranks}) != 1:
         return None
     problem = Problem(
-        buffers=(Buffer("board", 64, group.name),),
+        buffers=(Buffer("epochs", 64, group.name),),
         operations=(Operation("look"),),
-        accesses=(Access("look", "board"),),
+        accesses=(Access("look", "epochs"),),
     )
     groups = {group.name: group.process_group}
     try:

@@ -48,9 +48,9 @@ def rewrite(
     """
     emitter = Emitter(module.graph, program, fake_mode)
     _shift_absolute_views(emitter)
-    for home in program.captured.homes:
-        if home.write not in ("declared", "given"):
-            _make_home(emitter, home)
+    for placed in program.captured.placed_storages:
+        if placed.write not in ("declared", "given"):
+            _make_placed(emitter, placed)
     _Declared(emitter).run()
     poison(emitter)
     keep_order(emitter)
@@ -62,17 +62,17 @@ def rewrite(
 
 def _shift_absolute_views(emitter: Emitter) -> None:
     """``as_strided`` counts from the start of the storage, which is now the segment's."""
-    values, homes = emitter.captured.values, emitter.captured.homes
+    values, placed_storages = emitter.captured.values, emitter.captured.placed_storages
     # What was given has a storage of its own, which begins where the buffer does.
-    roots = {values.find((h.node, h.path)): h for h in homes if h.write != "given"}
+    roots = {values.find((h.node, h.path)): h for h in placed_storages if h.write != "given"}
     for node in emitter.graph.nodes:
         overload = called(node)
         if overload is None or overload._schema.name not in _ABSOLUTE:
             continue
         source = node.args[0]
-        home = roots.get(values.find((source, ()))) if (source, ()) in values.tensors else None
+        placed = roots.get(values.find((source, ()))) if (source, ()) in values.tensors else None
         bound = bind_arguments(overload, node.args, node.kwargs)
-        if home is None or bound["storage_offset"] is None:
+        if placed is None or bound["storage_offset"] is None:
             continue
         like = values.tensors[(source, ())]
         scatters = overload._schema.name == "aten::as_strided_scatter"
@@ -82,7 +82,7 @@ def _shift_absolute_views(emitter: Emitter) -> None:
                 copy = emitter.call(torch.ops.aten.clone.default, (source,))
             node.replace_input_with(source, copy)
             continue
-        shift = emitter.offset(home.buffer, like.dtype)
+        shift = emitter.offset(placed.buffer, like.dtype)
         if isinstance(bound["storage_offset"], fx.Node):
             with emitter.graph.inserting_before(node):
                 bound["storage_offset"] = emitter.call(
@@ -94,13 +94,13 @@ def _shift_absolute_views(emitter: Emitter) -> None:
         node.kwargs = {}
 
 
-def _make_home(emitter: Emitter, home: PlacedStorage) -> None:
+def _make_placed(emitter: Emitter, placed: PlacedStorage) -> None:
     """Let the producer of a storage write it in its placement."""
-    node, like = home.node, emitter.captured.values.tensors[(home.node, home.path)]
-    if home.write in ("alloc", "out"):
+    node, like = placed.node, emitter.captured.values.tensors[(placed.node, placed.path)]
+    if placed.write in ("alloc", "out"):
         with emitter.graph.inserting_before(node):
-            first = view = emitter.view(home.buffer, like)
-            if home.write == "out":
+            first = view = emitter.view(placed.buffer, like)
+            if placed.write == "out":
                 overload = called(node)
                 assert overload is not None
                 variant = OUT_VARIANTS.get(overload._schema.name)
@@ -112,7 +112,7 @@ def _make_home(emitter: Emitter, home: PlacedStorage) -> None:
         emitter.graph.erase_node(node)
     else:
         with emitter.graph.inserting_after(node):
-            view = emitter.view(home.buffer, like)
+            view = emitter.view(placed.buffer, like)
         with emitter.graph.inserting_after(view):
             copy = emitter.call(torch.ops.aten.copy_.default, (view, node))
         node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not copy)

@@ -59,13 +59,13 @@ class _Builder:
         one_stream = all(o.op != MARK for o in problem.operations)
         self.order = None if one_stream else order_of(problem)
         order = {node: i for i, node in enumerate(self.recorder.graph.nodes)}
-        homes: dict[fx.Node, list[PlacedStorage]] = {}
-        for home in self.captured.homes:
-            homes.setdefault(home.node, []).append(home)
-            self.lent[home.buffer] = self._lend(home.buffer, (home.node, home.path))
+        placed_storages: dict[fx.Node, list[PlacedStorage]] = {}
+        for storage in self.captured.placed_storages:
+            placed_storages.setdefault(storage.node, []).append(storage)
+            self.lent[storage.buffer] = self._lend(storage.buffer, (storage.node, storage.path))
         events = []
         for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
-            event = self._event(call, homes.get(call.node, []))
+            event = self._event(call, placed_storages.get(call.node, []))
             events.append(event)
             if event.placed is not None:
                 self._place(event, event.placed)
@@ -88,14 +88,14 @@ class _Builder:
         flat = self._bytes(buffer)[begin : begin + like.numel() * like.element_size()]
         return flat.view(like.dtype).view(like.shape)
 
-    def _event(self, call: Recorded, homes: list[PlacedStorage]) -> Event:
+    def _event(self, call: Recorded, placed_storages: list[PlacedStorage]) -> Event:
         values, overload = self.captured.values, overload_of(call.form)
         shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
         placed = None if overload is None else self.program.calls.get(call.node)
         event = Event(call, self.device, overload, shapes, placed)
-        for home in homes:
-            event.lent[home.path] = self.lent[home.buffer]
-            event.writes.append(home.buffer)
+        for storage in placed_storages:
+            event.lent[storage.path] = self.lent[storage.buffer]
+            event.writes.append(storage.buffer)
         return event
 
     def _place(self, event: Event, call: PlacedCall) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from symmplan.errors import CaptureError, ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
-from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
 from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
+from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check
@@ -282,7 +282,7 @@ def apply(
     runtime.executor = executor(plans, runtime.release, algorithm)
     for site, module, group, gather, scatter in found:
         if fsdp2_in_place.can_be_replaced(group):
-            runtime.planning.directs.append(ZeroCopyUnshard(runtime, site, group))
+            runtime.planning.unshards.append(ZeroCopyUnshard(runtime, site, group))
         else:
             runtime.planning.flat[site] = NO_SEAM
         planned = (
@@ -300,7 +300,7 @@ def _check_removable(runtime: Runtime) -> None:
         RunError: A backward pass is running or still to come.
     """
     running = autograd.in_backward()
-    sites = [direct.site for direct in runtime.planning.directs if direct.awaits_backward]
+    sites = [unshard.site for unshard in runtime.planning.unshards if unshard.awaits_backward]
     if not running and not sites:
         return
     raise RunError(
@@ -321,10 +321,10 @@ def _plans(runtime: Runtime) -> list[Plan | None]:
     """The plan, if a collective ran."""
     if runtime.schedule is None and runtime.recorded:
         runtime.freeze()
-    for direct in runtime.planning.directs:
-        if direct.layout is not None:
-            key = direct.layout.key(direct.site, backward=False)
-            for parameter in direct.parameters:
+    for unshard in runtime.planning.unshards:
+        if unshard.layout is not None:
+            key = unshard.layout.key(unshard.site, backward=False)
+            for parameter in unshard.parameters:
                 for output in parameter.all_gather_outputs:
                     runtime.executor.buffer(key, output)
     return [runtime.planning.plan]

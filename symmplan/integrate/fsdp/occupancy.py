@@ -2,7 +2,7 @@
 
 Ranks make the same calls, so what is said here is the same on all of them: whether a gather that
 FSDP2 asks for ahead of time begins may depend on it. What a rank's own memory holds is another
-matter; see [Note: somebody is in the bytes] in `direct`.
+matter; see [Note: somebody is in the bytes] in `zero_copy`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from symmplan.capture.fsdp_recording import Key
-    from symmplan.integrate.fsdp.home import ParameterStorage
+    from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 __all__ = ["Occupancy", "Occupant"]
 
@@ -28,7 +28,7 @@ class Occupant(Protocol):
     site: str
 
     @property
-    def home(self) -> ParameterStorage | None:
+    def storage(self) -> ParameterStorage | None:
         """Where its parameters live; None: where FSDP2 puts them."""
 
     @property
@@ -65,7 +65,7 @@ class Occupancy:
 
     def crowded(self, module: Occupant) -> bool:
         """Whether others are to have some of the bytes where a module's parameters live."""
-        mine = module.home
+        mine = module.storage
         assert mine is not None
-        others = [other.home for other in self if other is not module]
-        return any(home is not None and home.overlaps(mine) for home in others)
+        others = [other.storage for other in self if other is not module]
+        return any(storage is not None and storage.overlaps(mine) for storage in others)

@@ -16,7 +16,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.integrate.fsdp.cases import case_of, demotables_of, why_not_measured
 from symmplan.integrate.fsdp.drops import merged
-from symmplan.integrate.fsdp.home import ParameterStorage
+from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
 from symmplan.memory.topology import unreached
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.cases import CallCase
-    from symmplan.integrate.fsdp.direct import ZeroCopyUnshard
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
+    from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
     from symmplan.model import AlgorithmName, Plan
     from symmplan.planner.budget import Demotable
     from symmplan.runtime.cases import Case
@@ -65,7 +65,7 @@ class Planning:
         choices: What was measured of all plans, in the order of the program.
         beside: ``{name: process group}`` of the others whose collectives were heard, and whose
             ranks all make the last plan.
-        directs: The parameter groups whose parameters may live in placements.
+        unshards: The parameter groups whose parameters may live in placements.
         layouts: ``{site: layout}`` of those whose parameters can.
         flat: ``{site: why}`` of those whose parameters cannot.
         meshes: The meshes on which parameters lie: the ranks of one run the same modules.
@@ -76,7 +76,7 @@ class Planning:
         self.plan: Plan | None = None
         self.choices: tuple[Choice, ...] = ()
         self.beside: Mapping[str, Any] = {}
-        self.directs: list[ZeroCopyUnshard] = []
+        self.unshards: list[ZeroCopyUnshard] = []
         self.layouts: dict[str, Layout] = {}
         self.flat: dict[str, str] = {}
         self.meshes: Sequence[DeviceMesh] = ()
@@ -138,7 +138,7 @@ class Planning:
         self.plan = plan
         self._kept = list(recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
-        self._settle(plan, [p for p in calls if p.direct], kept)
+        self._settle(plan, [p for p in calls if p.zero_copy], kept)
         algorithms = ["ordinary" if p.buffer is None else p.algorithm.name for p in calls]
         preparation.log(plan, algorithms)
         return Schedule(plan, made.stretches)
@@ -208,7 +208,7 @@ class Planning:
         problem = StepProblem(
             recordings=recordings,
             ranks=self._ranks(),
-            direct={site: x.nbytes for site, x in self.layouts.items()},
+            zero_copy={site: x.nbytes for site, x in self.layouts.items()},
             algorithm=functools.partial(self._algorithm, chosen),
             effort=options.effort,
             live=self.live,
@@ -285,11 +285,11 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        free = not self._memory.captured and all(direct.can_leave() for direct in self.directs)
+        free = not self._memory.captured and all(unshard.can_leave() for unshard in self.unshards)
         if not all_agree("loosen", free, self._memory.groups, self._options.timeout):
             return False
-        for direct in self.directs:
-            direct.vacate()
+        for unshard in self.unshards:
+            unshard.vacate()
         return True
 
     def _settle(self, plan: Plan, gathers: Sequence[Planned], kept: Sequence[str]) -> None:
@@ -297,13 +297,13 @@ class Planning:
         if current() is not None:
             return
         memory = self._memory
-        homes: dict[str, ParameterStorage] = {}
+        storages: dict[str, ParameterStorage] = {}
         for p in gathers:
             site = p.call.key.site
-            if site not in homes:
+            if site not in storages:
                 assert p.buffer is not None
                 place = plan.placements[p.buffer]
-                homes[site] = ParameterStorage(
+                storages[site] = ParameterStorage(
                     site,
                     self.layouts[site],
                     memory.at(place),
@@ -312,8 +312,8 @@ class Planning:
                     memory.over(p.call, p.algorithm),
                     memory.name,
                 )
-        for direct in self.directs:
-            direct.settle(homes.get(direct.site), kept=direct.site in kept)
+        for unshard in self.unshards:
+            unshard.settle(storages.get(unshard.site), kept=unshard.site in kept)
 
     def measured(self, recording: Recording) -> tuple[str, tuple[Choice, ...]]:
         """The memory backend, and the choice for each collective that was recorded.

@@ -138,7 +138,7 @@ class Runtime:
             base = torch.empty(1, dtype=dtype, device=device)
             pushes = self.memory.pushes(scheduled)
             send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
-        elif place is not None and scheduled is not None and not scheduled.direct:
+        elif place is not None and scheduled is not None and not scheduled.zero_copy:
             lease = self.memory.take(place)
             base = plain() if lease is None else self.memory.at(place, dtype)
         else:
@@ -177,13 +177,13 @@ class Runtime:
             self._turn()
         self._arrived = key
 
-    def gathering(self, direct: Occupant, key: Key) -> None:
+    def gathering(self, unshard: Occupant, key: Key) -> None:
         """A module's parameters are gathered where they live."""
         self._arrived = None
-        if self.occupancy.crowded(direct):
+        if self.occupancy.crowded(unshard):
             self.counts.because(reasons.CROWDED)
             self._strange = True
-        self.occupancy.begin(direct)
+        self.occupancy.begin(unshard)
         self._follow(key)
         self._was_backward = key.of_backward
         self.counts.bound += 1
@@ -191,16 +191,16 @@ class Runtime:
             log, index = self._early.pop(key, (None, 0))
             if log is not self._log:
                 index = self._log.begin(key, key.nbytes)
-            self._log.run(index, direct.group)
+            self._log.run(index, unshard.group)
             self._last[key.site] = (self._log, index)
 
-    def put_off(self, key: Key, direct: Occupant) -> None:
+    def put_off(self, key: Key, unshard: Occupant) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is None:
             self.counts.because(reasons.PUT_OFF)
             self._strange = True
         else:
-            self._waiting.append(direct)
+            self._waiting.append(unshard)
         if self._log is not None:
             self._early[key] = (self._log, self._log.begin(key, key.nbytes))
 
@@ -339,7 +339,7 @@ class Runtime:
             return reasons.OTHER_GROUP, None
         if not self.executor.serves:
             return "", None
-        if slot.scheduled.direct:
+        if slot.scheduled.zero_copy:
             self._strange = True
             return reasons.FLAT, None
         if slot.pushed:
@@ -398,9 +398,9 @@ class Runtime:
     def _begin_stretch(self) -> None:
         """Record what comes, in case that it must be planned; what is unsharded is part of it."""
         log = self._log = Recording()
-        for direct in self.occupancy:
-            index = log.carry(direct.key(backward=False), direct.group)
-            self._last[direct.site] = log, index
+        for unshard in self.occupancy:
+            index = log.carry(unshard.key(backward=False), unshard.group)
+            self._last[unshard.site] = log, index
 
     @property
     def recorded(self) -> bool:
@@ -435,7 +435,7 @@ class Runtime:
         """Give the segments back. Collective: no."""
         PROCESS.watchers.discard(self)
         leave(self._log)
-        for direct in self.planning.directs:
-            direct.remove()
-        self.planning.directs.clear()
+        for unshard in self.planning.unshards:
+            unshard.remove()
+        self.planning.unshards.clear()
         self.memory.release()

@@ -36,14 +36,14 @@ class ScheduledCollective:
         place: Where its buffer lies; None if it stays in ordinary memory.
         received: Where the output of its all-to-all lies; None if it has none.
         algorithm: How it runs.
-        direct: Whether its buffer is the parameters themselves.
+        zero_copy: Whether its buffer is the parameters themselves.
     """
 
     call: Call
     place: Placement | None
     received: Placement | None
     algorithm: Algorithm
-    direct: bool = False
+    zero_copy: bool = False
 
     @property
     def pushed(self) -> bool:
@@ -67,7 +67,7 @@ class Schedule:
                 None if c.buffer is None else plan.placements[c.buffer],
                 None if c.received is None else plan.placements[c.received],
                 c.algorithm,
-                c.direct,
+                c.zero_copy,
             )
             for stretch in stretches
             for c in stretch

@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from symmplan.capture.fsdp import problem_of
 from symmplan.capture.fsdp_unsharded import kept_after_forward, most_alive, with_kept
 from symmplan.model import Alternative
-from symmplan.planner.homes import plan_with_homes
+from symmplan.planner.parameters import plan_with_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class StepProblem:
     Attributes:
         recordings: The steps.
         ranks: The global ranks of each group.
-        direct: ``{site: bytes}`` of the modules whose parameters can live in placements.
+        zero_copy: ``{site: bytes}`` of the modules whose parameters can live in placements.
         algorithm: How a collective runs where something was demoted.
         effort: How long to search.
         live: How many modules may have their parameters at once; None as the program does.
@@ -63,15 +63,15 @@ class StepProblem:
 
     recordings: Sequence[Recording]
     ranks: Mapping[str, tuple[int, ...]]
-    direct: Mapping[str, int]
+    zero_copy: Mapping[str, int]
     algorithm: Callable[[Demoted, Call], Algorithm]
     effort: Literal["fast", "optimal"]
     live: int | None
 
     def plan(self, tenants: Tenants, demoted: Demoted) -> StepPlan:
         """A plan, verified."""
-        problem, homes, stretches = self._problem(tenants, demoted, self.live)
-        plan = plan_with_homes(problem, homes, self.effort)
+        problem, parameters, stretches = self._problem(tenants, demoted, self.live)
+        plan = plan_with_parameters(problem, parameters, self.effort)
         plan.verify()
         return StepPlan(plan, stretches, tenants, dict(demoted))
 
@@ -84,19 +84,19 @@ class StepProblem:
         others.pop(alive, None)
         alternatives = []
         for other, live in others.items():
-            problem, homes, _ = self._problem(made.tenants, made.demoted, live)
-            alternatives.append(Alternative(other, problem, homes))
+            problem, parameters, _ = self._problem(made.tenants, made.demoted, live)
+            alternatives.append(Alternative(other, problem, parameters))
         plan = evolve(made.plan, unsharded_modules=alive, alternatives=tuple(alternatives))
         return evolve(made, plan=plan)
 
     def _as_kept(self, live: int | None) -> list[Recording]:
         """What was recorded, as if modules that are to stay after forward had stayed."""
-        kept = kept_after_forward(self.recordings, self.direct, live)
+        kept = kept_after_forward(self.recordings, self.zero_copy, live)
         return [with_kept(recording, kept) for recording in self.recordings]
 
     def _alive(self, live: int | None) -> int:
         """How many modules are unsharded at once in a plan with this option."""
-        return most_alive(self._as_kept(live), self.direct, live)
+        return most_alive(self._as_kept(live), self.zero_copy, live)
 
     def _problem(
         self, tenants: Tenants, demoted: Demoted, live: int | None
@@ -104,7 +104,7 @@ class StepProblem:
         """What is needed, which buffers are parameters themselves, and the collectives."""
         algorithm = functools.partial(self.algorithm, demoted)
         problem, stretches = problem_of(
-            self._as_kept(live), self.ranks, algorithm, self.direct, tenants, live
+            self._as_kept(live), self.ranks, algorithm, self.zero_copy, tenants, live
         )
-        homes = frozenset(p.buffer for s in stretches for p in s if p.direct and p.buffer)
-        return problem, homes, stretches
+        parameters = frozenset(p.buffer for s in stretches for p in s if p.zero_copy and p.buffer)
+        return problem, parameters, stretches

@@ -125,7 +125,7 @@ def _extension(
     edges: Sequence[tuple[str, str]],
 ) -> list[Operation]:
     """Each stream is followed until it waits for another, and again when its wait is over."""
-    home = {op.name: op.stream for op in listed} if edges else {}
+    stream_of = {op.name: op.stream for op in listed} if edges else {}
     waits: dict[str, int] = {}
     followers: dict[str, list[str]] = {}
     for a, b in edges:
@@ -142,7 +142,7 @@ def _extension(
             for follower in followers.get(line[end].name, ()):
                 waits[follower] -= 1
                 if not waits[follower]:
-                    todo.append(home[follower])
+                    todo.append(stream_of[follower])
             end += 1
         found += line[begin:end]
         done[stream] = end

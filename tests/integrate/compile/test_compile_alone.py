@@ -200,10 +200,10 @@ def _elsewhere(rank, size):
     group = dist.group.WORLD.group_name
     told = Meeting.told
 
-    def told_on_boards(self):
+    def told_by_counters(self):
         return told(self) if self.group.name == group and self._peers[0].numel() < 1024 else []
 
-    Meeting.told = told_on_boards
+    Meeting.told = told_by_counters
     try:
 
         def model(x):
@@ -212,8 +212,8 @@ def _elsewhere(rank, size):
 
         compiled = torch.compile(model, backend=backend, dynamic=False)
         compiled(torch.ones(16, 64))
-        board = next(iter(backend._pool.progress._counts.values())).made
-        assert board is not None
+        counters = next(iter(backend._pool.progress._counts.values())).made
+        assert counters is not None
         if rank == 0:
             backend._pool.progress.run([dist.group.WORLD])
             while not dist.distributed_c10d._get_default_store().check(["said"]):
@@ -259,10 +259,10 @@ def _in_ordinary_memory(rank, size, first):
             if first == "runs":  # and waits where nothing of symmplan's can look around
                 compiled(x, w, group, size)
                 return None
-            while counts.boards[0].most_told(1) == counts.plannings:
+            while counts.epoch_counters[0].most_told(1) == counts.plannings:
                 pass
         elif first == "runs":
-            while counts.boards[0].told()[0][-1] == counts.runs:
+            while counts.epoch_counters[0].told()[0][-1] == counts.runs:
                 pass
         with pytest.raises(Exception, match="is planning a new graph") as caught:
             compiled(torch.cat([x, x]) if rank else x, w, group, size)

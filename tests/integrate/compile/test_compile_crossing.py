@@ -101,10 +101,10 @@ def test_forward_twice_then_backward_twice(pool, order, inner):
 
 def _fixed(rank, world_size):
     """As if Inductor made CUDA graphs of them."""
-    from symmplan.integrate.compile.unit import Unit
+    from symmplan.integrate.compile.compiled_graph import CompiledGraph
 
-    rewrite = functools.partialmethod(Unit.rewrite, fixed=True)
-    with mock.patch.object(Unit, "rewrite", rewrite):
+    rewrite = functools.partialmethod(CompiledGraph.rewrite, fixed=True)
+    with mock.patch.object(CompiledGraph, "rewrite", rewrite):
         return _runs(rank, world_size, (1, 0))
 
 

@@ -224,10 +224,10 @@ def _died_early(rank, size, inner, debug):
     from attrs import evolve
 
     import symmplan
-    from symmplan.integrate.compile import unit
+    from symmplan.integrate.compile import compiled_graph
 
     group = dist.group.WORLD.group_name
-    capture = unit.capture_fx
+    capture = compiled_graph.capture_fx
 
     def forgetful(*args, **kwargs):
         captured = capture(*args, **kwargs)
@@ -239,7 +239,7 @@ def _died_early(rank, size, inner, debug):
     torch._dynamo.reset()
     backend = symmplan.backend(inner=inner, timeout=30.0, debug=debug and "poison")
     x, w = torch.ones(4, 8), torch.eye(8)
-    unit.capture_fx = forgetful
+    compiled_graph.capture_fx = forgetful
     try:
         compiled = torch.compile(
             lambda x, w: F.wait_tensor(F.all_gather_into_tensor(x.relu(), size, group)) @ w,
@@ -247,7 +247,7 @@ def _died_early(rank, size, inner, debug):
         )
         return compiled(x, w).sum().item()
     finally:
-        unit.capture_fx = capture
+        compiled_graph.capture_fx = capture
         dist.barrier()
         backend.release()
 

@@ -213,7 +213,7 @@ def _cached(rank, size, directory):
     from torch._inductor import config
 
     import symmplan
-    from symmplan.integrate.compile import unit
+    from symmplan.integrate.compile import compiled_graph
     from symmplan.runtime import trials
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
@@ -223,14 +223,14 @@ def _cached(rank, size, directory):
     w = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
     expected = _program(x, w, group, size)
     found = {}
-    planner, fastest = unit.plan_problem, trials.fastest
+    planner, fastest = compiled_graph.plan_problem, trials.fastest
     for algorithm in _ALGORITHMS:
         torch._dynamo.reset()
         counters.clear()
         trials.forget()
         choose = "measure" if algorithm == "left out" else "placed"
         trials.fastest = lambda *_, **__: "ordinary"  # whatever is measured
-        unit.plan_problem = _padded(planner) if algorithm == "moved" else planner
+        compiled_graph.plan_problem = _padded(planner) if algorithm == "moved" else planner
         backend = symmplan.backend(
             timeout=60.0, choose=choose, debug=algorithm == "poisoned" and "poison"
         )
@@ -245,7 +245,7 @@ def _cached(rank, size, directory):
             assert counters["aot_autograd"]["autograd_cache_hit"] == 0, algorithm
             assert (backend.stats.placed == 0) == (algorithm == "left out")
         finally:
-            unit.plan_problem, trials.fastest = planner, fastest
+            compiled_graph.plan_problem, trials.fastest = planner, fastest
             dist.barrier()
             backend.release()
     return found

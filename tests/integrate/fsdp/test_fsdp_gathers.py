@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import symmplan
-from symmplan.integrate.fsdp.home import ParameterStorage
+from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 pytestmark = pytest.mark.ranks
 
@@ -29,9 +29,9 @@ def noted(log):
 
     gather, flat = ParameterStorage.gather, own.DefaultAllGather.__call__
 
-    def gathering(home):
-        log.append(sum(output.nbytes for output in home._outputs))
-        gather(home)
+    def gathering(placed):
+        log.append(sum(output.nbytes for output in placed._outputs))
+        gather(placed)
 
     def flatly(self, output_tensor, **kwargs):
         log.append(output_tensor.nbytes)

@@ -1,7 +1,7 @@
 """The inputs of one compiled graph that live in symmetric memory from run to run.
 
 Which inputs those are and which barriers they need is known when the graph is compiled; see
-[Note: residents]. Where they live is decided when the graph first runs, because only then it is
+[Note: pinned inputs]. Where they live is decided when the graph first runs, because only then it is
 known which tensors they are: one that lives in symmetric memory already, on all ranks at the same
 place, stays there, so that several graphs use one placement. The others get new ones.
 """
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Barrier, Plan, Problem
 
-__all__ = ["Residents"]
+__all__ = ["PinnedInputs"]
 
 
 @frozen(eq=False)
 class _Input:
-    """A kept input of a part.
+    """A pinned input of a part.
 
     Attributes:
         index: Which input.
@@ -56,7 +56,7 @@ class _Input:
 
 @define(eq=False)
 class _Part:
-    """The kept inputs of a part, their plans by group, and once it has run where they live."""
+    """The pinned inputs of a part, their plans by group, and once it has run where they live."""
 
     inputs: tuple[_Input, ...]
     plans: dict[str, Plan]
@@ -65,7 +65,7 @@ class _Part:
 
 
 @define(eq=False)
-class Residents:
+class PinnedInputs:
     """What one graph keeps in symmetric memory.
 
     Attributes:
@@ -91,7 +91,7 @@ class Residents:
         return frozenset(n for n in inputs if n.name in self._static)
 
     def plan(self, captured: Captured, part: str, memory: str) -> None:
-        """Plan the kept inputs of a part, before it is rewritten."""
+        """Plan the pinned inputs of a part, before it is rewritten."""
         if captured.residence is None:
             return
         nodes = captured.kept[0].node.graph.find_nodes(op="placeholder")
@@ -113,24 +113,24 @@ class Residents:
         self._parts[part] = _Part(inputs, plans, memory)
 
     def barriers(self, part: str) -> Iterable[Barrier]:
-        """The barriers that a part's kept inputs need."""
+        """The barriers that a part's pinned inputs need."""
         known = self._parts.get(part)
         return () if known is None else [b for p in known.plans.values() for b in p.barriers]
 
     def groups(self, part: str, plan: Plan) -> dict[str, Any]:
-        """``{name: process group}`` of a part's plan and kept inputs."""
+        """``{name: process group}`` of a part's plan and pinned inputs."""
         kept = self._parts[part].plans if part in self._parts else ()
         found = resolve_groups([*group_names(plan), *kept])
         return {name: group.process_group for name, group in found.items()}
 
     def settle(self, part: str, args: Sequence[Any]) -> bool:
-        """Before a part first runs: find or make the placements of its kept inputs.
+        """Before a part first runs: find or make the placements of its pinned inputs.
 
         Returns:
             Whether they have some; if not, the pool says why.
 
-        Collective: yes, over the groups of the kept inputs, unless all of them lie where the inputs
-        of another graph did on all ranks.
+        Collective: yes, over the groups of the pinned inputs, unless all of them lie where the
+        inputs of another graph did on all ranks.
         """
         known = self._parts.get(part)
         if known is None or known.places is not None:
@@ -152,7 +152,7 @@ class Residents:
                 del self._places[key]
 
     def enter(self, part: str, args: list[Any]) -> list[RunCopy]:
-        """Before a part runs: see that its kept inputs lie in their placements.
+        """Before a part runs: see that its pinned inputs lie in their placements.
 
         Where one cannot live in its placement, a copy there replaces it, which `leave` has to end.
         """
@@ -238,7 +238,7 @@ class Residents:
                 device=self.device,
                 timeout=self.timeout,
                 debug=preparation.options.debug is True,
-                user="kept inputs",
+                user="pinned inputs",
             )
 
         arena = preparation.attempt(make, {group: process_group}, lambda made: made.release())

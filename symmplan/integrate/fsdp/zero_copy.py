@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp_recording import Key
     from symmplan.integrate.fsdp.coordinator import Coordinator
-    from symmplan.integrate.fsdp.home import ParameterStorage
+    from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 __all__ = ["ZeroCopyUnshard"]
 
@@ -69,7 +69,7 @@ class ZeroCopyUnshard:
         self._runtime = runtime
         self._group = group
         self._layout: Layout | None = None
-        self._home: ParameterStorage | None = None
+        self._storage: ParameterStorage | None = None
         self._lease: Lease | None = None
         # What was gathered, while somebody else has the bytes.
         self._saved: torch.Tensor | None = None
@@ -92,23 +92,23 @@ class ZeroCopyUnshard:
         return self._layout
 
     @property
-    def home(self) -> ParameterStorage | None:
+    def storage(self) -> ParameterStorage | None:
         """Where the parameters live; None: where FSDP2 puts them."""
-        return self._home
+        return self._storage
 
     @property
     def group(self) -> str:
         """Name of the process group that gathers."""
         return c10d.group_name(fsdp2_in_place.group_of(self._group))
 
-    def settle(self, home: ParameterStorage | None, *, kept: bool) -> None:
+    def settle(self, storage: ParameterStorage | None, *, kept: bool) -> None:
         """From now on the parameters live there; None: where FSDP2 puts them.
 
         Args:
-            home: Where.
+            storage: Where.
             kept: Whether FSDP2 is not to reshard them after forward.
         """
-        self._home = home
+        self._storage = storage
         if kept and self._kept is None:
             self._kept = fsdp2.keep_after_forward(self._group)
 
@@ -123,7 +123,7 @@ class ZeroCopyUnshard:
         if not self._looked:
             self._look()
         there = self._is_there()
-        if self._home is not None and not there and not self._methods.unchanged():
+        if self._storage is not None and not there and not self._methods.unchanged():
             free = not autograd.in_backward()
             if free and self._everywhere(self.can_leave):
                 self.leave()
@@ -137,12 +137,12 @@ class ZeroCopyUnshard:
             return
         key = self.key(backward=autograd.in_backward())
         self._runtime.arrive(key, group.device)
-        if self._home is None:
+        if self._storage is None:
             self._methods.call_own(fsdp2_in_place.UNSHARD, async_op)
             return
         streams = self._streams(async_op=async_op)
         if not self._runtime.occupancy.crowded(self):
-            self._start(key, self._home, streams)
+            self._start(key, self._storage, streams)
         else:
             shards, copied = self._copied_shards(streams[0])
             asked = Asked(key=key, streams=streams, shards=shards, copied=copied)
@@ -155,11 +155,11 @@ class ZeroCopyUnshard:
         Collective: yes.
         """
         asked = self._asked
-        if asked is None or self._home is None:
+        if asked is None or self._storage is None:
             return True
         if self._runtime.occupancy.crowded(self):
             return False
-        self._start(asked.key, self._home, asked.streams)
+        self._start(asked.key, self._storage, asked.streams)
         return True
 
     def wait_for_unshard(self) -> None:
@@ -167,12 +167,12 @@ class ZeroCopyUnshard:
 
         Collective: where the gather was put off.
         """
-        group, home = self._group, self._home
-        if home is not None and self._asked is not None:
+        group, storage = self._group, self._storage
+        if storage is not None and self._asked is not None:
             key = self.key(backward=autograd.in_backward())
-            self._start(key, home, self._streams(async_op=False))
+            self._start(key, storage, self._streams(async_op=False))
         result = fsdp2_in_place.result_of(group)
-        if home is None or not (result is None or isinstance(result, Gathered)):
+        if storage is None or not (result is None or isinstance(result, Gathered)):
             self._methods.call_own(fsdp2_in_place.WAIT)
             return
         state = fsdp2_in_place.state_name(group)
@@ -183,15 +183,15 @@ class ZeroCopyUnshard:
             if in_backward and group.is_unsharded:
                 self._runtime.counts.reused += self._kept is not None
                 if self._saved is not None:  # its graph reads where it has views
-                    self._put_back(home)
+                    self._put_back(storage)
             return
         fsdp2_in_place.release_gather(group)
         if result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
         if self._saved is None:
-            home.move_in(group.fsdp_params)
+            storage.move_in(group.fsdp_params)
         else:
-            self._put_back(home)
+            self._put_back(storage)
         fsdp2_in_place.has_unsharded(group)
         fsdp2_in_place.set_result(group, None)
 
@@ -226,7 +226,7 @@ class ZeroCopyUnshard:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph that was not used yet has views of the parameters."""
-        return self._home is not None and self._home.viewed and fsdp2.in_step(self._group)
+        return self._storage is not None and self._storage.viewed and fsdp2.in_step(self._group)
 
     def can_leave(self) -> bool:
         """Whether the parameters can move to memory of their own: no graph has views of them.
@@ -235,28 +235,28 @@ class ZeroCopyUnshard:
         shards as they are by then.
         """
         begun = isinstance(fsdp2_in_place.result_of(self._group), Gathered)
-        return self._home is None or not (self._home.viewed or begun)
+        return self._storage is None or not (self._storage.viewed or begun)
 
     def step_aside(self) -> bool:
         """Let somebody else have the bytes, on this rank alone; whether that can be.
 
         See [Note: somebody is in the bytes].
         """
-        group, home = self._group, self._home
-        if home is None or not self.has_bytes:
+        group, storage = self._group, self._storage
+        if storage is None or not self.has_bytes:
             self._drop()
             return True
-        if group.is_unsharded and home.viewed and not self._waits():
+        if group.is_unsharded and storage.viewed and not self._waits():
             return False
         self._runtime.memory.displaced += 1
         result = fsdp2_in_place.result_of(group)
         if result is not None and result.all_gather_event is not None:
             current_stream().wait_event(result.all_gather_event)
         synchronize(group.device)
-        if group.is_sharded or home.viewed:
-            self._saved = home.copied()
+        if group.is_sharded or storage.viewed:
+            self._saved = storage.copied()
         if group.is_unsharded:
-            home.move_out(group.fsdp_params, filled=True)
+            storage.move_out(group.fsdp_params, filled=True)
         self._drop()
         return True
 
@@ -309,10 +309,10 @@ class ZeroCopyUnshard:
     def _move_out(self) -> None:
         """Into memory of their own, for good; what somebody else has the bytes of is there."""
         self._saved = None
-        if self._home is not None:
+        if self._storage is not None:
             filled = self._group.is_unsharded
-            self._home.move_out(self._group.fsdp_params, filled=filled, for_good=True)
-        self._home = None
+            self._storage.move_out(self._group.fsdp_params, filled=filled, for_good=True)
+        self._storage = None
 
     def _let_go(self, *, after_forward: bool = False) -> None:
         """The module does not use its bytes any more."""
@@ -347,39 +347,41 @@ class ZeroCopyUnshard:
             with on_stream(stream):
                 return [shard.clone() for shard in self._shards()], stream.record_event()
 
-    def _start(self, key: Key, home: ParameterStorage, streams: tuple[Any, Any]) -> None:
+    def _start(self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
         runtime, group = self._runtime, self._group
         self._saved = None  # of a prefetch that FSDP2 has forgotten since
-        free = home.give_room()
+        free = storage.give_room()
         runtime.gathering(self, key)
         if free:
-            self._lease = self._new_lease(home)
-            fsdp2_in_place.set_result(group, Gathered(self._fill(key, home, streams, self._lease)))
+            self._lease = self._new_lease(storage)
+            fsdp2_in_place.set_result(
+                group, Gathered(self._fill(key, storage, streams, self._lease))
+            )
             return
-        if self._reads(home):
-            raise home.no_room()
-        with set_aside(home.bytes):
-            self._fill(key, home, streams, None)
+        if self._reads(storage):
+            raise storage.no_room()
+        with set_aside(storage.bytes):
+            self._fill(key, storage, streams, None)
             synchronize(group.device)
-            self._saved = home.copied()
+            self._saved = storage.copied()
         fsdp2_in_place.set_result(group, Gathered())
 
-    def _put_back(self, home: ParameterStorage) -> None:
+    def _put_back(self, storage: ParameterStorage) -> None:
         """What was gathered, into the placement; or elsewhere if somebody is there."""
         saved, self._saved = self._saved, None
         assert saved is not None
         group = self._group
-        if home.give_room():
-            self._lease = self._new_lease(home)
-            home.users.take(home.begin, home.end, self._lease)
-            home.bytes.copy_(saved)
-            home.move_in(group.fsdp_params)
-        elif self._reads(home):
-            raise home.no_room()
+        if storage.give_room():
+            self._lease = self._new_lease(storage)
+            storage.users.take(storage.begin, storage.end, self._lease)
+            storage.bytes.copy_(saved)
+            storage.move_in(group.fsdp_params)
+        elif self._reads(storage):
+            raise storage.no_room()
         else:
-            home.put_elsewhere(group.fsdp_params, saved)
-            self._saved = saved if home.viewed else None  # its graph reads where it has views
+            storage.put_elsewhere(group.fsdp_params, saved)
+            self._saved = saved if storage.viewed else None  # its graph reads where it has views
 
     def _waits(self) -> bool:
         """Whether nobody has views of the parameters but graphs that wait for a backward pass.
@@ -391,38 +393,40 @@ class ZeroCopyUnshard:
             return False
         return not self._outside or fsdp2.only_backward_needs(self._group)
 
-    def _reads(self, home: ParameterStorage) -> bool:
+    def _reads(self, storage: ParameterStorage) -> bool:
         """Whether a graph may read the bytes before FSDP2 comes to its backward pass."""
-        return home.viewed and not fsdp2.only_backward_needs(self._group)
+        return storage.viewed and not fsdp2.only_backward_needs(self._group)
 
-    def _new_lease(self, home: ParameterStorage) -> Lease:
-        return Lease(stream=current_stream() if home.is_cuda else None, owner=weakref.proxy(self))
+    def _new_lease(self, storage: ParameterStorage) -> Lease:
+        return Lease(
+            stream=current_stream() if storage.is_cuda else None, owner=weakref.proxy(self)
+        )
 
     def _fill(
-        self, key: Key, home: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None
+        self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None
     ) -> Any:
         """Gather behind whoever had the bytes before; on devices, an event behind that.
 
         Args:
             key: The gather.
-            home: Where.
+            storage: Where.
             streams: Where shards are cast, and where they are gathered.
             lease: Of the bytes; None if they are somebody else's, and the device is at rest.
         """
 
         def take() -> None:
             if lease is not None:
-                home.users.take(home.begin, home.end, lease)
+                storage.users.take(storage.begin, storage.end, lease)
 
         asked = self._asked
         shards = self._shards() if asked is None else asked.shards
         copied = None if asked is None else asked.copied
         with torch.no_grad(), autograd.shown(self._shown):
-            if not home.is_cuda:
+            if not storage.is_cuda:
                 take()
-                home.fill(shards)
+                storage.fill(shards)
                 with launching(self._runtime.expected(key)):
-                    home.gather()
+                    storage.gather()
                 return None
             # The lease is dropped when the module is done, which its own kernels are on its stream.
             copies, gathers = streams
@@ -432,10 +436,10 @@ class ZeroCopyUnshard:
                     shard.record_stream(copies)
             with on_stream(copies):
                 take()
-                home.fill(shards)
+                storage.fill(shards)
             gathers.wait_stream(copies)
             with on_stream(gathers), launching(self._runtime.expected(key)):
-                home.gather()
+                storage.gather()
                 event = gathers.record_event()
                 if lease is not None:
                     lease.after(event)

@@ -1,4 +1,4 @@
-"""Where parameters live in a segment: at one address each, in bytes that are lent to nobody else.
+"""Where parameters live in a segment: at one address each, in bytes that nobody else leases.
 
 [Note: bytes of the parameters]
     A gather that fills parameters themselves cannot give way to somebody who keeps a buffer for
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
     from symmplan.model import Plan, Problem
 
-__all__ = ["plan_with_homes"]
+__all__ = ["plan_with_parameters"]
 
 
-def plan_with_homes(
-    problem: Problem, homes: frozenset[str], effort: Literal["fast", "optimal"]
+def plan_with_parameters(
+    problem: Problem, parameters: frozenset[str], effort: Literal["fast", "optimal"]
 ) -> Plan:
     """A plan in which some buffers get the first bytes of their segments to themselves.
 
     Args:
-        problem: What is to be planned; ``together`` names the ``homes`` that share an offset, each
-            with the first of them.
-        homes: Names of the buffers that are the parameters themselves.
+        problem: What is to be planned; ``together`` names the ``parameters`` that share an offset,
+            each with the first of them.
+        parameters: Names of the buffers that are the parameters themselves.
         effort: How hard the planner tries.
     """
-    if not homes:
+    if not parameters:
         return plan_problem(problem, effort=effort)
     # Groups may share segments in another way when parts are planned apart: then none do.
     apart = evolve(problem, shared_groups=[])
@@ -54,33 +54,33 @@ def plan_with_homes(
     for whole in (False, True):
         for one in asked:
             with contextlib.suppress(PlanningError):
-                return _pinned(one, homes, effort, whole=whole)
+                return _pinned(one, parameters, effort, whole=whole)
     return plan_problem(problem, effort=effort)
 
 
 def _pinned(
     problem: Problem,
-    homes: frozenset[str],
+    parameters: frozenset[str],
     effort: Literal["fast", "optimal"],
     *,
     whole: bool,
 ) -> Plan:
-    """A plan in which each of ``homes`` lies where the first of its module fits.
+    """A plan in which each of ``parameters`` lies where the first of its module fits.
 
     Raises:
         PlanningError: Some of them overlap there; not if ``whole``, where all of a module's count.
     """
     first = {other: leader for leader, other in problem.together}
     others = plan_problem(
-        _only(problem, frozenset(b.name for b in problem.buffers) - homes), effort=effort
+        _only(problem, frozenset(b.name for b in problem.buffers) - parameters), effort=effort
     )
-    own = _only(problem, homes if whole else homes - first.keys())
+    own = _only(problem, parameters if whole else parameters - first.keys())
     leaders = plan_problem(evolve(own, together=problem.together if whole else []), effort=effort)
     above = {g: spec.nbytes for spec in leaders.segments for g in spec.groups}
     below = functools.partial(_below, others, above)
     pinned = []
     for b in problem.buffers:
-        if b.name in homes:
+        if b.name in parameters:
             offset = leaders.placements[first.get(b.name, b.name)].offset
         else:
             offset = others.placements[b.name].offset + below(b.name)
@@ -88,11 +88,11 @@ def _pinned(
     return plan_problem(evolve(problem, buffers=pinned, together=[]), effort=effort)
 
 
-def _below(others: Plan, homes: Mapping[str, int], name: str) -> int:
+def _below(others: Plan, parameters: Mapping[str, int], name: str) -> int:
     """How many bytes of its segment the parameters have."""
     segment = others.placements[name].segment
     groups = next(s.groups for s in others.segments if s.name == segment)
-    return max(homes.get(group, 0) for group in groups)
+    return max(parameters.get(group, 0) for group in groups)
 
 
 def _only(problem: Problem, names: frozenset[str]) -> Problem:

@@ -30,8 +30,8 @@ from symmplan.integrate.compile.parts import (
     points_of,
     protect,
 )
+from symmplan.integrate.compile.pinned_inputs import PinnedInputs
 from symmplan.integrate.compile.pool import structure_of
-from symmplan.integrate.compile.residents import Residents
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import survey
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.pool import Pool, Shared
     from symmplan.model import Buffer, Plan
 
-__all__ = ["Unit"]
+__all__ = ["CompiledGraph"]
 
 
 @define(eq=False)
-class Unit:
+class CompiledGraph:
     """One Dynamo graph: its parts (forward, backward or inference) and their plan.
 
     The parts run one after the other, so they are planned as one program: the first gets the
@@ -82,7 +82,7 @@ class Unit:
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
     engines: set[str] = field(init=False, factory=set)
     reservation: Reservation | None = field(init=False, default=None)
-    residents: Residents = field(init=False)
+    pinned_inputs: PinnedInputs = field(init=False)
     #: ``{part: calls}`` of those that never had a plan as memory could not be had.
     refused: dict[str, int] = field(init=False, factory=dict)
     #: ``{part: groups of what was measured and left in ordinary memory, those just measured}``.
@@ -91,7 +91,9 @@ class Unit:
     agreed: dict[str, tuple[str, ...]] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.residents = Residents(self.pool, self.device, self.settings.timeout, self.record.kept)
+        self.pinned_inputs = PinnedInputs(
+            self.pool, self.device, self.settings.timeout, self.record.kept
+        )
 
     @property
     def watches(self) -> bool:
@@ -159,7 +161,7 @@ class Unit:
             plan, captured = self._fit(fitting, captured, room)
             self.record.add(captured)
             self.record.plans[name] = plan
-            self.residents.plan(captured, name, lowerings.memory)
+            self.pinned_inputs.plan(captured, name, lowerings.memory)
             if all(s.buffer is None for s in captured.sites):
                 algorithms = ["ordinary"] * len(captured.specs)
                 self.pool.preparation.log(plan, algorithms, f"compiled graph ({name})")
@@ -167,7 +169,7 @@ class Unit:
             # Parts may run in another order than planned (two forwards, then two backwards), so
             # each also gets the barriers that it needs when it follows itself.
             alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
-            kept = self.residents.barriers(name)
+            kept = self.pinned_inputs.barriers(name)
             points = in_turn(*map(points_of, (plan.barriers, alone, kept)))
             self.engines.update(engines.values())
             self._reserve(module, captured, plan)
@@ -203,7 +205,7 @@ class Unit:
             skip=lowerings.skip,
             producer=functools.partial(lowerings.producer, other=other),
             device=self.device,
-            keep=self.residents.candidates(module, name) if self.settings.bind else frozenset(),
+            keep=self.pinned_inputs.candidates(module, name) if self.settings.bind else frozenset(),
             saved=saved,
             given=given,
             default_group=self.settings.default_group,
@@ -245,7 +247,7 @@ class Unit:
             kept = sum(b.nbytes for b in captured.residence.buffers)
             if pool.taken(self._plan(captured)[0]) + kept <= room:
                 room -= kept
-            else:  # kept inputs are demoted first: they are bytes for good
+            else:  # pinned inputs are demoted first: they are bytes for good
                 keep = {"keep": frozenset()}
         plan, made = fitting.fit(room, planned, pool.taken, **keep)
         if joined:
@@ -357,11 +359,11 @@ class Unit:
                 taken = [i.of(arena.segments[i.segment].tensor) for i in part.inputs]
                 part.taken = (arena, taken)
             args.extend(part.taken[1])
-            copies = self.residents.enter(part.name, args)
+            copies = self.pinned_inputs.enter(part.name, args)
             with own_work:
                 results = compiled(args)
             if copies:
-                results = self.residents.leave(copies, results)
+                results = self.pinned_inputs.leave(copies, results)
             self._passed(part.name)
             shared.finish(part.agreed)
             return shared.crossing.hand_over(part, list(results)) if part.saved else results
@@ -382,14 +384,14 @@ class Unit:
             # A process group is gone. Another may have its name, and other ranks.
             part.shared = part.groups = None
             part.taken = (None, ())
-            self.residents.forget(part.name)
+            self.pinned_inputs.forget(part.name)
         shared = part.shared or self._take(part)
         new = part.groups is None
-        if shared is None or (new and not self.residents.settle(part.name, args)):
+        if shared is None or (new and not self.pinned_inputs.settle(part.name, args)):
             self.record.refuse(self.pool.preparation.reason)
             return None
         if new:
-            groups = self.residents.groups(part.name, part.agreed).values()
+            groups = self.pinned_inputs.groups(part.name, part.agreed).values()
             part.groups = [group for group in groups if group is not None]
         return shared
 
@@ -397,7 +399,7 @@ class Unit:
         assert self.lowerings is not None
         plan = self.record.plans[part.name]
         # Who compiles for groups that are new asks its peers; they come here with an old graph.
-        groups = self.residents.groups(part.name, plan)
+        groups = self.pinned_inputs.groups(part.name, plan)
         self._agree(groups)
         if self.pool.preparation.refusal is not None:
             return None
