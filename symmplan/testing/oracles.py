@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from symmplan.model import Plan, Problem
 
@@ -110,22 +110,33 @@ def lowest_peak(
     return best
 
 
-#: Four ranks in two rows and two columns: the groups of a plan, by name, are rows, columns, all.
-_MEMBERS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),))
+#: Who are the groups of a plan, by name, among four ranks: rows, columns and all; or one peer each
+#: of rank 0, the others alone. In rows and columns ranks hear of each other by more than one path.
+_MEMBERS = (
+    (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)),
+    (((0, 1), (2,), (3,)), ((0, 2), (1,), (3,)), ((0, 3), (1,), (2,))),
+)
 
 
 def unsynchronised(plan: Plan) -> list[tuple[str, str, int, tuple[int, int]]]:
     """Accesses of common bytes that nothing orders: (operation, operation, rank, makers).
 
-    The program is written down for four ranks, twice in a row, with the plan's barriers. Its
-    moments are the starts and ends of calls on each rank, and of each rank's accesses of each
-    rank's bytes; what must come before what is followed from moment to moment.
+    The program is written down for four ranks, twice in a row, with the plan's barriers, for each
+    of two divisions of the ranks into groups. Its moments are the starts and ends of calls on each
+    rank, and of each rank's accesses of each rank's bytes; what must come before what is followed
+    from moment to moment.
 
     Args:
         plan: A plan of a small problem with at most three groups.
     """
     before = happens_before(plan.problem)
-    world = _World(plan, before)
+    return [found for members in _MEMBERS for found in _unordered(plan, before, members)]
+
+
+def _unordered(
+    plan: Plan, before: set[tuple[str, str]], members: Sequence[Sequence[tuple[int, ...]]]
+) -> list[tuple[str, str, int, tuple[int, int]]]:
+    world = _World(plan, before, members)
     pool = {n: p for p in _pools(plan.problem) for n in p}
     found: list[tuple[str, str, int, tuple[int, int]]] = []
     for (x, a), (y, b) in product(world.touches, repeat=2):
@@ -150,11 +161,16 @@ def unsynchronised(plan: Plan) -> list[tuple[str, str, int, tuple[int, int]]]:
 class _World:
     """The moments of a plan's program on four ranks. See `unsynchronised`."""
 
-    def __init__(self, plan: Plan, before: set[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        before: set[tuple[str, str]],
+        members: Sequence[Sequence[tuple[int, ...]]],
+    ) -> None:
         self.plan = plan
         self.calls = {o.name: o for o in plan.problem.operations}
         names = sorted({b.group for b in plan.problem.buffers})
-        self.members = dict(zip(names, _MEMBERS, strict=False))
+        self.members = dict(zip(names, members, strict=False))
         self.group = {b.name: b.group for b in plan.problem.buffers}
         listed = {(a.buffer, a.operation) for a in plan.problem.accesses}
         #: Buffers and the calls that touch them; the end of a call is no touch of its own.

@@ -153,7 +153,7 @@ def test_a_csv_in_a_pipe_is_read_once(csv):
 
 
 def test_simulate_names_functions_that_it_can_call(tmp_path, capsys):
-    file = tmp_path / "programs.py"
+    file = tmp_path / "own_programs.py"
     file.write_text(
         "from math import sqrt\n"
         "def train(): ...\n"

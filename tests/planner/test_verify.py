@@ -327,3 +327,36 @@ def test_bytes_of_one_buffer_pass_between_ranks_only_where_they_meet(problem, be
     if before:
         assert kind_of(evolve(made, barriers=())) == "barrier"
     assert not unsynchronised(made)
+
+
+def test_ranks_of_which_nobody_else_tells_must_hear_of_each_other():
+    """In rows and columns some other rank would tell; a plan does not know who its groups are."""
+    groups = {"b0": "h", "b1": "g", "b2": "g", "b3": "g", "b4": "g", "b5": "g"}
+    reads = [
+        "o1 b0",
+        "o1 b1",
+        "o2 b2",
+        "o2 b3",
+        "o3 b3",
+        "o4 b3",
+        "o0 b4",
+        "o1 b4",
+        "o2 b4",
+        "o2 b5",
+    ]
+    made = plan(
+        Problem(
+            buffers=[Buffer(name, 1, group, align=1) for name, group in groups.items()],
+            operations=[Operation("o0", "s0", "h", synchronizes=True)]
+            + [Operation(f"o{i}", "s0") for i in range(1, 6)],
+            accesses=[
+                Access(*read.split(), write=False, remote=read in ("o1 b0", "o4 b3"))
+                for read in reads
+            ],
+        )
+    )
+    assert len(made.barriers) > 1
+    for k in range(len(made.barriers)):
+        fewer = evolve(made, barriers=made.barriers[:k] + made.barriers[k + 1 :])
+        assert unsynchronised(fewer)
+        assert kind_of(fewer) == "barrier"

@@ -165,7 +165,7 @@ def judge(found, option, mine, theirs, victim):
         assert told["ranks"] == (0, victim or 1)
         assert told["option"] == ("table" if by_table else option)
         assert "fix: " in told["text"]
-        what = "read different tables" if by_table else f"were given different {option}="
+        what = "read different tuning tables" if by_table else f"were given different {option}="
         assert f"ranks 0 and {victim or 1} {what}" in told["text"].splitlines()[0]
         if not by_table:
             values = (theirs, mine) if victim else (mine, theirs)
