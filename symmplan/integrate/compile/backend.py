@@ -18,7 +18,8 @@ from symmplan.integrate.compile.compiled_graph import CompiledGraph
 from symmplan.integrate.compile.crossing import reasons
 from symmplan.integrate.compile.options import CompileOptions
 from symmplan.integrate.compile.parts import copy_of
-from symmplan.integrate.compile.pool import Pool, structure_of
+from symmplan.integrate.compile.plans import structure_of
+from symmplan.integrate.compile.pool import Pool
 from symmplan.memory import DEFAULT_TIMEOUT
 from symmplan.report.format import count
 from symmplan.report.log import LOG

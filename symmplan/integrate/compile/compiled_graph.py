@@ -31,7 +31,7 @@ from symmplan.integrate.compile.parts import (
     protect,
 )
 from symmplan.integrate.compile.pinned_inputs import PinnedInputs
-from symmplan.integrate.compile.pool import structure_of
+from symmplan.integrate.compile.plans import structure_of
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import survey
@@ -195,7 +195,7 @@ class CompiledGraph:
         """
         names, refused = self._groups(module)
         lowerings = self._prepare(names)
-        bound(module, self.pool, self.record)
+        bound(module, self.pool.bounds, self.record)
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         capture = functools.partial(
             capture_fx,

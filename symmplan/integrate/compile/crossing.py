@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch.utils.weak import TensorWeakRef
 
 from symmplan.errors import RunError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from symmplan.model import Placement
     from symmplan.runtime.leases import Run
 
-__all__ = ["Crossing", "CrossingLease", "Given", "Reservation", "overlap", "reasons"]
+__all__ = ["Crossing", "CrossingLease", "Reservation", "reasons"]
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -64,25 +64,6 @@ REASONS = {
 }
 
 
-@frozen
-class Given:
-    """An input of a backward that its forward left in a placement.
-
-    Attributes:
-        index: Which input.
-        place: Where its buffer lies.
-        offset: Where it begins in its buffer, in elements.
-        needed: An op of the backward, or its CUDA graph, needs it there.
-        overwritten: The backward overwrites the bytes.
-    """
-
-    index: int
-    place: Placement
-    offset: int
-    needed: bool
-    overwritten: bool
-
-
 @define(eq=False)
 class Reservation:
     """Where what a forward saved lies until its backward, for graphs that are planned meanwhile.
@@ -96,11 +77,6 @@ class Reservation:
     structure: Any
     places: tuple[tuple[Placement, str], ...]
     due: bool = False
-
-
-def overlap(a: Placement, b: Placement) -> bool:
-    """Whether two placements have a byte in common."""
-    return a.segment == b.segment and a.offset < b.end and b.offset < a.end
 
 
 @define(eq=False)

@@ -13,8 +13,7 @@ from torch import fx
 
 from symmplan.capture.bounds import limit
 from symmplan.capture.graphs import called, is_pure_view
-from symmplan.integrate.compile.crossing import Given, overlap
-from symmplan.integrate.compile.pool import group_names, is_unmet
+from symmplan.integrate.compile.plans import Given, group_names, is_unmet, overlap
 from symmplan.model import Access, Buffer, Problem
 from symmplan.planner.barriers import in_turn
 from symmplan.planner.order import order_of
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.compile.emit import SegmentInput
-    from symmplan.integrate.compile.pool import Pool, Shared
     from symmplan.model import Barrier, OpSpec, Placement, Plan
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.observe import Expected
@@ -73,7 +71,7 @@ class PlannedPart:
         expected: How those of them that are collectives are to run.
         copies: How many copies it makes into and out of placements.
         algorithms: How each of its declared calls runs.
-        shared: The segments that it runs in; None before it first runs.
+        shared: The `pool.Shared` segments that it runs in; None before it first runs.
         agreed: The first plan that showed peers what its own does.
         groups: The process groups of whatever it has in symmetric memory, once it has run.
         taken: The arena that it last ran in, and its inputs there.
@@ -92,7 +90,7 @@ class PlannedPart:
     expected: tuple[Expected, ...]
     copies: int
     algorithms: tuple[str, ...]
-    shared: Shared | None = field(init=False, default=None)
+    shared: Any = field(init=False, default=None)
     agreed: Plan = field(init=False)
     groups: list[Any] | None = field(init=False, default=None)
     taken: tuple[Any, Sequence[torch.Tensor]] = field(init=False, default=(None, ()))
@@ -345,13 +343,16 @@ def declared(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, OpSpec]]:
             yield node, overload, spec
 
 
-def bound(module: fx.GraphModule, pool: Pool, record: Record) -> None:
-    """Bound the sizes of declared tensors, so that they can be planned."""
+def bound(module: fx.GraphModule, bounds: dict[Any, int], record: Record) -> None:
+    """Bound the sizes of declared tensors, so that they can be planned.
+
+    ``bounds`` are ``{(frame, size): largest}`` of all graphs of the backend.
+    """
     wanted = [t for n, *_ in declared(module.graph) for t in (n, *n.all_input_nodes)]
     for name, (now, largest) in limit(module.graph, wanted).items():
         key = (compiled_frame(), name)
-        before = pool.bounds.get(key)
-        pool.bounds[key] = largest
+        before = bounds.get(key)
+        bounds[key] = largest
         if before is not None and now > before:
             record.replanned = True
             LOG.warning(

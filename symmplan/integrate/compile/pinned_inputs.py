@@ -16,7 +16,8 @@ from attrs import define, evolve, field, frozen
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.places import check_others
-from symmplan.integrate.compile.pool import group_names, released
+from symmplan.integrate.compile.plans import group_names
+from symmplan.integrate.compile.pool import released
 from symmplan.memory import realize
 from symmplan.runtime.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered

@@ -42,6 +42,7 @@ from symmplan.coordination.world import current
 from symmplan.errors import ReleasedError, RunError
 from symmplan.integrate.compile.crossing import Crossing, Reservation
 from symmplan.integrate.compile.places import Places
+from symmplan.integrate.compile.plans import group_names, is_unmet, structure_of
 from symmplan.integrate.compile.progress import Progress
 from symmplan.memory.cache import give_back
 from symmplan.memory.streams import capture_of, synchronize
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from symmplan.model import Placement, Plan
     from symmplan.runtime.prepare import Preparation
 
-__all__ = ["Pool", "Shared", "group_names", "is_unmet", "released", "structure_of"]
+__all__ = ["Pool", "Shared", "released"]
 
 
 @define(eq=False)
@@ -404,27 +405,6 @@ class Pool:
             if not shared.released:
                 shared.release()
         self.progress.release()
-
-
-def structure_of(plan: Plan) -> Any:
-    """What plans that share segments have in common."""
-    return tuple((s.name, s.groups, s.signal_pad) for s in plan.segments)
-
-
-def group_names(plan: Plan) -> list[str]:
-    """Names of the groups that a plan's segments meet."""
-    return [group for spec in plan.segments for group in spec.groups]
-
-
-def is_unmet(plan: Plan) -> bool:
-    """Whether peers touch a rank's bytes before it starts the operation, or after it has ended."""
-    operations = {o.name: o for o in plan.problem.operations}
-    found = ((operations[a.operation], a) for a in plan.problem.accesses if a.remote)
-    return any(
-        not (o.handshake or a.enters) or not (o.release or a.releases)
-        for o, a in found
-        if not o.ends
-    )
 
 
 def released() -> ReleasedError:
