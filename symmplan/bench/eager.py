@@ -1,10 +1,14 @@
 """Time what an eager session costs the host, and collectives with and without one.
 
-``host``: a small tensor, so that what counts is the time of the host for one call. ``plain`` is the
-program as torch runs it, ``placed`` the op that takes its place called by hand on a placement,
-``session`` the same program in a frozen session. The best of alternating rounds counts;
-``overhead`` is what ``session`` takes longer than ``plain``. Where the program does not make an
-argument in its placement, a copy is part of that: ``copies`` is what such a copy takes by hand.
+``host``: what the host does for one call, until that returns, in microseconds. One rank by default
+and a small tensor: nobody waits for a peer, and hardly a byte is moved, on either side. What is
+left is bookkeeping: torch's and the process group's in ``plain``, the program as torch runs it;
+torch's and symmplan's in ``session``, the same program in a frozen session. ``placed`` is the op
+that runs there, called by hand on a placement. The best of alternating rounds counts, of groups of
+calls that are short beside a turn of the processor; ``overhead`` is what ``session`` takes longer
+than ``plain``. Where the program does not make an argument in its placement, a copy is part of
+that: ``copies`` is what such a copy takes by hand. With more ranks, ``session`` in shared memory
+waits for the peers in each call.
 
 ``messages``: what one all-reduce of so many bytes takes together with the op that writes them, as
 torch runs it and in a session; on CUDA also as CUDA graphs. The median of alternating rounds of the
@@ -13,9 +17,9 @@ slowest rank counts.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["add_arguments", "render", "run"]
+
+#: So many calls in a row are timed: short beside a turn of the processor.
+_GROUP = 20
 
 _HOST = ("plain", "placed", "session", "overhead", "copies")
 _SIDES = ("plain", "session", "plain_graph", "session_graph")
@@ -152,12 +159,49 @@ def _world() -> tuple[int, str]:
     return group.size(), group.group_name
 
 
+def _gather_into(x: Any, _make: Any) -> None:
+    import torch
+
+    torch.distributed.all_gather_into_tensor(x.new_empty(_world()[0] * len(x), *x.shape[1:]), x)
+
+
+def _reduce_scatter(x: Any, make: Any) -> None:
+    import torch
+
+    out = x.new_empty(len(x) // _world()[0], *x.shape[1:])
+    torch.distributed.reduce_scatter_tensor(out, make(torch.mul, x, 2.0))
+
+
+def _custom(x: Any, make: Any) -> None:
+    import torch
+
+    op, _ = _custom_op()
+    op(make(torch.mul, x, 2.0), _world()[1])
+
+
+@functools.cache
+def _custom_op() -> tuple[Any, Any]:
+    """A declared op that does nothing, and what keeps it."""
+    import torch
+
+    import symmplan
+
+    library = torch.library.Library("symmplan_bench", "FRAGMENT")
+    library.define("nothing(Tensor(a!) x, str group_name) -> ()")
+    library.impl("nothing", lambda *_: None, "CompositeExplicitAutograd")
+    symmplan.register_symm_mem_args("symmplan_bench::nothing", ["x"], group="group_name")
+    return torch.ops.symmplan_bench.nothing, library
+
+
 #: name -> (the program, the same by hand on a placement).
 _PROGRAMS: dict[str, tuple[Callable[[Any, Any], None], Callable[[Any, Any], None] | None]] = {
     "aten::add (not declared)": (_undeclared, None),
     "functional all-gather": (_all_gather, _all_gather_by_hand),
     "out(mul), functional all-gather": (_gather_made, None),
     "out(mul), dist.all_reduce": (_all_reduce, _all_reduce_by_hand),
+    "dist.all_gather_into_tensor": (_gather_into, None),
+    "out(mul), dist.reduce_scatter_tensor": (_reduce_scatter, None),
+    "out(mul), custom op": (_custom, None),
 }
 
 
@@ -196,9 +240,9 @@ def _host(name: str, device: torch.device, settings: dict[str, Any]) -> dict[str
             continue
         with realize(plan, memory=memory, device=device) as arena:
             buffer = plan.problem.buffers[0]
-            call = partial(by_hand, x, arena.tensor(buffer.name, x.dtype, buffer.shape))
+            call = functools.partial(by_hand, x, arena.tensor(buffer.name, x.dtype, buffer.shape))
             placed += [_host_us(call, calls, device) for _ in range(5)]
-    copy = partial(torch.empty_like(x).copy_, x)
+    copy = functools.partial(torch.empty_like(x).copy_, x)
     each = min(_host_us(copy, calls, device) for _ in range(5))
     return {
         "op": name,
@@ -280,12 +324,17 @@ def _meet() -> None:
 
 
 def _host_us(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Microseconds of host time for one call."""
+    """Microseconds of host time for one call: of the best group of calls."""
     if device.type == "cuda":
         import torch
 
         torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(calls):
+    group, seconds = min(calls, _GROUP), []
+    for _ in range(calls // group):
+        began = time.perf_counter()
+        for _ in range(group):
+            call()
+        seconds.append(time.perf_counter() - began)
+    for _ in range(calls % group):
         call()
-    return (time.perf_counter() - began) / calls * 1e6
+    return min(seconds) / group * 1e6

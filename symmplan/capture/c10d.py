@@ -3,6 +3,10 @@
 ``dist.all_reduce(x)`` reaches the dispatcher as ``c10d::allreduce_``, whose schema does not say
 that it writes ``x``. The functional collectives do the same with schemas that tell the truth, so a
 recorded call becomes one of those, and capture, registry and lowerings need to know only them.
+
+The dispatcher gives all arguments by position, but for defaults at the end. The group and the
+reduction are in boxes, made anew for each call. ``async_op`` and ``timeout`` come last: they say
+how a call is made, and not what it does.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define
 
-from symmplan.registry import bind_arguments
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["FUNCTIONAL", "NAMES", "Functional", "functional_form"]
+__all__ = ["FUNCTIONAL", "NAMES", "Functional", "functional_form", "reader_of"]
 
 
 @define(eq=False)
@@ -29,76 +32,101 @@ class Functional:
     """A call of a functional collective that does what a call of ``c10d::`` does."""
 
     op: Any  # the functional collective
-    args: tuple[Any, ...]  # its positional arguments
+    args: Any  # its positional arguments
     kwargs: dict[str, Any]  # its arguments by name
-    written: torch.Tensor  # the tensor that it writes
-    listed: bool  # whether the original returns its tensor in a list
-    asynchronous: bool  # whether the caller holds a ``Work`` to wait for
+    written: Any = None  # the tensor that it writes
+    listed: bool = False  # whether the original returns its tensor in a list
+    asynchronous: bool = False  # whether the caller holds a ``Work`` to wait for
 
     def results(self, work: Any) -> tuple[Any, Any]:
         """What the original op returns."""
         return ([self.written] if self.listed else self.written), work
 
 
-def _all_gather(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...]:
-    out = bound["output_tensor"]
-    return (bound["input_tensor"], size, name), {"out": out}, out, False
+# From what a call does: the form's arguments, by position and by name, and the tensor it writes.
 
 
-def _reduce_scatter(bound: dict[str, Any], name: str, size: int) -> tuple[Any, ...] | None:
-    reduction, out = c10d.reduction_name(bound["reduce_op"]), bound["output_tensor"]
+def _all_gather(out: Any, source: Any, group: str) -> tuple[Any, ...]:
+    return (source, _size(group), group), {"out": out}, out
+
+
+def _reduce_scatter(out: Any, source: Any, group: str, reduction: Any) -> tuple[Any, ...] | None:
     if reduction is None:
         return None
-    return (bound["input_tensor"], reduction, size, name), {"out": out}, out, False
+    return (source, reduction, _size(group), group), {"out": out}, out
 
 
-def _all_reduce(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
-    reduction, tensors = c10d.reduction_name(bound["reduce_op"]), bound["tensors"]
-    if reduction is None or len(tensors) != 1 or bound["sparse_indices"] is not None:
+def _all_reduce(tensors: Any, group: str, reduction: Any, sparse: Any) -> tuple[Any, ...] | None:
+    if reduction is None or len(tensors) != 1 or sparse is not None:
         return None
-    return (tensors[0], reduction, name), {}, tensors[0], True
+    return (tensors[0], reduction, group), {}, tensors[0]
 
 
-def _broadcast(bound: dict[str, Any], name: str, _size: int) -> tuple[Any, ...] | None:
-    tensors = bound["tensors"]
-    if len(tensors) != 1 or bound["root_tensor"] != 0:
+def _broadcast(tensors: Any, group: str, root: int, number: int) -> tuple[Any, ...] | None:
+    if len(tensors) != 1 or number != 0:
         return None
-    return (tensors[0], bound["root_rank"], name), {}, tensors[0], True
+    return (tensors[0], root, group), {}, tensors[0]
 
 
-#: The functional form of an op, and what makes of a call's arguments those of `Functional` between
-#: its op and the last; or None.
-_FORMS: Mapping[str, tuple[str, Callable[[dict[str, Any], str, int], tuple[Any, ...] | None]]] = {
-    "c10d::_allgather_base_": ("all_gather_into_tensor_out", _all_gather),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter_tensor_out", _reduce_scatter),
-    "c10d::allreduce_": ("all_reduce_", _all_reduce),
-    "c10d::broadcast_": ("broadcast_", _broadcast),
+def _size(group: str) -> int:
+    return c10d.group_by_name(group).size()
+
+
+#: The functional form of an op, whether the op takes its tensor in a list, and what makes of a
+#: call's arguments those of the form; or None.
+_FORMS: Mapping[str, tuple[str, bool, Callable[..., tuple[Any, ...] | None]]] = {
+    "c10d::_allgather_base_": ("all_gather_into_tensor_out", False, _all_gather),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter_tensor_out", False, _reduce_scatter),
+    "c10d::allreduce_": ("all_reduce_", True, _all_reduce),
+    "c10d::broadcast_": ("broadcast_", True, _broadcast),
 }
 
 #: The ops that have a functional form.
 NAMES = tuple(_FORMS)
 #: ``{op: its functional form}``, qualified names.
-FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, _) in _FORMS.items()}
+FUNCTIONAL = {op: f"_c10d_functional::{name}" for op, (name, *_) in _FORMS.items()}
 
 
 @functools.cache
-def _overload(name: str) -> Any:
-    return getattr(torch.ops._c10d_functional, name).default
+def reader_of(op: OpOverload) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What finds in the arguments of a call of ``op`` those that say what it does.
+
+    They are out of their boxes: the name of the group, and that of a plain reduction. Ops that have
+    no functional form are left as they are.
+    """
+    if op._schema.name not in _FORMS:
+        return lambda args: args
+    names = [argument.name for argument in op._schema.arguments]
+    count, group = names.index("async_op"), names.index("process_group")
+    reduction = names.index("reduce_op") if "reduce_op" in names else None
+
+    def read(args: Sequence[Any]) -> Sequence[Any]:
+        found = list(args[:count])
+        found[group] = c10d.boxed_group(found[group])
+        if reduction is not None:
+            found[reduction] = c10d.boxed_reduction(found[reduction])
+        return found
+
+    return read
 
 
 def functional_form(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], map_tensors: Callable[[Any], Any] = lambda x: x
 ) -> Functional | None:
-    """The functional form of a call of ``c10d::``, or None if it has none."""
+    """The functional form of a call of ``c10d::``, or None if it has none.
+
+    Args:
+        op: What is called.
+        args: As the dispatcher gives them.
+        map_tensors: Makes of what the call does what stands for it in the form.
+    """
     if op._schema.name not in _FORMS:
         return None
-    functional, form = _FORMS[op._schema.name]
-    bound = bind_arguments(op, args, kwargs)
-    group = c10d.unboxed_group(bound["process_group"])
-    found = form(bound, c10d.group_name(group), group.size())
+    name, listed, form = _FORMS[op._schema.name]
+    said = reader_of(op)(args)
+    found = form(*map_tensors(said))
     if found is None:
         return None
-    positional, named, written, listed = found
-    return Functional(
-        _overload(functional), positional, named, written, listed, bool(bound["async_op"])
-    )
+    asynchronous = args[len(said)] if len(args) > len(said) else True
+    target, (positional, named, written) = getattr(torch.ops._c10d_functional, name), found
+    return Functional(target.default, positional, named, written, listed, bool(asynchronous))

@@ -27,7 +27,8 @@ import torch
 from attrs import define, field
 from torch import fx
 
-from symmplan.capture.c10d import functional_form
+from symmplan.capture.c10d import Functional, functional_form, reader_of
+from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.capture.threads import ProgramThreads
 from symmplan.registry import bind_arguments, resolve_group_name
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from symmplan.capture.c10d import Functional
     from symmplan.capture.producers import Write
     from symmplan.capture.streams import Watch
     from symmplan.model import OpSpec
 
-__all__ = ["Recorded", "Recorder", "Scratch", "Storage", "opaque", "signature"]
+__all__ = ["Recorded", "Recorder", "Scratch", "Storage", "opaque"]
 
 #: So many frames of a call are remembered.
 _DEEPEST = 8
@@ -76,13 +76,13 @@ class Recorded:
 
     node: fx.Node  # its node
     op: Any  # the op as the program called it, None for memory
-    form: Any  # the op that stands for it in the graph
+    #: What stands for it in the graph, of `CallValue`; None for memory, and if nothing does.
+    form: Functional | None
     kind: str  # ``"op"``, ``"empty"`` or ``"out"``
-    args: Any = ()  # positional arguments, tensors as ``(shape, dtype)``
+    args: Any = ()  # positional arguments that say what it does, as `signature` has them
     kwargs: Any = field(factory=dict)  # the same by name
     line: str = ""  # where in the user's program, ``"file:line"``
     stream: str = MAIN  # name of the stream that was current
-    asynchronous: bool = False  # whether the program got a ``Work`` to wait for
 
 
 class Scratch(Protocol):
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         if spec is not None:
             self._before(func, args, kwargs)
         given = self._arguments((args, kwargs))
-        form = functional_form(func, args, kwargs) if func.namespace == "c10d" else None
+        form = functional_form(func, args)
         if spec is None or (func.namespace == "c10d" and form is None):
             result = func(*args, **kwargs)
         else:
@@ -189,7 +189,8 @@ class Recorder(TorchDispatchMode):
                 self.timeline.wait(mark)
         node = self._node(func, given, result)
         if spec is not None:
-            self._call(node, func, func, args, kwargs)
+            named = {name: stand_in(x, f"kwargs[{name!r}]") for name, x in kwargs.items()}
+            self._call(node, func, Functional(func, stand_in(args), named), args, kwargs)
             if spec.asynchronous:
                 mark = self.timeline.record()
                 tensors = (x for x in tree_leaves(result) if _is_tensor(x))
@@ -209,15 +210,14 @@ class Recorder(TorchDispatchMode):
             given = tree_leaves(self._arguments((args, kwargs)))
             node = self._node(opaque, (tuple(n for n in given if isinstance(n, fx.Node)), {}), None)
             if spec is not None:
-                self._call(node, func, opaque, args, kwargs)
+                self._call(node, func, None, args, kwargs)
             return result
         given = self._arguments((form.args, form.kwargs))
         node = self._node(form.op, given, form.written)
-        call = self._call(node, func, form.op, form.args, form.kwargs)
+        self._call(node, func, functional_form(func, args, stand_in), args, kwargs)
         if not form.asynchronous:
             self._wait(node, form.written)
             return result
-        call.asynchronous = True
         mark = self.timeline.record()
 
         def waited() -> None:
@@ -238,11 +238,12 @@ class Recorder(TorchDispatchMode):
         if storage is not None and number is not None:
             storage.users.append(self.timeline.name(number))
 
-    def _call(self, node: fx.Node, op: Any, form: Any, args: Any, kwargs: Any) -> Recorded:
+    def _call(
+        self, node: fx.Node, op: Any, form: Functional | None, args: Any, kwargs: Any
+    ) -> None:
+        given = signature(reader_of(op)(args)), signature(kwargs)
         line, stream = self.lines.get(node, ""), self.timeline.streams[node.name]
-        call = Recorded(node, op, form, "op", signature(args), signature(kwargs), line, stream)
-        self.calls.append(call)
-        return call
+        self.calls.append(Recorded(node, op, form, "op", *given, line, stream))
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:
         """``tensor`` was just made by `symmplan.empty` or `symmplan.out`, called with ``args``."""
@@ -413,22 +414,6 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def signature(value: Any) -> Any:
-    """What must be equal when the same call comes again.
-
-    Of a tensor its shape and type. A float has no say in what lies where.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(signature, value))
-    if isinstance(value, dict):
-        return {k: signature(v) for k, v in value.items()}
-    if isinstance(value, torch.ScriptObject):  # boxed anew for every call
-        return None
-    return float if isinstance(value, float) else value
 
 
 def _stack() -> list[str]:

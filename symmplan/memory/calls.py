@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS, copy_bytes
-from symmplan.memory.segment import located
+from symmplan.memory.segment import locate, located
 from symmplan.process import PROCESS
 from symmplan.torch_private import autograd
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -84,7 +84,7 @@ class OpCall:
     def __init__(self, op: str, tensor: torch.Tensor, where: str, group_name: str) -> None:
         self.op = op
         self.group_name = group_name
-        self.segment, self.offset = located(
+        self.segment, self.offset = locate(tensor) or located(
             tensor,
             repr(where),
             by=f"symmplan::{op}: ",
@@ -99,9 +99,51 @@ class OpCall:
         self.peers = self.rendezvous.peers
         self.check_inside(tensor, where, self.offset)
 
-    def running(self, kind: str, free: Sequence[int] = (), **words: int) -> _Running:
-        """Handshake, run the body, release. If the body fails, nobody may use the arena again."""
-        return _Running(self, note(self.op, kind, **words), free)
+    def running(
+        self,
+        body: Callable[[Any], RunError | None],
+        kind: str,
+        given: torch.Tensor | None = None,
+        beside: tuple[int, torch.Tensor, int] | None = None,
+        free: Sequence[int] = (),
+        **words: int,
+    ) -> Callable[..., None]:
+        """What makes the call, as often as wanted: handshake, run the body, release.
+
+        If the body fails, nobody may use the arena again.
+
+        Args:
+            body: Is given the call's tensor that may be any. What it returns is raised on the way
+                out, if all ranks find the same.
+            kind: As for `note`.
+            given: That tensor, if there is one; or one like it, and the function that is returned
+                is called with those that are meant.
+            beside: What `apart` wants to know of it.
+            free: As for `Rendezvous.enter`.
+            words: As for `note`.
+        """
+        name, text = f"symmplan::{self.op}", note(self.op, kind, **words)
+
+        def run(tensor: torch.Tensor | None = given) -> None:
+            rendezvous = self.segment.meeting(self.group_name)
+            if tensor is not None and beside is not None:
+                self.apart(tensor, *beside)
+            with autograd.shown(name):
+                rendezvous.enter(text, free)
+                ops = PROCESS.thread.ops
+                ops.append(name)
+                try:
+                    wrong = body(tensor)
+                except BaseException as error:
+                    self.segment.health.break_(error)
+                    raise
+                finally:
+                    ops.pop()
+            rendezvous.leave()
+            if wrong is not None:
+                raise wrong
+
+        return run
 
     def fail(self, what: str, *, expected: object = None, got: object = None, fix: str) -> NoReturn:
         """Raise, and let the peers' matching call raise too instead of waiting."""
@@ -208,11 +250,12 @@ class OpCall:
         begin, low = tensor.data_ptr(), other.data_ptr()
         if not begin or not low:  # empty
             return
+        high = low + other.numel() * other.element_size()
+        if begin >= high or (begin == start + allowed and tensor.is_contiguous()):
+            return
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = begin + (last + 1) * tensor.element_size()
-        high = low + other.numel() * other.element_size()
-        exact = begin == start + allowed and tensor.is_contiguous()
-        if begin < high and low < end and not exact:
+        if low < end:
             self.fail(
                 "'input' and 'out' overlap",
                 expected="none in common, or one exactly this rank's part of the other",
@@ -226,33 +269,3 @@ def parts_of(
 ) -> list[torch.Tensor]:
     """Bytes ``[low, high)`` of what begins at ``offset`` of each peer's segment, as ``like``."""
     return [peer[offset + low : offset + high].view(like.dtype) for peer in peers]
-
-
-class _Running:
-    """What `OpCall.running` gives; a class because a generator would cost more than a barrier."""
-
-    def __init__(self, call: OpCall, text: bytes, free: Sequence[int]) -> None:
-        self._call = call
-        self._text = text
-        self._free = free
-        self._named = False
-        self._shown: Any = None
-
-    def __enter__(self) -> None:
-        if autograd.is_profiled():
-            self._shown = autograd.shown(f"symmplan::{self._call.op}")
-            self._shown.__enter__()
-        self._call.rendezvous.enter(self._text, self._free)
-        if PROCESS.detectors:
-            self._named = True
-            PROCESS.thread.ops.append(f"symmplan::{self._call.op}")
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._named:
-            PROCESS.thread.ops.pop()
-        if self._shown is not None:
-            self._shown.__exit__(kind, error, trace)
-        if error is not None:
-            self._call.segment.health.break_(error)
-        else:
-            self._call.rendezvous.leave()

@@ -91,6 +91,11 @@ def reduce_into(
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     # Two half-precision numbers are added in float32 and rounded once by torch itself.
     wide = narrow and (len(sources) > 2 or bool(average) or dtype.itemsize < 2)
+    if len(sources) == 1:
+        for target in targets:
+            if target.data_ptr() != sources[0].data_ptr():
+                target.copy_(sources[0])
+        return
     if len(sources) == 2 and len(targets) == 1 and not wide and not average:
         combine(sources[0], sources[1], out=targets[0])
         return
@@ -122,8 +127,8 @@ def _reduce_chunk(
     *,
     wide: bool,
 ) -> None:
-    result = total if wide or average or len(sources) == 1 else targets[0]
-    if wide or len(sources) == 1:
+    result = total if wide or average else targets[0]
+    if wide:
         total.copy_(sources[0])
         for source in sources[1:]:
             # Types of one byte do not promote: convert first.

@@ -35,7 +35,8 @@ torch/csrc/distributed/c10d/Functional.cpp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -53,10 +54,13 @@ __all__ = ["IMPLEMENTATIONS", "ONE_SHOT_BYTES"]
 #: Up to this many bytes an all-reduce lets every rank read all inputs; above, each reduces a part.
 ONE_SHOT_BYTES = 16 * 1024
 
+#: What makes a call. If one of its tensors may be any, it takes others like that.
+Run: TypeAlias = "Callable[..., None]"
+
 
 def all_gather_out(
     input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor, what: str = ""
-) -> None:
+) -> Run:
     """Every rank's ``input``, concatenated along dimension 0, into every rank's ``out``.
 
     ``input`` may be any tensor; if it is the right part of ``out`` itself, a copy is saved.
@@ -67,12 +71,16 @@ def all_gather_out(
     call.check_numel(out, input.numel() * call.size, f"{call.size} ranks x {input.numel()}")
     nbytes = input.numel() * input.element_size()
     mine = call.rank * nbytes
-    call.apart(input, out.data_ptr(), out, mine)
-    with call.running(f"{out.dtype} {what}", out_offset=call.offset, nbytes=nbytes):
+
+    def body(input: torch.Tensor) -> None:
         source = _plain(input)
         call.push(call.offset + mine, source, nbytes)
         if source.data_ptr() != out.data_ptr() + mine:
             copy_bytes(call.peers[call.rank], call.offset + mine, source, nbytes)
+
+    beside = out.data_ptr(), out, mine
+    kind = f"{out.dtype} {what}"
+    return call.running(body, kind, input, beside, out_offset=call.offset, nbytes=nbytes)
 
 
 def all_gather_parts_(
@@ -82,7 +90,7 @@ def all_gather_parts_(
     group_size: int,
     group_name: str,
     what: str = "",
-) -> None:
+) -> Run:
     """Several all-gathers inside one placement with one handshake; every input is in place.
 
     Args:
@@ -104,11 +112,14 @@ def all_gather_parts_(
             got=f"parts that end at byte {end} of {whole.dtype}",
             fix="give the offsets and sizes in bytes",
         )
-    kind = f"parts {pieces} {what}"
-    with call.running(kind, out_offset=call.offset, nbytes=sum(nbytes)):
+
+    def body(_: object) -> None:
         for offset, count in pieces:
             begin = offset + call.rank * count
             call.push(call.offset + begin, whole[begin : begin + count], count)
+
+    kind = f"parts {pieces} {what}"
+    return call.running(body, kind, out_offset=call.offset, nbytes=sum(nbytes))
 
 
 def reduce_scatter_out(
@@ -119,7 +130,7 @@ def reduce_scatter_out(
     *,
     out: torch.Tensor,
     what: str = "",
-) -> None:
+) -> Run:
     """This rank's part, along dimension 0, of the reduction of all ranks' inputs.
 
     ``out`` may be any tensor of the right size, also this rank's part of ``input``.
@@ -139,20 +150,22 @@ def reduce_scatter_out(
     reduction = call.check_reduction(reduce_op, input.dtype)
     nbytes = count * input.element_size()
     begin = call.rank * nbytes
-    call.apart(out, input.data_ptr(), input, begin)
-    plain = torch.contiguous_format
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=plain)
-    kind = f"{input.dtype} {reduction} {what}"
-    with call.running(kind, in_offset=call.offset, nbytes=nbytes):
-        parts = parts_of(call.peers, call.offset, begin, begin + nbytes, input)
+    parts = parts_of(call.peers, call.offset, begin, begin + nbytes, input)
+
+    def body(out: torch.Tensor) -> None:
+        plain = torch.contiguous_format
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=plain)
         reduce_into([target.view(-1)], parts, reduction)
         if target is not out:
             out.copy_(target)
 
+    kind, beside = f"{input.dtype} {reduction} {what}", (input.data_ptr(), input, begin)
+    return call.running(body, kind, out, beside, in_offset=call.offset, nbytes=nbytes)
+
 
 def all_reduce_out(
     input: torch.Tensor, reduce_op: str, group_name: str, *, out: torch.Tensor
-) -> None:
+) -> Run:
     """The reduction of all ranks' inputs, the same bits on every rank.
 
     ``out`` may lie in another segment of the group; it may be ``input`` itself, and must not
@@ -162,7 +175,7 @@ def all_reduce_out(
     call.check_types(input, out)
     call.check_numel(out, input.numel(), "as large as 'input'")
     reduction = call.check_reduction(reduce_op, input.dtype)
-    found = locate(out)
+    found = (call.segment, call.offset) if out is input else locate(out)
     if found is None:
         call.fail(
             f"'out' of shape {tuple(out.shape)} lies in no live segment",
@@ -174,26 +187,23 @@ def all_reduce_out(
     call.check_inside(out, "out", out_offset, out_segment)
     call.apart(input, out.data_ptr(), out, 0)
     nbytes = input.numel() * input.element_size()
-    running = call.running(
+    low, high, targets = 0, nbytes, [out.view(-1)]
+    # Where a rank's input is its output, peers must have read it before it is overwritten.
+    if nbytes > ONE_SHOT_BYTES or out.data_ptr() == input.data_ptr():
+        # Each rank reads and overwrites its own share everywhere, so sharing bytes is no problem.
+        # Shares are whole cache lines, which ranks never share.
+        share = -(-nbytes // (call.size * 64)) * 64
+        low, high = min(call.rank * share, nbytes), min((call.rank + 1) * share, nbytes)
+        peers = out_segment.meeting(group_name).peers
+        targets = parts_of(peers, out_offset, low, high, input)
+    sources = parts_of(call.peers, call.offset, low, high, input)
+    return call.running(
+        lambda _: reduce_into(targets, sources, reduction),
         f"{input.dtype} {reduction}",
         in_offset=call.offset,
         out_offset=out_offset,
         nbytes=nbytes,
     )
-    # Where a rank's input is its output, peers must have read it before it is overwritten.
-    if nbytes <= ONE_SHOT_BYTES and out.data_ptr() != input.data_ptr():
-        with running:
-            sources = parts_of(call.peers, call.offset, 0, nbytes, input)
-            reduce_into([out.view(-1)], sources, reduction)
-        return
-    # Each rank reads and overwrites its own share everywhere, so sharing bytes is no problem.
-    # Shares are whole cache lines, which ranks never share.
-    share = -(-nbytes // (call.size * 64)) * 64
-    low, high = min(call.rank * share, nbytes), min((call.rank + 1) * share, nbytes)
-    with running:
-        sources = parts_of(call.peers, call.offset, low, high, input)
-        peers = out_segment.meeting(group_name).peers
-        reduce_into(parts_of(peers, out_offset, low, high, input), sources, reduction)
 
 
 def all_to_all_single_out(
@@ -203,7 +213,7 @@ def all_to_all_single_out(
     group_name: str,
     *,
     out: torch.Tensor,
-) -> None:
+) -> Run:
     """Rows of ``input`` go to the ranks that ``input_split_sizes`` says.
 
     Args:
@@ -217,7 +227,6 @@ def all_to_all_single_out(
     call.check_types(input, out)
     sends = _splits(call, input, input_split_sizes, "input")
     receives = _splits(call, out, output_split_sizes, "out")
-    call.apart(input, out.data_ptr() - 1, out, 0)
     row = _row_nbytes(input) or _row_nbytes(out)
     if input.numel() and out.numel() and row != _row_nbytes(out):
         call.fail(
@@ -226,37 +235,40 @@ def all_to_all_single_out(
             got=f"{_row_nbytes(out)} bytes",
             fix="give both the same shape after dimension 0",
         )
-    with call.running(str(input.dtype), [*receives, *sends], out_offset=call.offset):
+
+    def body(input: torch.Tensor) -> RunError | None:
         flat = as_bytes(_plain(input))
         tables = call.rendezvous.free_words()
         expected = [table[: call.size] for table in tables]
         sent = [table[call.size : 2 * call.size] for table in tables]
         pairs = ((s, r) for s in range(call.size) for r in range(call.size))
-        wrong = next(((s, r) for s, r in pairs if sent[s][r] != expected[r][s]), None)
-        if wrong is None:
-            begin = 0
-            for peer, count in enumerate(sends):
-                end = begin + count * row
-                start = call.offset + sum(expected[peer][: call.rank]) * row
-                copy_bytes(call.peers[peer], start, flat[begin:end], end - begin)
-                begin = end
-    # Every rank sees all tables, so every rank finds the same fault and none has moved a byte.
-    if wrong is not None:
-        sender, receiver = wrong
-        raise RunError(
-            f"symmplan::{call.op}: ranks {sender} and {receiver} disagree on how many rows the "
-            "one sends to the other",
-            expected=f"{expected[receiver][sender]} rows (rank {receiver})",
-            got=f"{sent[sender][receiver]} rows (rank {sender})",
-            fix="let output_split_sizes match input_split_sizes of the other ranks",
-            group=group_name,
-            rank=call.rank,
-            op=f"symmplan::{call.op}",
-            ranks=wrong,
-        )
+        # Every rank sees all tables, so every rank finds the same fault and none has moved a byte.
+        for sender, receiver in pairs:
+            if sent[sender][receiver] != expected[receiver][sender]:
+                return RunError(
+                    f"symmplan::{call.op}: ranks {sender} and {receiver} disagree on how many rows "
+                    "the one sends to the other",
+                    expected=f"{expected[receiver][sender]} rows (rank {receiver})",
+                    got=f"{sent[sender][receiver]} rows (rank {sender})",
+                    fix="let output_split_sizes match input_split_sizes of the other ranks",
+                    group=group_name,
+                    rank=call.rank,
+                    op=f"symmplan::{call.op}",
+                    ranks=(sender, receiver),
+                )
+        begin = 0
+        for peer, count in enumerate(sends):
+            end = begin + count * row
+            start = call.offset + sum(expected[peer][: call.rank]) * row
+            copy_bytes(call.peers[peer], start, flat[begin:end], end - begin)
+            begin = end
+        return None
+
+    beside, free = (out.data_ptr() - 1, out, 0), [*receives, *sends]
+    return call.running(body, str(input.dtype), input, beside, free, out_offset=call.offset)
 
 
-def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.Tensor) -> None:
+def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.Tensor) -> Run:
     """The ``input`` of rank ``src`` of the group into every rank's ``out``.
 
     ``input`` is only read on the source, where it may be ``out`` itself.
@@ -272,23 +284,24 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
             fix="pass a rank inside the group",
         )
     nbytes = out.numel() * out.element_size()
-    if call.rank == src:
-        call.apart(input, out.data_ptr(), out, 0)
-    with call.running(str(out.dtype), out_offset=call.offset, nbytes=nbytes, extra=src):
+
+    def body(input: torch.Tensor) -> None:
         if call.rank == src:
             source = _plain(input)
             call.push(call.offset, source, nbytes)
             if source.data_ptr() != out.data_ptr():
                 copy_bytes(call.peers[src], call.offset, source, nbytes)
 
+    beside, kind = (out.data_ptr(), out, 0) if call.rank == src else None, str(out.dtype)
+    offset = call.offset
+    return call.running(body, kind, input, beside, out_offset=offset, nbytes=nbytes, extra=src)
 
-def barrier_(segment: torch.Tensor, group_name: str) -> None:
+
+def barrier_(segment: torch.Tensor, group_name: str) -> Run:
     """Wait for every rank of the group; ``segment`` is any tensor in the segment to meet on."""
     found = locate(segment)
-    if found is None:
-        OpCall("barrier_", segment, "segment", group_name)
-        return
-    found[0].barrier(group_name)
+    met = found[0] if found else OpCall("barrier_", segment, "segment", group_name).segment
+    return functools.partial(met.barrier, group_name)
 
 
 def all_to_all_single_into(
@@ -298,7 +311,7 @@ def all_to_all_single_into(
     group_name: str,
     *,
     out: torch.Tensor,
-) -> None:
+) -> Run:
     """Equal parts of ``input`` to every rank; those of every rank into ``out``, in their order.
 
     Both are contiguous and of one size. Split sizes are empty, or all equal.
@@ -311,12 +324,16 @@ def all_to_all_single_into(
             fix="use torch.ops._c10d_functional.all_to_all_single",
             op="symmplan::all_to_all_single_into",
         )
-    register = works.register_work()
-    work = c10d.start_all_to_all(out, input, c10d.group_by_name(group_name))
-    if register is None:
-        work.wait()
-    else:
-        register(out, work)
+    register, group = works.register_work(), c10d.group_by_name(group_name)
+
+    def run() -> None:
+        work = c10d.start_all_to_all(out, input, group)
+        if register is None:
+            work.wait()
+        else:
+            register(out, work)
+
+    return run
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -356,7 +373,7 @@ def _splits(call: OpCall, tensor: torch.Tensor, sizes: Sequence[int], where: str
 
 _LIBRARY: Any = torch.library.Library("symmplan", "FRAGMENT")
 _SPLITS = "SymInt[] output_split_sizes, SymInt[] input_split_sizes"
-_SCHEMAS: dict[Callable[..., None], str] = {
+_SCHEMAS: dict[Callable[..., Run], str] = {
     all_gather_out: "Tensor input, int group_size, str group_name, *, Tensor(a!) out",
     reduce_scatter_out: "Tensor input, str reduce_op, int group_size, str group_name, *, "
     "Tensor(a!) out",
@@ -369,7 +386,8 @@ _SCHEMAS: dict[Callable[..., None], str] = {
     all_to_all_single_into: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
 }
 
-#: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher.
+#: ``{qualified name: function}`` of these ops, for whoever need not ask the dispatcher. Each checks
+#: a call and returns what makes it, as often as wanted.
 IMPLEMENTATIONS = {f"symmplan::{op.__name__}": op for op in _SCHEMAS}
 
 
@@ -377,12 +395,17 @@ def _fake(*args: object, **kwargs: object) -> None:
     """They change ``out`` in place and return nothing: no shape to compute."""
 
 
+def _made(implementation: Callable[..., Run]) -> Callable[..., None]:
+    """An op's kernel."""
+    return lambda *args, **kwargs: implementation(*args, **kwargs)()
+
+
 def _register() -> None:
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     for implementation, arguments in _SCHEMAS.items():
         name = implementation.__name__
         _LIBRARY.define(f"{name}({arguments}) -> ()", tags=tags)
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _made(implementation), "CompositeExplicitAutograd")
         # No formula and no warning about it: whoever differentiates does so above these ops.
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"symmplan::{name}", _fake, lib=_LIBRARY)

@@ -180,6 +180,10 @@ class StorageLease(Lease):
 
     def __attrs_post_init__(self) -> None:
         self.storage = self.tensor.untyped_storage()._cdata
+        self.own()
+
+    def own(self) -> None:
+        """Who uses it now is its owner."""
         self.uses = storage_use_count(self.storage)
 
     @property

@@ -93,7 +93,7 @@ def _kernel(op: Any) -> Callable[..., Any]:
 
 
 def _tell(op: Any, args: Any, kwargs: Any) -> None:
-    functional = functional_form(op, args, kwargs)
+    functional = functional_form(op, args)
     if functional is not None:
         target = functional.op
         bound = bind_arguments(target, functional.args, functional.kwargs)

@@ -206,7 +206,7 @@ class Watching(TorchDispatchMode):
         return result
 
     def _started(self, func: Any, args: Any, kwargs: Any) -> _Pending:
-        form = functional_form(func, args, kwargs) if func.namespace == "c10d" else None
+        form = functional_form(func, args)
         if form is not None:
             op, bound = form.op, bind_arguments(form.op, form.args, form.kwargs)
         else:
@@ -260,12 +260,15 @@ class Watching(TorchDispatchMode):
 
 def watched(op: Any) -> Callable[..., Any]:
     """``op.redispatch``, seen by who watches: for ops that are run past the dispatch mode."""
-    if not PROCESS.watching or op.namespace not in _COLLECTIVES:
-        return op.redispatch  # type: ignore[no-any-return]
-    watching: Watching = PROCESS.watching[-1]
+    redispatch = dispatch.redispatch_of(op)
+    if op.namespace not in _COLLECTIVES:
+        return redispatch
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        start = functools.partial(op.redispatch, keys, *args, **kwargs)
+        if not PROCESS.watching:
+            return redispatch(keys, *args, **kwargs)
+        start = functools.partial(redispatch, keys, *args, **kwargs)
+        watching: Watching = PROCESS.watching[-1]
         return watching.collective(op, args, kwargs, start)
 
     return run

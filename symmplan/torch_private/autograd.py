@@ -48,6 +48,9 @@ def same_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def shown(name: str) -> contextlib.AbstractContextManager[Any]:
     """A context that has ``name`` in a profile, if one is being made."""
-    return torch.profiler.record_function(name) if is_profiled() else contextlib.nullcontext()
+    return torch.profiler.record_function(name) if is_profiled() else _NOTHING

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
@@ -136,20 +136,20 @@ def unboxed_group(given: Any) -> Any:
 
 
 @functools.cache
-def _reduction_names() -> dict[Any, str]:
-    """The names of plain reductions, by what a box or a ``ReduceOp`` may give for them."""
+def _reduction_names() -> dict[int, str]:
+    """The names of plain reductions, by what a box gives for them."""
     names = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
-    plain = {name: getattr(dist.ReduceOp.RedOpType, name) for name in names}
-    found: dict[Any, str] = {}
-    for name, kind in plain.items():
-        found[kind] = found[kind.value] = name.lower()
-    return found
+    return {getattr(dist.ReduceOp.RedOpType, name).value: name.lower() for name in names}
 
 
-def reduction_name(given: Any) -> str | None:
-    """``"sum"``, ``"max"``, ... of a boxed or plain ``ReduceOp``; None for a scaled one."""
-    kind = getattr(given, "op", given)
-    return _reduction_names().get(kind() if isinstance(given, torch.ScriptObject) else kind)
+def boxed_reduction(box: Any) -> str | None:
+    """``"sum"``, ``"max"``, ... of the ``ReduceOp`` in a box; None for a scaled one."""
+    return _reduction_names().get(box.op())
+
+
+def boxed_group(box: Any) -> str:
+    """The name of the process group in a box."""
+    return str(dist.ProcessGroup.unbox(box).group_name)
 
 
 def premul_factor(op: Any) -> float | None:
@@ -175,18 +175,17 @@ _METHODS = {
 }
 
 
-def start_collective(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -> Any:
-    """Make a functional collective as torch.distributed does, which gets a work to wait for.
+def starter_of(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -> Callable[..., Any]:
+    """What makes a functional collective as torch.distributed does, which gets a work to wait for.
 
     Args:
         op: The collective, of those that write a given tensor.
-        given: Its arguments by name.
+        given: Its arguments by name; its tensors do not count.
         asynchronous: Whether it may run on a stream of the group's.
 
     Returns:
-        The work; None if what was started needs no wait.
-
-    Collective: yes.
+        A function of ``input``, and of ``out`` if the op has that, which starts it. It returns the
+        work, or None if what was started needs no wait. Collective: yes.
     """
     *methods, kind = _METHODS[op._schema.name.partition("::")[2]]
     options = getattr(c10d, kind)()
@@ -198,8 +197,8 @@ def start_collective(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -
     group = c10d._resolve_process_group(given["group_name"])
     start = getattr(group, next(name for name in methods if hasattr(group, name)))
     if "out" in given:
-        return start(given["out"], given["input"], options)
-    return start([given["input"]], options)
+        return lambda source, out: start(out, source, options)
+    return lambda source: start([source], options)
 
 
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:

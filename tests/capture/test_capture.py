@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from programs import Program, make_inputs, programs, run
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmplan
 from symmplan.capture import capture_fx
 from symmplan.capture.graphs import tensor_leaves
 from symmplan.errors import CaptureError
-from symmplan.torch_private.c10d import reduction_name
+from symmplan.torch_private.c10d import boxed_group, boxed_reduction
 
 F = torch.ops._c10d_functional
 
@@ -370,9 +371,27 @@ def test_every_declared_tensor_is_placed_or_explained(groups, program: Program):
     assert len({s.node for s in captured.sites}) == declared
 
 
-def test_plain_reductions_have_names_and_scaled_ones_none():
+class _Reductions(TorchDispatchMode):
+    """The names of groups and reductions, which the dispatcher gives in boxes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append((boxed_group(args[1]), boxed_reduction(args[2])))
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_reductions_have_names_and_scaled_ones_none(groups):
     kinds = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")
+    x, world = torch.ones(4), dist.group.WORLD.group_name
     for kind in kinds:
         plain = getattr(dist.ReduceOp, kind)
-        assert reduction_name(plain) == reduction_name(dist.ReduceOp(plain)) == kind.lower()
-    assert reduction_name(dist._make_nccl_premul_sum(2.0)) is None
+        with _Reductions() as seen:
+            dist.all_reduce(x, op=plain)
+            dist.all_reduce(x, op=dist.ReduceOp(plain))
+        assert seen.names == [(world, kind.lower())] * 2
+    with _Reductions() as seen:
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(2.0))
+    assert seen.names == [(world, None)]

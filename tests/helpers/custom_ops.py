@@ -129,6 +129,12 @@ def load() -> None:
     define(f"scale.out({out}) -> Tensor(a!)", _scale_out, lambda *_, out: out)
     out = "symmplan_test::scale.out"
     define(f"scale({one}) -> Tensor", lambda x, _: x * 3, where=["return"], out=out)
+    define(
+        "weighted(Tensor[] xs, float a, float b, str group_name) -> Tensor",
+        lambda xs, a, b, _: xs[0] * a + xs[1] * b,
+        lambda xs, *_: torch.empty_like(xs[0]),
+        where=["return"],
+    )
 
 
 _KEEP: list[torch.library.Library] = []

@@ -6,12 +6,14 @@ What is expected comes from the plan and the problem, not from the instructions.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     import torch
+    from typing_extensions import Self
 
     from symmplan.capture import Captured
     from symmplan.model import Barrier
@@ -65,37 +67,61 @@ def of_graph(module: torch.fx.GraphModule) -> list[Any]:
     return found
 
 
-def check_session(session: Any, iteration: Callable[[], object]) -> None:
-    """Fail if a frozen eager session on one stream does not run what its plan wants.
+class Tracing(contextlib.AbstractContextManager["Tracing"]):
+    """Writes down what frozen eager sessions run; to be entered before they are frozen.
 
-    Args:
-        session: The session.
-        iteration: Runs one, with its `step`.
+    Attributes:
+        ran: As ``lowered``.
     """
-    from symmplan.integrate.eager.build import _Barrier
-    from symmplan.integrate.eager.calls import EagerMachine
 
-    frozen, found = session._frozen, []
-    apart, at_waits = set(), set()
-    for event in frozen.events:
-        names = {name for _, name in event.copied_at_waits()}
-        if event.placed is not None and event.form and event.pends:
-            names |= {event.placed.copy("copy back", s) for s in event.placed.staged}
-        apart |= names
-        at_waits |= {id(act) for name in names for act in event.due.get(name, ())}
-    doing, barrier = EagerMachine.doing, _Barrier.__call__
+    def __init__(self) -> None:
+        self.ran: list[Any] = []
+        self._due: dict[str, list[Any]] = {}
 
-    def traced_doing(machine, operation):
-        doing(machine, operation)
-        found.extend([operation] if operation not in found else [])
+    def __enter__(self) -> Self:
+        from symmplan.integrate.eager.build import _Barrier
+        from symmplan.integrate.eager.calls import EagerMachine
 
-    def traced_barrier(act):
-        found.extend([("barrier", act.group)] if id(act) not in at_waits else [])
-        barrier(act)
+        self._undo = EagerMachine.doing, _Barrier.__call__
+        doing, barrier = self._undo
 
-    EagerMachine.doing, _Barrier.__call__ = traced_doing, traced_barrier
-    try:
+        def traced_doing(machine: Any, operation: str) -> None:
+            self._due[operation] = list(machine.event.due.get(operation, ()))
+            doing(machine, operation)
+            machine.do(lambda: self.ran.extend([operation] if operation not in self.ran else []))
+
+        def traced_barrier(act: Any) -> None:
+            self.ran.append(act)
+            barrier(act)
+
+        EagerMachine.doing, _Barrier.__call__ = traced_doing, traced_barrier
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        from symmplan.integrate.eager.build import _Barrier
+        from symmplan.integrate.eager.calls import EagerMachine
+
+        EagerMachine.doing, _Barrier.__call__ = self._undo
+
+    def check(self, session: Any, iteration: Callable[[], object]) -> None:
+        """Fail if a frozen eager session on one stream does not run what its plan wants.
+
+        Args:
+            session: The session.
+            iteration: Runs one, with its `step`.
+        """
+        frozen = session._frozen
+        apart = set()
+        at_waits = set()
+        for event in frozen.events:
+            names = {name for _, name in event.copied_at_waits()}
+            if event.placed is not None and event.form and event.pends:
+                names |= {event.placed.copy("copy back", s) for s in event.placed.staged}
+            apart |= names
+            for name in names:
+                at_waits |= {id(act) for act in self._due.get(name, event.due.get(name, ()))}
+        self.ran.clear()
         iteration()
-    finally:
-        EagerMachine.doing, _Barrier.__call__ = doing, barrier
-    check(frozen.captured, frozen.plan.barriers, found, apart)
+        ran = [x for x in self.ran if isinstance(x, str) or id(x) not in at_waits]
+        lowered = [x if isinstance(x, str) else ("barrier", x.group) for x in ran]
+        check(frozen.captured, frozen.plan.barriers, lowered, apart)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_sided_programs import Program, here, make_inputs, one_sided_programs, run
-from placed_checks import check_session
+from placed_checks import Tracing
 from ranks import pool_of
 
 pytestmark = pytest.mark.ranks
@@ -92,9 +92,8 @@ def _eager(
         return [], 0, 0
     one_sided_ops.slow(rank, most, seed, (late or {}).get(rank))
     wrong = []
-    with symmplan.eager(
-        timeout=60.0, memory=memory, choose="placed", debug=debug, collectives=algorithm
-    ) as session:
+    how = {"choose": "placed", "debug": debug, "collectives": algorithm}
+    with Tracing() as trace, symmplan.eager(timeout=60.0, memory=memory, **how) as session:
 
         def iteration(turn):
             got = run(program, _GROUPS, *_inputs(program, rank, turn, device))
@@ -108,7 +107,7 @@ def _eager(
         if debug:  # then barriers also come behind overwriting
             iteration(turns - 1)
         else:
-            check_session(session, lambda: iteration(turns - 1))
+            trace.check(session, lambda: iteration(turns - 1))
         plan = session.plan
     plan.verify()
     return wrong, len(plan.barriers), len(plan.placements)

@@ -89,7 +89,8 @@ class _Builder:
         return flat.view(like.dtype).view(like.shape)
 
     def _event(self, call: Recorded, placed_storages: list[PlacedStorage]) -> Event:
-        values, overload = self.captured.values, overload_of(call.form)
+        values = self.captured.values
+        overload = None if call.form is None else overload_of(call.form.op)
         shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
         placed = None if overload is None else self.program.calls.get(call.node)
         event = Event(call, self.device, overload, shapes, placed)
@@ -113,7 +114,8 @@ class _Builder:
                 assert site.buffer is not None
                 like = self.captured.values.tensors[site.value]
                 begin = like.storage_offset() * like.element_size()
-                event.bound[site] = self._flat(site.buffer, like, begin).data_ptr()
+                flat = self._flat(site.buffer, like, begin)
+                event.bound[site] = flat.as_strided(like.shape, like.stride())
         event.copies = len(call.results.keys() - event.lent.keys())
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)
 

@@ -1,20 +1,23 @@
-"""Planned calls of a frozen session, made when the program makes them.
+"""What the planned calls of a frozen session do, decided once, when each comes first.
 
-What a placed call does is written once, in `symmplan.runtime.lower`. A compiled graph has it as
-nodes; here the values are the program's tensors and their placements, and what the machine is told
-to do is done at once.
+What a placed call does is told by `symmplan.runtime.lower`. A compiled graph has it as nodes; here
+it becomes a Python function of what the program gives. Views, addresses, groups, and where the
+arguments are, that knows by then.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from symmplan.capture.graphs import at_path
+from symmplan.capture.signatures import CallValue
 from symmplan.errors import RunError
+from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.registry import bind_arguments
 from symmplan.runtime.lower import launch
 from symmplan.runtime.watching import watched
@@ -27,214 +30,275 @@ if TYPE_CHECKING:
     from symmplan.capture.graphs import Value
     from symmplan.capture.sites import Site
     from symmplan.integrate.eager.faults import Faults
-    from symmplan.integrate.eager.schedule import Act, Event
+    from symmplan.integrate.eager.schedule import Event
     from symmplan.runtime.lower import Launched
     from symmplan.runtime.program import PlacedCall
 
-__all__ = ["EagerMachine", "counted", "perform", "serve", "serve_memory"]
+__all__ = ["EagerMachine", "counted", "settle"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+#: What an event's function is given: that of the program, and the dispatch keys behind ours.
+_ARGS, _KWARGS, _KEYS = CallValue("args"), CallValue("kwargs"), CallValue("keys")
+#: The same as arguments.
+_GIVEN = CallValue("*args"), CallValue("**kwargs")
 
 
 @define(eq=False)
 class EagerMachine:
-    """A `Machine` to which values are tensors, for one call.
+    """A `Machine` that writes what each call of an event does as a Python function.
 
-    Args:
-        event: The call.
-        behind: The dispatch keys behind the session's.
+    A value is a tensor, if it is the same in every call, or a `CallValue`.
 
     Attributes:
-        raw: What the op itself returned, if it is that which ran.
-        work: Of the collective that a ``c10d::`` call started, if one was.
+        raw: What the op itself returns, if it is that which runs.
+        work: Of the collective that a ``c10d::`` call starts, if it starts one.
+        bound: The placements of arguments that lie there already. Only symmplan's ops get those:
+            who waits for the program's tensor waits for what was started on its storage.
+        staged: Placements of arguments that are copied back, each with what the program gave.
     """
 
     event: Event
-    behind: Any
-    raw: Any = None
-    work: Any = None
-    _due: dict[str, list[Act]] = field(init=False)
+    raw: CallValue | None = None
+    work: CallValue | None = None
+    bound: dict[CallValue, torch.Tensor] = field(factory=dict)
+    staged: list[tuple[torch.Tensor, CallValue]] = field(factory=list)
+    _lines: list[str] = field(factory=list)
+    _constants: list[Any] = field(factory=list)
 
-    def __attrs_post_init__(self) -> None:
-        self._due = dict(self.event.due)
+    def do(self, function: Any, *args: Any, **kwargs: Any) -> CallValue:
+        """Call a function of values, or of lists of them; returns what stands for its result."""
+        given = [self._text(x) for x in args]
+        given += [f"**{{{name!r}: {self._text(x)}}}" for name, x in kwargs.items()]
+        result = CallValue(f"v{len(self._lines)}")
+        self._lines.append(f"{result.text} = {self._text(function)}({', '.join(given)})")
+        return result
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, CallValue):
+            return value.text
+        if isinstance(value, (list, tuple)):
+            items = "".join(f"{self._text(x)}, " for x in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        self._constants.append(value)
+        return f"c{len(self._constants) - 1}"
+
+    def function(self, result: Any = None) -> Callable[[Any, Any, Any], Any]:
+        """What was written, as a function of args, kwargs and keys that returns ``result``."""
+        lines = [*self._lines, f"return {self._text(result)}"]
+        given = ", ".join(f"c{i}" for i in range(len(self._constants)))
+        body = "".join(f"  {line}\n" for line in lines)
+        source = f"def make({given}):\n def run(args, kwargs, keys):\n{body} return run\n"
+        made: Callable[[Any, Any, Any], Any] = _maker(source)(*self._constants)
+        return made
 
     def doing(self, operation: str) -> None:
         """What must be done before an operation of the problem is done now, once."""
-        perform(self._due.pop(operation, ()))
+        self.acts(self.event.due.pop(operation, ()))
+
+    def acts(self, acts: Sequence[Callable[[], None]]) -> None:
+        """Barriers, overwriting of dead placements."""
+        for act in acts:
+            self.do(act)
 
     def view(self, buffer: str, like: Value, *, contiguous: bool) -> torch.Tensor:  # noqa: ARG002
         """The placement of a buffer."""
         return self.event.views[buffer, contiguous]
 
-    def empty(self, like: Value) -> torch.Tensor:
+    def empty(self, like: Value) -> CallValue:
         """Ordinary memory for a result."""
         fake = self.event.shapes[like[1]]
-        return torch.empty(fake.shape, dtype=fake.dtype, device=self.event.device)
+        made = self.do(torch.empty, fake.shape, dtype=fake.dtype, device=self.event.device)
+        return evolve(made, like=(fake.shape, fake.dtype))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: Any, source: Any) -> None:
         """Copy a tensor."""
-        target.copy_(source)
+        self.do(torch.Tensor.copy_, target, source)
 
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call an op that writes what it is given.
 
-        A ``c10d::`` call makes that of its process group, and has a work to wait for.
+        A ``c10d::`` call makes that of its process group, and has a work to wait for. Symmplan's
+        own ops are checked now, on tensors like those of the call.
         """
-        if not self.event.form or op.namespace != "_c10d_functional":
-            op(*args, **kwargs)
-            return
-        given = bind_arguments(op, args, kwargs)
-        asynchronous = self.event.call.asynchronous or bool(self.event.engine)
-        self.work = c10d.start_collective(op, given, asynchronous=asynchronous)
+        form, prepare = self.event.form, IMPLEMENTATIONS.get(op._schema.name)
+        if prepare is not None:
+            named = {name: self._like(x) for name, x in kwargs.items()}
+            run = prepare(*map(self._like, args), **named)
+            given = (*args, *kwargs.values())
+            self.do(run, *(x for x in given if isinstance(x, CallValue) and x not in self.bound))
+        elif form is None or op.namespace != "_c10d_functional":
+            self.do(op, *args, **kwargs)
+        else:
+            placed = self.event.placed
+            asynchronous = form.asynchronous or bool(placed and placed.engine)
+            start = c10d.starter_of(op, bind_arguments(op, args, kwargs), asynchronous=asynchronous)
+            self.work = self.do(start, args[0], *kwargs.values())
 
-    def original(self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _like(self, value: Any) -> Any:
+        """The placement of what a value stands for; or a tensor like it, of one element's bytes."""
+        if not isinstance(value, CallValue):
+            return value
+        if value in self.bound:
+            return self.bound[value]
+        shape, dtype = value.like
+        return torch.empty((), dtype=dtype, device=self.event.device).expand(shape)
+
+    def original(
+        self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallValue:
         """Call the op itself."""
-        self.raw = watched(call.overload)(self.behind, *args, **kwargs)
+        self.raw = self.do(watched(call.overload), _KEYS, *args, **kwargs)
         return self.raw
 
-    def item(self, result: Any, path: tuple[int, ...]) -> Any:
+    def item(self, result: CallValue, path: tuple[int, ...]) -> CallValue:
         """One tensor of a result."""
-        for index in path:
-            result = result[index]
-        return result
+        return CallValue(result.text + "".join(f"[{i}]" for i in path))
 
 
-def perform(acts: Sequence[Act]) -> None:
-    """Barriers, overwriting of dead placements."""
-    for act in acts:
-        act()
+@functools.cache
+def _maker(source: str) -> Callable[..., Any]:
+    """Of calls that do the same all but the constants are one function."""
+    made: dict[str, Any] = {}
+    exec(compile(source, "<symmplan call>", "exec"), made)  # noqa: S102 (written above)
+    return made["make"]  # type: ignore[no-any-return]
 
 
-def serve(
-    event: Event, faults: Faults, behind: Any, args: Any, kwargs: Any, form: Functional | None
-) -> Any:
-    """Make a declared call, which is known to be the planned one.
+@torch.inference_mode(mode=False)  # what is made here outlives the caller's mode
+def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
+    """Decide what each call of an event does: write its ``run``, and return it.
+
+    Nobody but the session may hold its placements, as before each call.
 
     Args:
         event: What is planned.
         faults: Hears of what fails when a work is waited for.
-        behind: The dispatch keys behind the session's.
-        args: What the program gives.
-        kwargs: The same by name.
-        form: The functional form of a ``c10d::`` call.
-
-    Returns:
-        What the op returns.
-
-    Raises:
-        RunError: An argument lies elsewhere than planned.
-
-    Collective: as the op.
     """
-    perform(event.before)
-    if event.placed is None:  # nothing of it is in a placement
-        result = watched(event.call.op)(behind, *args, **kwargs)
+    machine, placed, form = EagerMachine(event), event.placed, event.call.form
+    result: Any
+    machine.acts(event.before)
+    if event.call.kind != "op":
+        result = _memory(event, machine)
+    elif placed is None or form is None:  # nothing of it is in a placement
+        result = machine.do(watched(event.call.op), _KEYS, *_GIVEN)
     else:
-        given = (args, kwargs) if form is None else (form.args, form.kwargs)
-        bound = bind_arguments(event.placed.overload, *given)
-        for site, address in event.bound.items():
-            _check_place(event, site, address, bound)
-        machine = EagerMachine(event, behind)
-        launched = launch(event.placed, machine, bound)
-        if form is None:
-            result = _results(event, machine, launched)
+        bound = bind_arguments(placed.overload, form.args, form.kwargs)
+        for site, place in event.bound.items():
+            given = at_path(bound[site.head], site.index)
+            where = place.data_ptr(), place.stride()
+            machine.do(functools.partial(_check_place, event, site, *where), given)
+            machine.bound[given] = place
+        launched = launch(placed, machine, bound)
+        if event.form is None:
+            result = _results(placed, machine, launched)
         else:
-            result = form.results(_work(event, faults, machine, launched, form.written).boxed())
-    perform(event.after)
-    return result
+            result = event.form.results(_work(placed, event.form, machine, launched, faults))
+    machine.acts(event.after)
+    run = event.run = machine.function(result)
+    for lease in (*event.lent.values(), *event.leaving.values()):
+        lease.own()
+    return run
 
 
-def _check_place(event: Event, site: Site, address: int, bound: dict[str, Any]) -> None:
-    found = at_path(bound[site.head], site.index).data_ptr()
-    if found != address:
+def _check_place(
+    event: Event, site: Site, address: int, strides: tuple[int, ...], tensor: torch.Tensor
+) -> None:
+    if tensor.data_ptr() != address or tensor.stride() != strides:
         raise RunError(
             f"{event.name}: argument {site.head!r} is not the tensor that it was when the "
             f"iteration was recorded, buffer {site.buffer!r}",
-            expected=f"a tensor at {address:#x}",
-            got=f"one at {found:#x}",
+            expected=f"a tensor at {address:#x}, strides {strides}",
+            got=f"one at {tensor.data_ptr():#x}, strides {tensor.stride()}",
             fix="pass the same tensor in every iteration, or call session.replan() on all ranks",
             op=event.name,
             buffer=site.buffer,
         )
 
 
-def _work(
-    event: Event,
-    faults: Faults,
-    machine: EagerMachine,
-    launched: Launched,
-    written: torch.Tensor,
-) -> Any:
-    """The work that a ``c10d::`` call returns. What was staged is copied back at its end."""
-    work = machine.work
-    if event.pends:
+def _memory(event: Event, machine: EagerMachine) -> CallValue:
+    """What `symmplan.empty` and `symmplan.out` return where the plan expects them."""
+    make, given = CallValue("args[0]"), (CallValue("*args[1:]"), CallValue("**kwargs"))
+    if not event.lent:
+        return machine.do(make, *given)
+    (lent,) = event.lent.values()
+    if event.call.kind == "out":
+        machine.do(make, *given, out=lent.tensor)
+    return machine.do(lent.tensor.detach)
 
+
+def _work(
+    call: PlacedCall, form: Functional, machine: EagerMachine, launched: Launched, faults: Faults
+) -> Any:
+    """The box of the work that a ``c10d::`` call returns.
+
+    What was staged is copied back at its end.
+    """
+    event = machine.event
+    if not event.pends:
+        if machine.work is not None and (call.engine or any(s.writes for s in launched.staged)):
+            machine.do(_wait, machine.work)
+        _copy_back(call, machine, launched)
+        if machine.work is None:
+            return works.finished().boxed()
+        return machine.do(_boxed, machine.work)
+    behind = EagerMachine(event)
+    _copy_back(call, behind, launched)
+    back = behind.function()
+
+    def pending(work: Any, written: torch.Tensor, args: Any, kwargs: Any) -> Any:
         def finish() -> None:
             with faults.guarded():
-                _copy_back(event, machine, launched)
+                back(args, kwargs, None)
 
         # Also where nothing is copied: torch's own works hold their tensors for as long as they
         # live, this one does until it was waited for.
-        work = event.work = works.watched_work(work, finish, written)[0]
-    else:
-        if work is not None and (event.engine or any(s.writes for s in launched.staged)):
-            work.wait()  # what ran on this stream has none
-        _copy_back(event, machine, launched)
-    return works.finished() if work is None else work
+        event.work, box = works.watched_work(work, finish, written)
+        return box
+
+    return machine.do(pending, machine.work, form.written, _ARGS, _KWARGS)
 
 
-def _results(event: Event, machine: EagerMachine, launched: Launched) -> Any:
+def _wait(work: Any) -> None:
+    if work is not None:  # what ran on this stream has none
+        work.wait()
+
+
+def _boxed(work: Any) -> Any:
+    return works.finished().boxed() if work is None else work.boxed()
+
+
+def _results(call: PlacedCall, machine: EagerMachine, launched: Launched) -> Any:
     """What the program gets of an op that gives tensors: copies of those that leave."""
-    call, results = event.placed, dict(launched.results)
-    assert call is not None
-    back = _copy_back(event, machine, launched)
+    event, results, back = machine.event, dict(launched.results), machine.staged
+    _copy_back(call, machine, launched)
     for site in call.sites:
         if site.leaves and site.path not in event.leaving:
             machine.doing(call.copy("copy out", site))
-            results[site.path] = results[site.path].clone()
-    if call.row is None and not call.results:  # the op itself ran
-        return next((source for view, source in back if machine.raw is view), machine.raw)
+            results[site.path] = machine.do(torch.Tensor.clone, results[site.path])
+    if call.row is None and not call.results:  # the op itself runs
+        return machine.do(_staged_or_own, machine.raw, *back) if back else machine.raw
     for path, value in results.items():
         if path in event.lent or path in event.leaving:
-            results[path] = value.detach()  # else it would be the session's own
-        else:
-            results[path] = next((source for view, source in back if view is value), value)
+            results[path] = machine.do(torch.Tensor.detach, value)  # else it would be the session's
+        elif back:
+            results[path] = machine.do(_staged_or_own, value, *back)
     return results[()] if () in results else list(results.values())
 
 
-def _copy_back(
-    event: Event, machine: EagerMachine, launched: Launched
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Bring what the op wrote in staged arguments to where the program has it.
+def _staged_or_own(result: Any, *back: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """What the program has of a result: its own tensor, if that was staged."""
+    return next((source for view, source in back if result is view), result)
 
-    Returns:
-        Each placement, with the program's tensor.
-    """
-    call, back = event.placed, []
-    assert call is not None
+
+def _copy_back(call: PlacedCall, machine: EagerMachine, launched: Launched) -> None:
+    """Bring what the op wrote in staged arguments to where the program has it."""
     for site, (view, source) in launched.staged.items():
         if site.writes:
             machine.doing(call.copy("copy back", site))
-            if call.spec.asynchronous and not event.form:
-                _WAIT(view)
-            source.copy_(view)
-            back.append((view, source))
-    return back
-
-
-def serve_memory(event: Event, make: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
-    """What `symmplan.empty` and `symmplan.out` return where the plan expects them."""
-    perform(event.before)
-    if not event.lent:
-        result: torch.Tensor = make(*args, **kwargs)
-    else:
-        (lent,) = event.lent.values()
-        place = lent.tensor
-        if event.call.kind == "out":
-            make(*args, **kwargs, out=place)
-        result = place.detach()
-    perform(event.after)
-    return result
+            if call.spec.asynchronous and machine.event.form is None:
+                machine.do(_WAIT, view)
+            machine.copy(source, view)
+            machine.staged.append((view, source))
 
 
 def counted(events: Sequence[Event]) -> Counter[str]:

@@ -21,10 +21,12 @@ import torch
 from symmplan.coordination.own import own_work
 from symmplan.coordination.sessions import Alarm, SessionKeys
 from symmplan.errors import RunError, SymmplanError
+from symmplan.integrate.eager.schedule import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from symmplan.integrate.eager.kernels import Cursor
     from symmplan.integrate.eager.schedule import Event
 
 __all__ = ["REDO", "Faults", "public"]
@@ -104,6 +106,60 @@ class Faults:
         )
         self.fail(error)
         raise error
+
+    def expect(
+        self, events: list[Event], cursor: Cursor, op: Any, args: Any, kwargs: Any, kind: str
+    ) -> Event:
+        """The planned call that comes next.
+
+        Args:
+            events: The schedule.
+            cursor: How far the program is in it.
+            op: What the program calls; None for memory.
+            args: Arguments that say what it does.
+            kwargs: The same by name.
+            kind: ``"op"``, ``"empty"`` or ``"out"``.
+
+        Raises:
+            RunError: The program calls something else. See [Note: one rank diverges].
+        """
+        event = events[cursor.at] if cursor.at < len(events) else None
+        if event is None or op is not event.call.op or kind != event.call.kind:
+            name = name_of(op, kind)
+            what = f"{name} was called after the last call of the recorded iteration"
+            expected = "session.step()"
+            if event is not None:
+                what = f"call {cursor.at} is another op than planned"
+                expected = f"{event.name} ({event.call.line})"
+            self.diverge(what, expected=expected, got=name, event=event, op=name)
+        difference = event.differs(args, kwargs)
+        if difference is not None:
+            self.diverge(
+                f"call {cursor.at}, {event.name}, has other arguments than planned",
+                expected=public(difference[0]),
+                got=public(difference[1]),
+                event=event,
+            )
+        if not cursor.roles.fits(event.call.stream):
+            self.diverge(
+                f"call {cursor.at}, {event.name}, runs on another stream than planned",
+                expected=f"the stream that was {event.call.stream!r} when it was recorded",
+                got="one that is another in this iteration",
+                event=event,
+            )
+        overdue = event.overdue()
+        if overdue is not None:
+            buffer, other = overdue
+            self.diverge(
+                f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
+                "held",
+                expected="no tensor on it any more, as in the recorded iteration",
+                got="one that is kept longer",
+                event=event,
+                buffer=other,
+                fix=f"drop the tensor or keep a clone of it; or {REDO}",
+            )
+        return event
 
     def fail(self, error: BaseException) -> None:
         """This rank failed, or learnt that another did. Only the first error counts."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from symmplan.capture.c10d import NAMES
+from symmplan.capture.c10d import NAMES, reader_of
 from symmplan.coordination.own import in_own_work
 from symmplan.registry import all_specs
 from symmplan.runtime.algorithms import overload_named
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from symmplan.capture.threads import ProgramThreads
     from symmplan.integrate.eager.streams import Roles
 
-    #: Given an op, the dispatch keys behind ours, and its arguments.
-    _Serve: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+    #: Given an op, the dispatch keys behind ours, its arguments, and those that say what it does.
+    _Serve: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]
     _Waited: TypeAlias = Callable[[torch.Tensor], None]
 
 __all__ = ["Cursor", "declared_names", "install", "overload_name"]
@@ -111,12 +111,13 @@ def overload_name(op: Any) -> str:
 
 def _kernel(cursor: Cursor, op: Any) -> Callable[..., Any]:
     redispatch, after = dispatch.redispatch_of(op), dispatch.keyset_after_select()
+    read = reader_of(op)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         serve, behind = cursor.caught(), keys & after
         if serve is None:
             return redispatch(behind, *args, **kwargs)
-        return serve(op, behind, args, kwargs)
+        return serve(op, behind, args, kwargs, read(args))
 
     return kernel
 

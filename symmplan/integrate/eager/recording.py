@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from symmplan.capture.eager import Recorder, signature
+from symmplan.capture.eager import Recorder
 from symmplan.capture.eager_problem import capture_recorded
 from symmplan.capture.producers import is_allocation, out_overload
+from symmplan.capture.signatures import signature
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.own import in_own_work, own_work
 from symmplan.errors import AgreementError
@@ -102,13 +103,9 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
     Collective: yes.
     """
     group = settings.group
-    exchange = Exchange(settings.groups, settings.options.timeout)
-    try:
+    with Exchange(settings.groups, settings.options.timeout) as exchange:
         note = json.dumps([op, detail]).encode()
         said = exchange.round("call", note)[group.name]
-    except BaseException as error:
-        exchange.fail(error)
-        raise
     other = next((i for i, text in enumerate(said) if text != said[0]), None)
     if other is not None:
         texts = [json.loads(said[i]) for i in (0, other)]
@@ -124,7 +121,6 @@ def meet(settings: Settings, op: str, detail: str = "") -> None:
             op=texts[0][0],
             buffer="",
         )
-    exchange.finish()
 
 
 class IterationRecording:

@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import define, field
 
-from symmplan.capture.eager import signature
+from symmplan.capture.signatures import signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
+    from symmplan.capture.c10d import Functional
     from symmplan.capture.eager import Recorded
     from symmplan.capture.sites import Site
     from symmplan.runtime.leases import Ledger, StorageLease
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.program import PlacedCall
 
-__all__ = ["Act", "Event", "name_of"]
+__all__ = ["Act", "Event", "name_of", "perform"]
 
 #: A barrier, or the overwriting of a dead placement.
 Act: TypeAlias = "Callable[[], None]"
@@ -51,10 +52,12 @@ class Event:
         before: What to do first.
         due: ``{operation of the problem: what to do right before it}``, of those that it does.
         after: Barriers of ops behind it that are not declared.
+        run: Makes a call, of args, kwargs and the dispatch keys behind ours, which is known to be
+            the planned one; returns what the op does. None before the first; see `settle`.
         writes: Names of the buffers that it writes first.
         claims: Of each its bytes in a ledger, and the lease of what the program gets to see.
         views: ``{(buffer, whether as a staged argument): placement}``.
-        bound: ``{argument: address}`` of those that must lie in their placements already.
+        bound: ``{argument: placement}`` of those that must lie there already.
         lent: ``{path: StorageLease}`` of those results that stay there.
         leaving: ``{path: StorageLease}`` of pending results that are copied out at their wait.
         work: The Python half of the last work that C++ got, if it is symmplan's.
@@ -69,10 +72,11 @@ class Event:
     before: list[Act] = field(factory=list)
     due: dict[str, list[Act]] = field(factory=dict)
     after: list[Act] = field(factory=list)
+    run: Callable[[Any, Any, Any], Any] | None = None
     writes: list[str] = field(factory=list)
     claims: list[tuple[Ledger, int, int, StorageLease | None]] = field(factory=list)
     views: dict[tuple[str, bool], torch.Tensor] = field(factory=dict)
-    bound: dict[Site, int] = field(factory=dict)
+    bound: dict[Site, torch.Tensor] = field(factory=dict)
     lent: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     leaving: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     work: Any = None
@@ -84,21 +88,17 @@ class Event:
         return name_of(self.call.op, self.call.kind)
 
     @property
-    def form(self) -> bool:
-        """Whether it is a ``c10d::`` call in the words of a functional collective."""
-        return self.overload is not None and self.call.op is not self.overload
+    def form(self) -> Functional | None:
+        """Of a ``c10d::`` call, what it is in the words of a functional collective."""
+        return None if self.overload is self.call.op else self.call.form
 
     @property
     def pends(self) -> bool:
         """Whether the program gets a work to wait for; of ``c10d::`` calls."""
         # Symmplan's own ops are over when they return.
         row = None if self.placed is None else self.placed.row
-        return self.call.asynchronous and not (row is not None and row.one_sided)
-
-    @property
-    def engine(self) -> str:
-        """Name of the communicator over which copy engines run it; empty if they do not."""
-        return "" if self.placed is None else self.placed.engine
+        asynchronous = self.form is not None and self.form.asynchronous
+        return asynchronous and not (row is not None and row.one_sided)
 
     @property
     def expected(self) -> Expected | None:
@@ -144,10 +144,17 @@ class Event:
 
     def differs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """What the call was expected to be and is, if not the same."""
-        want, have = (self.call.args, self.call.kwargs), (signature(args), signature(kwargs))
+        want = self.call.args, self.call.kwargs
+        have = signature(args), signature(kwargs) if kwargs else kwargs
         if want == have:
             return None
         return (want, have) if want[1] or have[1] else (want[0], have[0])
+
+
+def perform(acts: Sequence[Act]) -> None:
+    """Barriers, overwriting of dead placements."""
+    for act in acts:
+        act()
 
 
 def name_of(op: Any, kind: str) -> str:

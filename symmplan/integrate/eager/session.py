@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from attrs import evolve
 
-from symmplan.capture.c10d import functional_form
 from symmplan.capture.threads import ProgramThreads
 from symmplan.coordination.groups import resolve_groups
-from symmplan.coordination.own import in_own_work, own_work
+from symmplan.coordination.own import in_own_work
 from symmplan.coordination.sessions import SessionKeys, enter_session
 from symmplan.errors import SessionError
-from symmplan.integrate.eager.calls import counted, perform, serve, serve_memory
-from symmplan.integrate.eager.faults import REDO, Faults, public
+from symmplan.integrate.eager.calls import counted, settle
+from symmplan.integrate.eager.faults import Faults
 from symmplan.integrate.eager.kernels import Cursor, declared_names, install, overload_name
 from symmplan.integrate.eager.recording import IterationRecording, Settings, meet
-from symmplan.integrate.eager.schedule import name_of
+from symmplan.integrate.eager.schedule import perform
 from symmplan.integrate.eager.streams import Roles, streams_of
 from symmplan.process import PROCESS
 from symmplan.report.log import LOG
@@ -253,22 +252,34 @@ class Session:
         keys.renew()
         self._record(keys)
 
-    def _serve(self, op: Any, behind: Any, args: Any, kwargs: Any) -> Any:
-        """Run a declared op as the schedule says; ``behind`` are the dispatch keys behind ours."""
-        self._usable()
+    def _serve(
+        self, op: Any, keys: Any, args: Any, kwargs: Any, said: Any, kind: str = "op"
+    ) -> Any:
+        """Make a call as the schedule says.
+
+        ``keys`` are the dispatch keys behind ours, ``said`` the arguments that say what it does.
+        """
+        if self._faults.failed or self._settings.group.forked:
+            self._usable()
         assert self._cursor is not None
         assert self._frozen is not None
         if self._on_device and torch.cuda.is_current_stream_capturing():
             self._frozen.stays = True  # a CUDA graph has the addresses
-        form = functional_form(op, args, kwargs) if op.namespace == "c10d" else None
-        event = self._expect(op, *((args, kwargs) if form is None else (form.args, form.kwargs)))
-        expected = evolve(event.expected) if checking() and event.expected else None
+        event = self._faults.expect(self._events, self._cursor, op, said, kwargs, kind)
+        thread = PROCESS.thread
+        thread.own_work += 1
         try:  # as `guarded` does, whose cost every call would feel
-            with own_work, launching(expected):
-                result = serve(event, self._faults, behind, args, kwargs, form)
+            run = event.run or settle(event, self._faults)
+            if not checking():
+                result = run(args, kwargs, keys)
+            else:
+                with launching(event.expected and evolve(event.expected)):
+                    result = run(args, kwargs, keys)
         except BaseException as error:
             self._faults.found(error)
             raise
+        finally:
+            thread.own_work -= 1
         self._cursor.at += 1
         return result
 
@@ -285,57 +296,6 @@ class Session:
             perform(event.due.get(operation, ()))
             copy = tensor.clone()
             tensor.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
-
-    def _expect(self, op: Any, args: Any, kwargs: Any, kind: str = "op") -> Event:
-        cursor = self._cursor
-        assert cursor is not None
-        if cursor.at >= len(self._events):
-            name = name_of(op, kind)
-            self._faults.diverge(
-                f"{name} was called after the last call of the recorded iteration",
-                expected="session.step()",
-                got=name,
-                event=None,
-                op=name,
-            )
-        event = self._events[cursor.at]
-        if op is not event.call.op or kind != event.call.kind:
-            name = name_of(op, kind)
-            self._faults.diverge(
-                f"call {cursor.at} is another op than planned",
-                expected=f"{event.name} ({event.call.line})",
-                got=name,
-                event=event,
-                op=name,
-            )
-        difference = event.differs(args, kwargs)
-        if difference is not None:
-            self._faults.diverge(
-                f"call {cursor.at}, {event.name}, has other arguments than planned",
-                expected=public(difference[0]),
-                got=public(difference[1]),
-                event=event,
-            )
-        if not cursor.roles.fits(event.call.stream):
-            self._faults.diverge(
-                f"call {cursor.at}, {event.name}, runs on another stream than planned",
-                expected=f"the stream that was {event.call.stream!r} when it was recorded",
-                got="one that is another in this iteration",
-                event=event,
-            )
-        overdue = event.overdue()
-        if overdue is not None:
-            buffer, other = overdue
-            self._faults.diverge(
-                f"{event.name} is about to write buffer {buffer!r} over {other!r}, which is still "
-                "held",
-                expected="no tensor on it any more, as in the recorded iteration",
-                got="one that is kept longer",
-                event=event,
-                buffer=other,
-                fix=f"drop the tensor or keep a clone of it; or {REDO}",
-            )
-        return event
 
     def _stop_serving(self, error: BaseException) -> None:
         """At the first failure, here or elsewhere."""
@@ -356,14 +316,10 @@ class Session:
             return make(*args, **kwargs)
         if self._recording is not None:
             return self._recording.memory(kind, make, args, kwargs)
-        self._usable()
         if self._cursor is None:  # nothing is served
             return make(*args, **kwargs)
-        event = self._expect(None, (make, *args), kwargs, kind)
-        with self._faults.guarded():
-            tensor = serve_memory(event, make, args, kwargs)
-        self._cursor.at += 1
-        return tensor
+        given = make, *args
+        return self._serve(None, None, given, kwargs, given, kind)  # type: ignore[no-any-return]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._state == "released" or self._settings.group.forked:

@@ -58,7 +58,7 @@ def gathers(
 
         return act
     name = c10d.group_name(group)
-    return lambda: run(source, group.size(), name, out=output, what=site)
+    return run(source, group.size(), name, out=output, what=site)
 
 
 def scatters(
@@ -99,7 +99,7 @@ def scatters(
     if reduction is None:
         return None
     name = c10d.group_name(group)
-    return lambda: run(source, reduction, group.size(), name, out=output, what=site)
+    return run(source, reduction, group.size(), name, out=output, what=site)
 
 
 def _summed(
@@ -132,8 +132,8 @@ def _summed(
     return act
 
 
-def _one_sided(memory: str, collective: str) -> Callable[..., None] | None:
-    """The op of symmplan's that runs a functional collective in this memory, if one does."""
+def _one_sided(memory: str, collective: str) -> Callable[..., Callable[[], None]] | None:
+    """What prepares a functional collective as this memory runs it by itself, if it does."""
     row = Lowerings(memory).table.get(f"_c10d_functional::{collective}.default")
     if row is None or not row.one_sided:
         return None

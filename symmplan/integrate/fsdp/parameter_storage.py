@@ -109,7 +109,9 @@ class ParameterStorage:
         """
         if BACKENDS[self._memory].collectives:
             name, size = c10d.group_name(self._group), self._group.size()
-            all_gather_parts_(self.bytes, self._offsets, self._counts, size, name, what=self._site)
+            all_gather_parts_(
+                self.bytes, self._offsets, self._counts, size, name, what=self._site
+            )()
             return
         with off_default_stream(self.bytes.device):
             if len(self._outputs) == 1:

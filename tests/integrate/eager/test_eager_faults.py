@@ -197,25 +197,29 @@ def test_a_rank_that_dies(pool, shared_memory_is_left_clean):
     assert first.error.kind == "PeerLostError"
 
 
-def _another_tensor(rank, world_size, who):
+#: What is passed in place of a tensor: looks the same, has another address or other strides.
+ANOTHER = {"copy": torch.clone, "transposed": torch.t}
+
+
+def _another_tensor(rank, world_size, who, another):
     """Rank ``who`` makes a tensor in its placement, and passes another one that looks the same."""
     import torch.distributed as dist
 
     import symmplan
 
-    x = torch.ones(64)
+    x = torch.ones(8, 8)
     with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
         for turn in range(4):
             y = symmplan.out(torch.mul, x, turn + 1.0)
-            dist.all_reduce(y.clone() if rank == who and turn == 2 else y)
+            dist.all_reduce(ANOTHER[another](y) if rank == who and turn == 2 else y)
             assert bool((y == 2.0 * (turn + 1)).all()), "a wrong number"
             del y
             session.step()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_another_tensor_than_that_which_was_made_in_its_placement(pool, who):
-    for outcome in pool.outcomes(_another_tensor, who):
+@pytest.mark.parametrize(("who", "another"), [(0, "copy"), (1, "copy"), (1, "transposed")])
+def test_another_tensor_than_that_which_was_made_in_its_placement(pool, who, another):
+    for outcome in pool.outcomes(_another_tensor, who, another):
         assert outcome.error is not None, outcome
         assert outcome.error.kind == "RunError", outcome.error.traceback
         assert "argument 'input' is not the tensor that it was" in outcome.error.text

@@ -16,6 +16,7 @@ def _setup(rank, world_size):
 
 
 pool = pool_of(2, setup=_setup, timeout=120.0)
+alone = pool_of(1, setup=_setup, timeout=120.0)
 
 
 def _wait(x):
@@ -135,6 +136,66 @@ def test_calls_as_planned_are_served(pool, name, c10d):
     first, second = pool.run(_steady, name, c10d)
     assert first == second
     assert first[0] == 12
+
+
+def _numbers(rank, world_size):
+    """Arguments that the plan leaves open are those of the call: numbers, other tensors."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.coordination.own import own_work
+
+    group = dist.group.WORLD.group_name
+    with symmplan.eager(timeout=30.0, memory="shm") as session:
+        for turn in range(4):
+            x = torch.arange(8.0) + rank + turn
+            factors = (1.0 + turn, 0.25 * turn)
+            got = _T.weighted([x, 2 * x], *factors, group)
+            out = torch.empty(4).as_strided((4,), (1,)) if turn % 2 else torch.empty(8)[::2]
+            dist.reduce_scatter_tensor(out, symmplan.out(torch.mul, x, 2.0 + turn))
+            with own_work:
+                parts = torch.empty(4)
+                dist.reduce_scatter_tensor(parts, x * (2.0 + turn))
+            assert torch.equal(got, x * factors[0] + 2 * x * factors[1]), turn
+            assert torch.equal(out, parts), turn
+            del got
+            session.step()
+        return session.stats.served
+
+
+def test_what_the_plan_leaves_open_is_that_of_the_call(pool):
+    assert pool.run(_numbers) == [6, 6]
+
+
+def _lines(rank, world_size, name):
+    """How many lines of symmplan's own run where a served call is made, `symmplan.out` included."""
+    import torch.distributed as dist
+    from steps import lines_of
+
+    import symmplan
+
+    program, group, x = PROGRAMS[name], dist.group.WORLD.group_name, torch.arange(8.0)
+    with symmplan.eager(timeout=30.0, memory="shm") as session:
+        for _ in range(2):
+            program(symmplan.out, x, group)
+            session.step()
+        lines = lines_of(lambda: program(symmplan.out, x, group))
+        session.step()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("all_reduce", 250),
+        ("functional all-reduce in place", 240),
+        ("functional all-reduce", 240),
+    ],
+)
+def test_a_served_call_runs_few_lines(alone, name, most):
+    """Everything that can be is decided before a call is first served."""
+    (lines,) = alone.run(_lines, name)
+    assert lines <= most
 
 
 def _differs(rank, world_size, name, change, c10d):
