@@ -237,7 +237,7 @@ class Ledger:
     def claim(self, begin: int, end: int, lease: Lease | None) -> list[Lease]:
         """Take the bytes, unless somebody holds any: then who that is.
 
-        It costs least where nobody else had any of the bytes since the lease last had them.
+        It costs least where one lease had these bytes before, and no others.
 
         Args:
             begin: The first byte.
@@ -248,8 +248,13 @@ class Ledger:
         at = bisect_left(pieces, (begin,))
         if at < len(pieces):
             first, last, mine = pieces[at]
-            if lease is not None and mine is lease and last == end and first == begin:
-                return [lease] if lease.held else []
+            if lease is not None and last == end and first == begin:
+                if mine.held:
+                    return [mine]
+                if mine is not lease:
+                    mine.wait()
+                    pieces[at] = (begin, end, lease)
+                return []
         held = self.holders(begin, end)
         if lease is not None and not held:
             self.take(begin, end, lease)
