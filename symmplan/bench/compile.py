@@ -36,7 +36,7 @@ _OPTIONS = (
         "choose",
         f"how collectives run: {', '.join(CHOOSE)}",
         "auto",
-        more={"choices": CHOOSE, "metavar": "WAY"},
+        more={"choices": CHOOSE, "metavar": "ALGORITHM"},
     ),
     Option("layers", "", 2),
     Option("dim", "", 128, 4096),

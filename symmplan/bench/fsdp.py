@@ -67,7 +67,7 @@ _OPTIONS = (
         "choose",
         f"how collectives run: {', '.join(CHOOSE)}; each further one is a side of its own",
         ["measure"],
-        more={"nargs": "+", "choices": CHOOSE, "metavar": "WAY"},
+        more={"nargs": "+", "choices": CHOOSE, "metavar": "ALGORITHM"},
     ),
     Option(
         "unsharded_modules",

@@ -313,7 +313,7 @@ def judge(
 
     Args:
         program: What to run.
-        algorithm: One of `WAYS`.
+        algorithm: One of `ALGORITHMS`.
         groups: Of `world`.
         transport: How process groups move bytes.
         changes: As in `rewritten`.
