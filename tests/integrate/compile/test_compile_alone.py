@@ -365,7 +365,10 @@ def _renamed(rank, size, choose, bind):
         _again([0, 1, 2], rank, f"end {choose} {bind}")
 
 
-@pytest.mark.parametrize(("choose", "bind"), [("placed", False), ("placed", True), ("measure", False)])
+_CHOICES = [("placed", False), ("placed", True), ("measure", False)]
+
+
+@pytest.mark.parametrize(("choose", "bind"), _CHOICES)
 def test_another_group_of_the_same_name_is_another(three, choose, bind):
     found = three.run(_renamed, choose, bind)
     assert {name for pairs in found for name, _ in pairs} == {"0"}
