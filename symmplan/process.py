@@ -30,8 +30,8 @@ class ThreadState(threading.local):
     """What one thread is in the midst of."""
 
     def __init__(self) -> None:
-        #: How deep the thread is in work of symmplan's own: written by `symmplan.memory.own`, read
-        #: on every declared call by whoever watches the program's calls.
+        #: How deep the thread is in work of symmplan's own: written by `symmplan.coordination.own`,
+        #: read on every declared call by whoever watches the program's calls.
         self.own_work = 0
         #: Which ops it is in, the innermost last: written by those who run ops for the race
         #: detector, read where an access is written down.

@@ -392,6 +392,10 @@ def test_the_map_of_the_tests_names_every_file():
         if path.parent.name != "gpu" and not any(path.match(pattern) for pattern in patterns)
     ]
     assert not unnamed
+    measured = re.findall(r"`(\w+)`", text.partition("| seconds |")[2].partition("\n\n")[0])
+    there = {path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py")}
+    assert len(measured) > 50
+    assert set(measured) <= there | {"test_"}
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])

@@ -36,16 +36,15 @@ NAMES = {
     "throughout": "all_agree",
     "board": "epoch counters",
     "boards": "epoch counters",
+    "lend": "lease_out",
+    "lent": "leased",
     "loan": "lease",
     "loans": "leases",
     "meets": "synchronizes",
 }
-#: Names in which such a word means something else.
-ELSE = {
-    "_UNITS": "of bytes, and of seconds",
-    "units": "of bytes, and of seconds",
-    "unit": "of bytes",
-}
+#: Words that were given up in one folder; elsewhere they say what everybody says, as units of
+#: bytes.
+ONLY_IN = dict.fromkeys(("unit", "units"), "symmplan/integrate/compile/")
 #: The same in sentences: code's comments and docstrings, messages, pages.
 PHRASES = {
     r"\b(?:gave|gives?|giving) way to (?:a|the) budget": "is demoted by the budget",
@@ -90,9 +89,9 @@ def old_names(path: str, source: str) -> list[str]:
     names = names_of(source) | set(path.removesuffix(".py").split("/"))
     return sorted(
         f"{path}: {name} (say {NAMES[word]})"
-        for name in names - ELSE.keys()
+        for name in names
         for word in words_of(name)
-        if word in NAMES
+        if word in NAMES and path.startswith(ONLY_IN.get(word, ""))
     )
 
 

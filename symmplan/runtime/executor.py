@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.coordination.world import Planner, SimulatedCall, at_end, current
-from symmplan.runtime.leases import lend
+from symmplan.runtime.leases import lease_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,14 +51,14 @@ class Executor:
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
         """``tensor`` lies in a placement if the plan says that of ``known_by``."""
 
-    def lend(
+    def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same bytes, which report their end; and what may be kept of them meanwhile."""
-        return lend(base, on_drop), base
+        return lease_out(base, on_drop), base
 
-    def lent(self, kept: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
-        """What a collective gets for ``buffer``; None if it is not what was lent."""
+    def leased(self, kept: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What a collective gets for ``buffer``; None if that is not what was leased."""
         return kept if kept.data_ptr() == buffer.data_ptr() else None
 
 
@@ -84,13 +84,13 @@ class _Nothing(Executor):
     def buffer(self, known_by: Any, tensor: torch.Tensor) -> None:
         self._world.buffer(self._planner, known_by, tensor)
 
-    def lend(
+    def lease_out(
         self, base: torch.Tensor, on_drop: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         at_end(base, on_drop)
         return base.view(-1), torch.empty(0, dtype=base.dtype, device=base.device)
 
-    def lent(
+    def leased(
         self,
         kept: torch.Tensor,  # noqa: ARG002
         buffer: torch.Tensor,

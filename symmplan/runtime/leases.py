@@ -53,7 +53,7 @@ from symmplan.torch_private.dispatch import storage_use_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-__all__ = ["Lease", "Ledger", "Run", "StorageLease", "in_use", "lend", "set_aside"]
+__all__ = ["Lease", "Ledger", "Run", "StorageLease", "in_use", "lease_out", "set_aside"]
 
 
 class _Owner:
@@ -79,7 +79,7 @@ class _Owner:
             self._on_drop()
 
 
-def lend(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
+def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
     """The same bytes as another storage, which reports its end.
 
     Args:

@@ -29,7 +29,7 @@ from attrs import define, field
 
 from symmplan.memory.cache import give_back
 from symmplan.process import PROCESS
-from symmplan.runtime.leases import lend
+from symmplan.runtime.leases import lease_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +104,7 @@ class SubSegment:
     rendezvous: dict[str, Rendezvous] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.tensor = lend(self.host.tensor[self.begin : self.place.end])
+        self.tensor = lease_out(self.host.tensor[self.begin : self.place.end])
         mine = {id(self.host.rendezvous[group]) for group in self.spec.groups}
         self.rendezvous = {n: r for n, r in self.host.rendezvous.items() if id(r) in mine}
 

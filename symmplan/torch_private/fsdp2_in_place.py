@@ -160,7 +160,7 @@ def lay(parameter: Any, storage: torch.Tensor) -> None:
     unsharded(parameter).data = view
 
 
-def lend(parameter: Any, storage: torch.Tensor) -> None:
+def give_storage(parameter: Any, storage: torch.Tensor) -> None:
     """Let an unsharded parameter live in ``storage``, which FSDP2 does not free.
 
     In the same object, where there is one that autograd may use.

@@ -57,7 +57,7 @@ AGREED = {
         Pushes Where _arenas _bounds _storage _layout _looked _memory
         _outputs _peers _plain _pushes bisect_left call carried
         chosen collectives counts zero_copy unshards exchange get groups
-        index live meeting memory nbytes occupancy offset offsets other p
+        index live meeting memory nbytes offset offsets other p
         place reason received schedule segment segments site scheduled
         tensor view algorithm
     """,
@@ -65,7 +65,7 @@ AGREED = {
         Key _arrived _last _unmet itemsize to _log _modules _next _reduced _seen
         _site _slot _strange _tries _waiting _was_backward base buffer
         dtype element_size exchanges factor_of gathers group_name in_backward
-        kind log numel of_backward pop prod ran removeprefix replans
+        kind log numel occupancy of_backward pop prod ran removeprefix replans
         scatters served shape target async_op op output_tensor
     """,
     "FSDP2's own state, which its calls alone change": """
@@ -101,7 +101,7 @@ LOCAL = {
         "users": "whoever takes the bytes waits, or copies",
     },
     "leases": {"hold": "the same", "users": "the same"},
-    "lent": {"run": "a buffer that the program put in the place of FSDP2's"},
+    "leased": {"run": "a buffer that the program put in the place of FSDP2's"},
     "data_ptr": {
         "_part": "reads a part of a buffer",
     },

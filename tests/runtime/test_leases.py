@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.runtime.leases import Lease, Ledger, Run, StorageLease, in_use, lend
+from symmplan.runtime.leases import Lease, Ledger, Run, StorageLease, in_use, lease_out
 
 
 def live(ledger):
@@ -93,7 +93,7 @@ def test_who_can_leave_makes_algorithm_and_who_cannot_is_told_of():
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[2:], lambda x: x.view(torch.uint8)])
 def test_a_storage_is_held_as_long_as_anybody_has_a_tensor_on_it(view):
-    lease = StorageLease(lend(torch.zeros(8)))
+    lease = StorageLease(lease_out(torch.zeros(8)))
     ledger = Ledger([])
     ledger.take(0, 32, lease)
     assert ledger.holders(0, 32) == []
@@ -153,7 +153,7 @@ def test_a_run_goes_ahead_where_somebody_does_not_mind_or_leaves():
 def test_a_claim_takes_what_nobody_holds_and_else_says_who_does():
     pieces = []
     ledger = Ledger(pieces)
-    first, second = (StorageLease(lend(torch.zeros(8)), name=name) for name in "ab")
+    first, second = (StorageLease(lease_out(torch.zeros(8)), name=name) for name in "ab")
     assert ledger.claim(0, 32, first) == []
     held = first.tensor.detach()
     assert ledger.claim(0, 32, first) == [first]

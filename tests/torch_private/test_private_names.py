@@ -213,7 +213,9 @@ def missing_names(source: str) -> list[str]:
 
 
 def test_what_runs_on_gpus_only_names_what_is_there(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, *{str(f.parent) for f in TESTS.rglob("*.py")}])
+    monkeypatch.setattr(
+        sys, "path", [*sys.path, *sorted({str(f.parent) for f in TESTS.rglob("*.py")})]
+    )
     found = {path.name: missing_names(path.read_text()) for path in TESTS.glob("gpu/*.py")}
     assert {name: missing for name, missing in found.items() if missing} == {}
     assert missing_names("import test_package as package\npackage.test_of_no_name()")

@@ -33,7 +33,7 @@ from attrs import define, field
 from torch.utils.weak import TensorWeakRef
 
 from symmplan.errors import RunError
-from symmplan.runtime.leases import Ledger, StorageLease, lend
+from symmplan.runtime.leases import Ledger, StorageLease, lease_out
 from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ class CrossingLease(StorageLease):
         """Copies of tensors that lie here, alike in their storage."""
         return self._on(self.tensor.clone(), tensors)
 
-    def _on(self, lent: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _on(self, leased: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         begin = self.tensor.data_ptr()
-        return [_like(t, lent, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
+        return [_like(t, leased, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
 
     def step_aside(self) -> bool:
         """Others need the bytes: everything that was handed out gets a copy."""
@@ -189,7 +189,7 @@ class Crossing:
         if lease is None:
             segment = self.segments[place.segment].tensor
             lease = self.by_place[place] = CrossingLease(
-                lend(segment[place.offset : place.end]), place
+                lease_out(segment[place.offset : place.end]), place
             )
         return lease
 

@@ -41,7 +41,7 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
-from symmplan.runtime.leases import lend
+from symmplan.runtime.leases import lease_out
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SegmentInput:
         """The input itself, of the segment's bytes."""
         begin = self.begin or 0
         part = segment[begin : begin + self.numel * self.dtype.itemsize]
-        return (part if self.begin is None else lend(part)).view(self.dtype)
+        return (part if self.begin is None else lease_out(part)).view(self.dtype)
 
 
 @define(eq=False)

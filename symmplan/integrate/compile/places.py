@@ -30,7 +30,7 @@ import torch
 from attrs import define, field, frozen
 
 from symmplan.errors import RunError
-from symmplan.runtime.leases import Lease, Ledger, lend
+from symmplan.runtime.leases import Lease, Ledger, lease_out
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
@@ -143,21 +143,21 @@ class Place:
                 lease = Lease()
                 self._ledger.take(*self._span, lease)
                 # To the letter what it was, elsewhere.
-                tensor.data = self._filled(tensor, lend(self.bytes, lease.drop))
+                tensor.data = self._filled(tensor, lease_out(self.bytes, lease.drop))
                 self._pinned = weakref.ref(tensor)
                 return None, ""
             saved = self.bytes.clone() if self.taken else None
-            placed = self._filled(tensor, lend(self.bytes))
+            placed = self._filled(tensor, lease_out(self.bytes))
         return RunCopy(self, tensor, placed, saved, written), stays
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor begins in its bytes."""
         return self.address <= tensor.data_ptr() < self.address + self.bytes.numel()
 
-    def _filled(self, like: torch.Tensor, lent: torch.Tensor) -> torch.Tensor:
+    def _filled(self, like: torch.Tensor, leased: torch.Tensor) -> torch.Tensor:
         if self.has(like):
             like = like.clone()  # a part of what is pinned: it must not be read while it is written
-        return lent.view(like.dtype).as_strided(like.size(), like.stride()).copy_(like)
+        return leased.view(like.dtype).as_strided(like.size(), like.stride()).copy_(like)
 
     def move_out(self) -> bool:
         """Move what is pinned to ordinary memory. False if others look at its storage, too."""

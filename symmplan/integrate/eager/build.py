@@ -17,7 +17,7 @@ from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.schedule import Event
 from symmplan.planner.order import order_of
-from symmplan.runtime.leases import Ledger, StorageLease, lend
+from symmplan.runtime.leases import Ledger, StorageLease, lease_out
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class _Builder:
     device: torch.device
     arena: Arena | Suballocation
     order: Order | None = field(init=False)  # None on one stream: all is in order there
-    lent: dict[str, StorageLease] = field(init=False, factory=dict)
+    leased: dict[str, StorageLease] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
 
     @property
@@ -62,7 +62,9 @@ class _Builder:
         placed_storages: dict[fx.Node, list[PlacedStorage]] = {}
         for storage in self.captured.placed_storages:
             placed_storages.setdefault(storage.node, []).append(storage)
-            self.lent[storage.buffer] = self._lend(storage.buffer, (storage.node, storage.path))
+            self.leased[storage.buffer] = self._lease_out(
+                storage.buffer, (storage.node, storage.path)
+            )
         events = []
         for call in sorted(self.recorder.calls, key=lambda c: order[c.node]):
             event = self._event(call, placed_storages.get(call.node, []))
@@ -76,9 +78,9 @@ class _Builder:
         place = self.plan.placements[buffer]
         return self.arena.segments[place.segment].tensor[place.offset : place.end]
 
-    def _lend(self, buffer: str, value: Value) -> StorageLease:
+    def _lease_out(self, buffer: str, value: Value) -> StorageLease:
         like = self.captured.values.tensors[value]
-        flat = lend(self._bytes(buffer).view(like.dtype))  # uses are counted
+        flat = lease_out(self._bytes(buffer).view(like.dtype))  # uses are counted
         tensor = flat.as_strided(like.shape, like.stride(), 0)
         del flat
         return StorageLease(tensor, name=buffer)
@@ -95,7 +97,7 @@ class _Builder:
         placed = None if overload is None else self.program.calls.get(call.node)
         event = Event(call, self.device, overload, shapes, placed)
         for storage in placed_storages:
-            event.lent[storage.path] = self.lent[storage.buffer]
+            event.leased[storage.path] = self.leased[storage.buffer]
             event.writes.append(storage.buffer)
         return event
 
@@ -105,7 +107,7 @@ class _Builder:
             assert site.buffer is not None
             view = self._flat(site.buffer, self.captured.values.tensors[site.value])
             # Who waits for a tensor waits for all that is under way on its storage.
-            event.views[site.buffer, True] = lend(view) if call.spec.asynchronous else view
+            event.views[site.buffer, True] = lease_out(view) if call.spec.asynchronous else view
             event.writes.append(site.buffer)
         for path, buffer in call.results.items():
             event.views[buffer, False] = self._result(event, call, buffer, path)
@@ -116,18 +118,20 @@ class _Builder:
                 begin = like.storage_offset() * like.element_size()
                 flat = self._flat(site.buffer, like, begin)
                 event.bound[site] = flat.as_strided(like.shape, like.stride())
-        event.copies = len(call.results.keys() - event.lent.keys())
+        event.copies = len(call.results.keys() - event.leased.keys())
         event.copies += sum(call.reads(s) + s.writes for s in call.staged)
 
     def _result(
         self, event: Event, call: PlacedCall, buffer: str, path: tuple[int, ...]
     ) -> torch.Tensor:
-        if path in event.lent:
-            return event.lent[path].tensor
+        if path in event.leased:
+            return event.leased[path].tensor
         event.writes.append(buffer)
         if call.spec.asynchronous:
-            lent = self.lent[buffer] = event.leaving[path] = self._lend(buffer, (call.node, path))
-            return lent.tensor
+            leased = self.leased[buffer] = event.leaving[path] = self._lease_out(
+                buffer, (call.node, path)
+            )
+            return leased.tensor
         return self._flat(buffer, self.captured.values.tensors[call.node, path])
 
     def _claim(self, events: list[Event]) -> None:
@@ -136,7 +140,7 @@ class _Builder:
             for buffer in event.writes:
                 place = self.plan.placements[buffer]
                 segment = self.arena.segments[place.segment]
-                begin, lease = segment.begin + place.offset, self.lent.get(buffer)
+                begin, lease = segment.begin + place.offset, self.leased.get(buffer)
                 ledger = Ledger(segment.leases)
                 event.claims.append((ledger, begin, begin + place.nbytes, lease))
 
@@ -160,7 +164,7 @@ class _Builder:
             if event is None and due and lazy:  # what still waits comes before the barrier, too
                 lazy.append((operation.name, list(due)))
             if step.kind == "poison":
-                poison = _Poison(self._bytes(step.buffer), self.lent.get(step.buffer))
+                poison = _Poison(self._bytes(step.buffer), self.leased.get(step.buffer))
                 lazy.append((operation.name, [poison]))
             if step.node is not None:
                 while current + 1 < len(events):
@@ -253,10 +257,10 @@ class _Poison:
     """Overwrite a dead placement with bits that are no number."""
 
     view: torch.Tensor
-    lent: StorageLease | None
+    leased: StorageLease | None
 
     def __call__(self) -> None:
-        if self.lent is None or not self.lent.held:
+        if self.leased is None or not self.leased.held:
             self.view.fill_(255)
 
 

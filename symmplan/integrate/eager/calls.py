@@ -195,7 +195,7 @@ def settle(event: Event, faults: Faults) -> Callable[[Any, Any, Any], Any]:
             result = event.form.results(_work(placed, event.form, machine, launched, faults))
     machine.acts(event.after)
     run = event.run = machine.function(result)
-    for lease in (*event.lent.values(), *event.leaving.values()):
+    for lease in (*event.leased.values(), *event.leaving.values()):
         lease.own()
     return run
 
@@ -218,12 +218,12 @@ def _check_place(
 def _memory(event: Event, machine: EagerMachine) -> CallValue:
     """What `symmplan.empty` and `symmplan.out` return where the plan expects them."""
     make, given = CallValue("args[0]"), (CallValue("*args[1:]"), CallValue("**kwargs"))
-    if not event.lent:
+    if not event.leased:
         return machine.do(make, *given)
-    (lent,) = event.lent.values()
+    (leased,) = event.leased.values()
     if event.call.kind == "out":
-        machine.do(make, *given, out=lent.tensor)
-    return machine.do(lent.tensor.detach)
+        machine.do(make, *given, out=leased.tensor)
+    return machine.do(leased.tensor.detach)
 
 
 def _work(
@@ -278,7 +278,7 @@ def _results(call: PlacedCall, machine: EagerMachine, launched: Launched) -> Any
     if call.row is None and not call.results:  # the op itself runs
         return machine.do(_staged_or_own, machine.raw, *back) if back else machine.raw
     for path, value in results.items():
-        if path in event.lent or path in event.leaving:
+        if path in event.leased or path in event.leaving:
             results[path] = machine.do(torch.Tensor.detach, value)  # else it would be the session's
         elif back:
             results[path] = machine.do(_staged_or_own, value, *back)

@@ -58,7 +58,7 @@ class Event:
         claims: Of each its bytes in a ledger, and the lease of what the program gets to see.
         views: ``{(buffer, whether as a staged argument): placement}``.
         bound: ``{argument: placement}`` of those that must lie there already.
-        lent: ``{path: StorageLease}`` of those results that stay there.
+        leased: ``{path: StorageLease}`` of those results that stay there.
         leaving: ``{path: StorageLease}`` of pending results that are copied out at their wait.
         work: The Python half of the last work that C++ got, if it is symmplan's.
         copies: How often bytes are copied into and out of placements.
@@ -77,7 +77,7 @@ class Event:
     claims: list[tuple[Ledger, int, int, StorageLease | None]] = field(factory=list)
     views: dict[tuple[str, bool], torch.Tensor] = field(factory=dict)
     bound: dict[Site, torch.Tensor] = field(factory=dict)
-    lent: dict[tuple[int, ...], StorageLease] = field(factory=dict)
+    leased: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     leaving: dict[tuple[int, ...], StorageLease] = field(factory=dict)
     work: Any = None
     copies: int = 0
@@ -119,7 +119,7 @@ class Event:
         if self.placed is None:
             return []
         copies = {s.path: self.placed.copy("copy out", s) for s in self.placed.sites if s.leaves}
-        return [(lent.storage, copies.get(path, "")) for path, lent in self.leaving.items()]
+        return [(leased.storage, copies.get(path, "")) for path, leased in self.leaving.items()]
 
     def ahead(self, operation: str, acts: Sequence[Act]) -> None:
         """Do something right before an operation of this call."""

@@ -18,7 +18,7 @@ from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
-from symmplan.runtime.leases import lend
+from symmplan.runtime.leases import lease_out
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ParameterStorage:
             whole = bytes_[offset : offset + size].view(layout.dtype)
             self._outputs.append(whole)
             self._parts.append(whole[rank * count : (rank + 1) * count])
-            self._storages.append(lend(whole, lambda: None))
+            self._storages.append(lease_out(whole, lambda: None))
         self._alone = self._in_use()  # how often if nobody has views
 
     @property
@@ -133,7 +133,7 @@ class ParameterStorage:
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, storage in zip(parameters, self._storages, strict=True):
-                fsdp2_in_place.lend(parameter, storage)
+                fsdp2_in_place.give_storage(parameter, storage)
         self.bound = True
         self._alone = self._in_use() - views
 

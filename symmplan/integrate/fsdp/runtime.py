@@ -152,7 +152,7 @@ class Runtime:
                 self._log = None
         if pushed:
             return base.expand(key.numel), slot
-        tensor, slot.base = self.executor.lend(base, slot.drop)
+        tensor, slot.base = self.executor.lease_out(base, slot.drop)
         self.executor.buffer(key, tensor)
         return tensor, slot
 
@@ -273,7 +273,7 @@ class Runtime:
 
         Collective: yes.
         """
-        base = None if slot is None else self.executor.lent(slot.base, buffer)
+        base = None if slot is None else self.executor.leased(slot.base, buffer)
         if slot is None or base is None:
             self.counts.plain += 1
             self.counts.because(reasons.NOT_OURS)

@@ -16,7 +16,7 @@ from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.model import Algorithm, Requirement
 from symmplan.planner import plan as plan_problem
-from symmplan.runtime.leases import lend
+from symmplan.runtime.leases import lease_out
 
 
 def key(site, kind="all_gather", numel=64, *, backward=False):
@@ -266,38 +266,38 @@ def test_what_is_left_out_has_no_place():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-def test_lent_bytes_come_back_when_the_last_view_goes(dtype):
+def test_leased_bytes_come_back_when_the_last_view_goes(dtype):
     segment = torch.zeros(1024, dtype=torch.uint8)
     came_back = []
-    lent = lend(segment[256:768].view(dtype), lambda: came_back.append(1))
-    assert lent.data_ptr() == segment.data_ptr() + 256
-    assert lent.dtype == dtype
-    view = lent.view(2, -1)[1]
-    lent.fill_(1)
+    leased = lease_out(segment[256:768].view(dtype), lambda: came_back.append(1))
+    assert leased.data_ptr() == segment.data_ptr() + 256
+    assert leased.dtype == dtype
+    view = leased.view(2, -1)[1]
+    leased.fill_(1)
     assert segment[256:768].any()
     assert not segment[:256].any()
-    del lent
+    del leased
     assert not came_back
     del view
     assert came_back == [1]
 
 
-def test_lent_bytes_keep_their_memory():
-    lent = lend(torch.full((1 << 16,), 7.0), lambda: None)
+def test_leased_bytes_keep_their_memory():
+    leased = lease_out(torch.full((1 << 16,), 7.0), lambda: None)
     gc.collect()
-    assert bool((lent == 7.0).all())
+    assert bool((leased == 7.0).all())
 
 
-def test_nothing_lent_is_back_at_once():
+def test_nothing_leased_is_back_at_once():
     came_back = []
-    lend(torch.empty(0), lambda: came_back.append(1))
+    lease_out(torch.empty(0), lambda: came_back.append(1))
     assert came_back == [1]
 
 
 def test_bytes_may_come_back_in_any_thread():
     came_back = []
-    lent = [lend(torch.zeros(4), lambda: came_back.append(threading.get_ident()))]
-    thread = threading.Thread(target=lent.clear)
+    leased = [lease_out(torch.zeros(4), lambda: came_back.append(threading.get_ident()))]
+    thread = threading.Thread(target=leased.clear)
     thread.start()
     thread.join()
     assert len(came_back) == 1
