@@ -18,8 +18,9 @@ from symmplan.coordination.groups import ProcessIdentity, resolve_groups, this_p
 from symmplan.errors import AgreementError, BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
+    from symmplan.coordination.exchange import PlanningWatch
     from symmplan.coordination.groups import Group
     from symmplan.model import Plan
 
@@ -49,7 +50,7 @@ def agree(
     groups: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
     *,
-    watch: Callable[[], None] | None = None,
+    watch: PlanningWatch | None = None,
 ) -> None:
     """Check that all ranks of all groups of ``plan`` hold the same plan.
 
@@ -58,8 +59,8 @@ def agree(
         groups: ``{name in the plan: process group}`` for names that torch does not know. Groups
             that this rank's plan does not use take part all the same.
         timeout: Seconds that each wait for the peers may take.
-        watch: Called now and then while this rank waits; what it raises is raised on every rank
-            that takes part.
+        watch: As for `symmplan.coordination.exchange.Exchange`; what it raises is raised on every
+            rank that takes part.
 
     Raises:
         AgreementError: Plans differ. Raised on every rank of the group; ``ranks`` are two that

@@ -13,7 +13,9 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.torch_private.c10d import group_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from symmplan.coordination.exchange import PlanningWatch
 
 __all__ = ["all_agree", "all_gather_json", "everywhere", "leaders", "telling"]
 
@@ -34,7 +36,7 @@ def all_gather_json(
     payload: Mapping[str, Any],
     groups: Mapping[str, Any],
     timeout: float,
-    watch: Callable[[], None] | None = None,
+    watch: PlanningWatch | None = None,
 ) -> dict[str, list[Any]]:
     """Tell the ranks of some groups something, and hear what they say.
 
@@ -43,7 +45,7 @@ def all_gather_json(
         payload: ``{name of a group: plain data}``.
         groups: ``{name: process group}``.
         timeout: Seconds that ranks wait for each other.
-        watch: Called now and then while this rank waits; what it raises ends the wait.
+        watch: As for `Exchange`.
 
     Returns:
         ``{name of the group: what each rank said}``; None for what is no JSON.

@@ -21,6 +21,8 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from attrs import frozen
+
 from symmplan.coordination.groups import ProcessIdentity, is_gone
 from symmplan.coordination.sessions import (
     current_keys,
@@ -41,11 +43,25 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.groups import Group
 
-__all__ = ["Exchange", "processes_of", "was_told"]
+__all__ = ["Exchange", "PlanningWatch", "count_in_store", "processes_of", "was_told"]
 
 _SHORTEST_POLL = 0.0002
 _LONGEST_POLL = 0.02
 _LIVENESS_PERIOD = 0.05
+
+
+@frozen
+class PlanningWatch:
+    """For an exchange to which peers may not come.
+
+    Attributes:
+        look: Called now and then while a round waits; what it raises ends the wait.
+        named: ``{name of a group: name}`` of the exchange where it takes no number of the group's,
+            so that who makes it alone counts as its peers do. No other of the group has that name.
+    """
+
+    look: Callable[[], None]
+    named: Mapping[str, str]
 
 
 class Exchange:
@@ -56,7 +72,7 @@ class Exchange:
     Args:
         groups: Every group that takes part; groups of one rank cost nothing.
         timeout: Seconds that each round may take.
-        watch: Called now and then while a round waits; what it raises ends the wait.
+        watch: Whether the peers will come, and what the exchange is called in each group.
         apart: Number this exchange apart from the others, under that name: ranks come to it also
             after exchanges that some of them did not make. See `level`.
 
@@ -70,7 +86,7 @@ class Exchange:
         self,
         groups: Mapping[str, Group],
         timeout: float,
-        watch: Callable[[], None] | None = None,
+        watch: PlanningWatch | None = None,
         apart: str = "",
     ) -> None:
         self.groups = dict(groups)
@@ -83,7 +99,8 @@ class Exchange:
             group.require_own()
             if group.size > 1 and current() is None:
                 with _store_errors(group):
-                    self._sides[name] = _Side(group, keys, apart)
+                    named = "" if watch is None else watch.named.get(name, "")
+                    self._sides[name] = _Side(group, keys, apart, named)
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +171,7 @@ class Exchange:
                 break
             if thorough:
                 if self._watch is not None:
-                    self._watch()
+                    self._watch.look()
                 next_look = now + _LIVENESS_PERIOD
             if now >= deadline:
                 with _store_errors(self.groups[waiting[0]]):
@@ -202,16 +219,17 @@ class _Side:
     All methods may raise what the store does.
     """
 
-    def __init__(self, group: Group, keys: str, apart: str) -> None:
+    def __init__(self, group: Group, keys: str, apart: str, named: str) -> None:
         self.group = group
         # Known from the first exchange on; rounds then notice when a process ends.
         self.processes: Sequence[ProcessIdentity] = PROCESS.members.get(group.process_group, ())
         self._store = group.store
         self._keys = keys
-        self._number = group.store.add(f"{keys}/{apart or 'calls'}/{group.rank}", 1)
+        counted = 0 if named else 1
+        self._number = group.store.add(f"{keys}/{apart or 'calls'}/{group.rank}", counted)
         # Those that are apart have names, the others only a number.
         name = f"{apart} {self._number}" if apart else str(self._number)
-        self.prefix = f"{keys}/{name}"
+        self.prefix = f"{keys}/{named or name}"
         self._phases: list[str] = []
 
     def calls(self, more: int) -> int:
@@ -317,6 +335,20 @@ class _Side:
         # Whoever entered it since may have posted here before.
         if elsewhere is not None and elsewhere in self._missing(phase):
             raise wrong_session(self.group, elsewhere, self._number)
+
+
+def count_in_store(group: Group, what: str) -> int:
+    """How often this rank has counted ``what`` in a group's store, this time included.
+
+    Raises:
+        PeerLostError: The store does not answer.
+
+    Collective: no; 0 in a group whose ranks are not there.
+    """
+    if group.size == 1 or current() is not None:
+        return 0
+    with _store_errors(group):
+        return int(group.store.add(f"symmplan/{what}/{group.rank}", 1))
 
 
 def processes_of(process_group: Any) -> tuple[ProcessIdentity, ...]:

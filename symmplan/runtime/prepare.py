@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
 from attrs import asdict, define, evolve, field
@@ -45,13 +45,11 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.capture import Captured
+    from symmplan.coordination.exchange import PlanningWatch
     from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
     from symmplan.model import Plan, Problem
     from symmplan.runtime.options import Options
-
-    #: See `Preparation.agree`.
-    _Watch: TypeAlias = AbstractContextManager[Callable[[], None] | None]
 
 __all__ = ["Preparation", "checked_plan"]
 
@@ -98,7 +96,8 @@ class Preparation:
         self,
         device: torch.device,
         groups: Mapping[str, Any],
-        watch: Callable[[Mapping[str, Any]], _Watch] | None = None,
+        watch: Callable[[Mapping[str, Any]], AbstractContextManager[PlanningWatch | None]]
+        | None = None,
         **more: Any,
     ) -> str:
         """Name of the memory backend, where all ranks were given the same options.
@@ -108,7 +107,7 @@ class Preparation:
         Args:
             device: Where this rank's tensors lie.
             groups: ``{name: process group}``, None for one of this process alone.
-            watch: Given the groups that are asked, a context while they are, which gives what looks
+            watch: Given the groups that are asked, a context while they are, in which it is seen
                 whether the peers will come.
             more: Options that only the caller has, by name, as plain data.
 
@@ -273,7 +272,7 @@ def _hear(
     mine: dict[str, Any],
     groups: Mapping[str, Group],
     timeout: float,
-    look: Callable[[], None] | None,
+    look: PlanningWatch | None,
     failed: Exception | None,
 ) -> Refusal | None:
     """Why all ranks do without symmetric memory; None if they need not.

@@ -6,14 +6,14 @@
     know. If not, this rank waits for peers that do not plan, and they wait for it in a collective.
 
     So each rank says, in words that peers see (see `symmplan.memory.segment.Rendezvous.tell`), how
-    many runs of planned graphs it has begun, how often it began to plan, and for which run it did
-    so last; for each process group. Ranks run the same program, so their counts are equal at the
-    same place in it. Who has begun the run that a peer plans for, without having planned as often,
+    many runs of planned graphs it has begun, and for which run it last planned; for each process
+    group. Ranks run the same program, so their counts are equal at the
+    same place in it. Who has begun the run that a peer plans for, without having planned for it,
     runs an old graph in its place. Both sides look: who plans while it waits for the others, who
     runs when a run begins and while it waits in a barrier.
 
-    Who runs an old graph was awaited in an exchange. It joins that only to say what is wrong, so
-    that all ranks have made the same number of exchanges after it and the group is as good as
+    An exchange in which ranks wait for all to plan takes no number of the group's. It is named
+    after the run that is planned for, so one that a rank makes alone leaves the group as good as
     before.
 
 [Note: epoch counters]
@@ -43,7 +43,7 @@ from weakref import WeakKeyDictionary
 from attrs import define, field
 
 from symmplan.coordination.all_gather import all_gather_json
-from symmplan.coordination.exchange import Exchange, processes_of
+from symmplan.coordination.exchange import PlanningWatch, count_in_store, processes_of
 from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import AgreementError, SymmplanError
 from symmplan.memory import realize
@@ -66,10 +66,10 @@ __all__ = ["Progress"]
 #: What it looks like where memory to see peers in cannot be had.
 _UNHAD: tuple[type[BaseException], ...] = (SymmplanError, *WANT)
 
-#: Which of the words says how often a rank began to plan.
-_PLANNINGS = 1
-#: More plannings than this are not caught up with: what a peer says is bounded.
-_MOST_MISSED = 8
+#: Which of the words says for which run a rank last planned.
+_PLANNED = 1
+#: More often than this nobody waits for all to plan for one run.
+_MOST_WAITS = 1 << 16
 
 
 @define(eq=False)
@@ -77,27 +77,43 @@ class _Counts:
     """What this rank says to one process group.
 
     Attributes:
+        series: Which of the group's series of runs this is, counted from 1 when it first plans.
         runs: How many runs of planned graphs it has begun.
-        plannings: How often it began to plan.
-        planned_for: Which run it last planned for, counted from 1.
+        planned: Which run it last planned for, counted from 1, and the how-many-th wait for all
+            to plan for that: ``run * _MOST_WAITS + wait``.
+        failed: The last of these that ended by an error.
+        heard: The last of a peer's that this rank was told of instead of taking part.
         epoch_counters: Where it says so.
         made: Counters that lie in no segment of a plan.
     """
 
+    series: int = 0
     runs: int = 0
-    plannings: int = 0
-    planned_for: int = 0
+    planned: int = 0
+    failed: int = 0
+    heard: int = 0
     epoch_counters: list[Rendezvous] = field(factory=list)
     made: Arena | None = None
+
+    @property
+    def wait(self) -> str:
+        """Name of the exchange in which it waits for all to plan."""
+        run, wait = divmod(self.planned, _MOST_WAITS)
+        return f"series {self.series}, run {run}, wait {wait}"
+
+    @property
+    def known(self) -> int:
+        """The last planning that it took part in, or was told of."""
+        return max(self.planned, self.heard)
 
     def say(self, epoch_counters: Iterable[Rendezvous]) -> None:
         """Say so in some epoch counters."""
         for counters in epoch_counters:
-            # In this order: a planning is seen with what it is for, a run with what was planned.
-            counters.tell((self.planned_for, self.plannings, self.runs))
+            # In this order: who sees a number sees what came before it.
+            counters.tell((self.failed, self.planned, self.runs))
 
     def said(self) -> Iterator[tuple[Group, int, tuple[int, ...]]]:
-        """``(group, rank, (planned_for, plannings, runs))`` of all ranks, as they say."""
+        """``(group, rank, (failed, planned, runs))`` of all ranks, as they say."""
         for counters in self.epoch_counters:
             for rank, words in enumerate(counters.told()):
                 yield counters.group, rank, words
@@ -163,10 +179,11 @@ class Progress:
         Raises:
             AgreementError: A peer plans a new graph for it, and nobody would see that later on.
         """
-        for group in groups:
-            counts = self._of(group)
+        began = [self._of(group) for group in groups]
+        for counts in began:  # in all groups before one may raise
             counts.runs += 1
             counts.say(counts.epoch_counters[:1])
+        for counts in began:
             if counts.made is not None:
                 self._look(counts)
 
@@ -205,33 +222,32 @@ class Progress:
             self._look(counts)
 
     def _look(self, counts: _Counts) -> None:
-        if all(
-            counters.most_told(_PLANNINGS) <= counts.plannings for counters in counts.epoch_counters
-        ):
+        if all(m.most_told(_PLANNED) <= counts.known for m in counts.epoch_counters):
             return
-        for group, rank, (planned_for, plannings, _) in counts.said():
-            if plannings > counts.plannings and counts.runs >= planned_for > 0:
-                error = _differ(group, planning=rank, running=group.rank)
-                self._join_all(error)
-                raise error
+        for group, rank, (failed, planned, _) in counts.said():
+            if any(counts.known < of < _end(counts.runs) for of in (failed, planned)):
+                self._hear()
+                raise _differ(group, planning=rank, running=group.rank)
 
     @contextlib.contextmanager
-    def planning(self, groups: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+    def planning(self, groups: Mapping[str, Any]) -> Iterator[PlanningWatch]:
         """This rank begins to plan for its next run, and will wait for all ranks of the groups.
 
         Yields:
-            What raises an `AgreementError` if a peer runs an old graph instead.
+            What raises an `AgreementError` if a peer runs an old graph instead, for one exchange.
         """
-        mine = [self._of(group) for group in groups.values() if group is not None]
-        for counts in mine:
-            counts.planned_for = counts.runs + 1
-            counts.plannings += 1
+        members = resolve_groups(groups, groups)
+        mine = {n: self._of(group) for n, group in groups.items() if group is not None}
+        for name, counts in mine.items():
+            counts.series = counts.series or count_in_store(members[name], "series")
+            counts.planned = max(counts.planned, (counts.runs + 1) * _MOST_WAITS) + 1
             counts.say(counts.epoch_counters)
+        named = {name: counts.wait for name, counts in mine.items()}
         try:
-            yield functools.partial(_look_for_runners, mine)
+            yield PlanningWatch(functools.partial(_look_for_runners, mine.values()), named)
         except BaseException:
-            for counts in mine:
-                counts.runs = counts.planned_for
+            for counts in mine.values():
+                counts.runs, counts.failed = counts.planned // _MOST_WAITS, counts.planned
                 counts.say(counts.epoch_counters)
             raise
 
@@ -255,29 +271,28 @@ class Progress:
         counts: _Counts = self._counts.setdefault(group, _Counts())
         return counts
 
-    def _join_all(self, error: BaseException) -> None:
-        """Take part in the exchanges in which peers wait for this rank, by failing them."""
+    def _hear(self) -> None:
+        """This rank is told, once, of what peers plan, and counts the runs that these plan for."""
         for counts in self._counts.values():
-            theirs, planned_for = max(
-                ((plannings, planned_for) for *_, (planned_for, plannings, _) in counts.said()),
-                default=(0, 0),
-            )
-            missed = theirs - counts.plannings
-            for _ in range(min(missed, _MOST_MISSED)):
-                group = counts.epoch_counters[0].group
-                with contextlib.suppress(Exception):  # the store may be what failed
-                    Exchange({group.name: group}, self.timeout).fail(error)
-            if missed > 0:
-                counts.plannings += missed
-                counts.runs = max(counts.runs, planned_for)
-                counts.planned_for = 0  # for none: it only caught up
-                counts.say(counts.epoch_counters)
+            # In other groups peers may plan for a run that has not begun here.
+            for end in (_end(counts.runs), _end(counts.runs + 1)):
+                plannings = [of for *_, words in counts.said() for of in words[:-1] if of < end]
+                if max(plannings, default=0) > counts.known:
+                    counts.heard = max(plannings)
+                    counts.runs = max(counts.runs, counts.heard // _MOST_WAITS)
+                    counts.say(counts.epoch_counters)
+                    break
+
+
+def _end(run: int) -> int:
+    """What no planning for a run, or one before it, reaches."""
+    return (run + 1) * _MOST_WAITS
 
 
 def _look_for_runners(mine: Iterable[_Counts]) -> None:
     for counts in mine:
-        for group, rank, (_, plannings, runs) in counts.said():
-            if runs >= counts.planned_for and plannings < counts.plannings:
+        for group, rank, (_, planned, runs) in counts.said():
+            if _end(runs) > counts.planned > planned:
                 raise _differ(group, planning=group.rank, running=rank)
 
 

@@ -259,7 +259,7 @@ def _in_ordinary_memory(rank, size, first):
             if first == "runs":  # and waits where nothing of symmplan's can look around
                 compiled(x, w, group, size)
                 return None
-            while counts.epoch_counters[0].most_told(1) == counts.plannings:
+            while counts.epoch_counters[0].most_told(1) == counts.planned:
                 pass
         elif first == "runs":
             while counts.epoch_counters[0].told()[0][-1] == counts.runs:
@@ -275,6 +275,16 @@ def _in_ordinary_memory(rank, size, first):
         trials.fastest = fastest
         dist.barrier()
         backend.release()
+        _meet()
+
+
+def _meet():
+    """An exchange of all ranks: none of them is ahead of the others."""
+    import symmplan
+    from symmplan.memory import realize
+
+    problem = symmplan.Problem.from_intervals([("x", 0, 1, 64)])
+    realize(symmplan.plan(problem), memory="shm", timeout=20.0).release()
 
 
 @pytest.mark.parametrize("first", ["plans", "runs"])
@@ -381,15 +391,12 @@ def _without_board(rank, size, kind, stage):
     import torch.distributed as dist
     from budget_programs import failing
 
-    import symmplan
     from symmplan.coordination.groups import resolve_groups
     from symmplan.integrate.compile import progress
-    from symmplan.memory import realize
 
     name = dist.group.WORLD.group_name
     group = resolve_groups([name])[name]
-    problem = symmplan.Problem.from_intervals([("x", 0, 1, 64)])
-    realize(symmplan.plan(problem), memory="shm", timeout=20.0).release()  # who is on which host
+    _meet()  # who is on which host
     with failing(stage, kind, here=rank == 1):
         made = progress._make(group, 20.0)
     total = torch.ones(1)
