@@ -76,6 +76,9 @@ class Rendezvous:
         self._peers = peers
         self._given: list[int] = []
 
+    def __repr__(self) -> str:
+        return f"<Rendezvous with group {self.group.name!r} of {self.group.size} ranks>"
+
     @property
     def peers(self) -> tuple[torch.Tensor, ...]:
         """Each rank's bytes of the segment, also this one's, as one-dimensional uint8."""

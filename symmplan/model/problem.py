@@ -152,7 +152,7 @@ def _names(values: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     return tuple(values)
 
 
-@frozen
+@frozen(repr=False)
 class Problem:
     """What a program does with the tensors that must be symmetric.
 
@@ -188,6 +188,11 @@ class Problem:
         from symmplan.planner.check import check_problem
 
         check_problem(self)
+
+    def __repr__(self) -> str:
+        from symmplan.report.text import problem_line
+
+        return f"<Problem: {problem_line(self)}>"
 
     @staticmethod
     def from_intervals(intervals: Iterable[tuple[str, int, int, int]]) -> Problem:

@@ -10,9 +10,9 @@ from symmplan.report.format import count, size, table, visible
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from symmplan.model import Plan, Unplanned
+    from symmplan.model import Plan, Problem, Unplanned
 
-__all__ = ["ENDS", "plan_line", "plan_summary", "reasons_line"]
+__all__ = ["ENDS", "plan_line", "plan_summary", "problem_line", "reasons_line"]
 
 #: How many barriers or left-out tensors are listed before "and n more"; the JSON and the HTML
 #: page have all of them.
@@ -62,6 +62,14 @@ def plan_line(plan: Plan) -> str:
     reached = plan.peak_bytes == plan.lower_bound_bytes
     bound = "the minimum" if reached else f"the minimum is {size(plan.lower_bound_bytes)} or more"
     return f"{held}, {size(plan.peak_bytes)} ({bound})"
+
+
+def problem_line(problem: Problem) -> str:
+    """Buffers, their bytes, operations and what was left out, on one line."""
+    nbytes = size(sum(buffer.nbytes for buffer in problem.buffers))
+    held = f"{count(len(problem.buffers), 'buffer')} of {nbytes}"
+    left = f", {len(problem.unplanned):,} left out" if problem.unplanned else ""
+    return f"{held}, {count(len(problem.operations), 'operation')}{left}"
 
 
 def reasons_line(unplanned: Iterable[Unplanned]) -> str:

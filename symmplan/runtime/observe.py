@@ -209,7 +209,7 @@ class Seen:
         return self.algorithm == self.planned.algorithm
 
 
-@frozen
+@frozen(repr=False)
 class Checked:
     """What was planned of a step's collectives, and what ran, on this rank.
 
@@ -230,6 +230,10 @@ class Checked:
         return tuple(
             (f"{s.planned.name} ({s.planned.op})", s.reason) for s in self.calls if s.reason
         )
+
+    def __repr__(self) -> str:
+        missed = sum(not seen.engaged for seen in self.calls)
+        return f"<Checked: {len(self.calls):,} collectives, {missed:,} not as planned>"
 
     def __str__(self) -> str:
         """A table, planned and observed side by side, and the reasons below it."""

@@ -96,7 +96,7 @@ def _costs(plan: Plan) -> list[Answer]:
     return found
 
 
-@frozen
+@frozen(repr=False)
 class SimulationReport:
     """What one rank of a world would need; made by `symmplan.simulate`.
 
@@ -120,6 +120,13 @@ class SimulationReport:
     lower_bound_bytes: int
     ordinary_bytes: Ordinary
     collectives: tuple[Collective, ...]
+
+    def __repr__(self) -> str:
+        symmetric, ordinary = size(self.peak_bytes), size(self.ordinary_bytes.total)
+        return (
+            f"<SimulationReport: rank {self.rank:,} of {self.ranks:,}, {symmetric} symmetric and "
+            f"{ordinary} ordinary memory, {count(len(self.plans), 'plan')}>"
+        )
 
     def to_json(self) -> str:
         """All of it as JSON; the plans by their facts and fingerprints."""

@@ -65,6 +65,11 @@ class CompileBackend:
         # It tells of no calls: what a graph runs is seen.
         self._planner = Planner(lambda: self.plans, self.release, lambda _: "symmetric")
 
+    def __repr__(self) -> str:
+        memory = f"memory={self.settings.memory!r}"
+        graphs, plans = count(self._graphs, "graph"), count(len(self.plans), "plan")
+        return f"<symmplan.backend: {memory}, {graphs}, {plans}>"
+
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans made so far, of graphs with declared tensors, then of pinned inputs."""
