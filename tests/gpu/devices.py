@@ -1,14 +1,29 @@
-"""Ranks on CUDA devices of this host, one on each: what tests of GPUs have in common."""
+"""Ranks on CUDA devices of this host, one on each: what tests of GPUs have in common.
+
+    SHARE_DEVICE=1 python -m pytest -m gpu tests/gpu/test_fsdp_programs_gpu.py
+
+lets all ranks run on one device: streams, events and graphs of CUDA are real, peers are reached by
+CUDA's own mappings (memory="cuda"), and NCCL takes each rank for a host of its own. What asks for
+memory="nccl" or for copy engines fails there.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
 
 import pytest
 import torch
 from ranks import RankPool
 
+#: Whether ranks share the first device.
+SHARED = os.environ.get("SHARE_DEVICE") == "1"
+
 
 def needs_devices(count=2):
     """The marks of a test that needs so many devices."""
+    count = min(count, 1) if SHARED else count
     missing = torch.cuda.device_count() < count
     missing = pytest.mark.skipif(missing, reason=f"needs {count} CUDA devices")
     return [pytest.mark.gpu, pytest.mark.ranks, missing]
@@ -19,19 +34,47 @@ def worlds(*counts):
     return [pytest.param(count, marks=needs_devices(count)) for count in counts]
 
 
-def pool_on(*counts, scope="module", make=RankPool, **options):
-    """A fixture: ranks over NCCL, for several counts one after the other.
+@contextlib.contextmanager
+def ranks_on(count, make=RankPool, **options):
+    """Ranks over NCCL; ``make(count, **options)`` starts them."""
+    init = None if SHARED else "nccl"
+    with make(count, init=init, **options) as ranks, tempfile.TemporaryDirectory() as folder:
+        if SHARED:
+            RankPool.outcomes(ranks, share_device, folder)
+        yield ranks
 
-    ``make(count, **options)`` starts them. What is pending ends before they do.
+
+def pool_on(*counts, scope="module", **options):
+    """A fixture: `ranks_on`, for several counts one after the other.
+
+    What is pending ends before they do.
     """
 
     @pytest.fixture(scope=scope, params=worlds(*counts) if len(counts) > 1 else None)
     def pool(request):
-        with make(getattr(request, "param", counts[0]), init="nccl", **options) as ranks:
+        with ranks_on(getattr(request, "param", counts[0]), **options) as ranks:
             yield ranks
             RankPool.outcomes(ranks, finish)
 
     return pool
+
+
+def share_device(rank, world, folder):
+    """Ranks meet over NCCL on the first device."""
+    import torch.distributed as dist
+
+    from symmplan.memory import torch_symm
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+    os.environ["NCCL_HOSTID"] = str(rank)  # NCCL refuses two ranks of one host on one device
+    torch.cuda.set_device(0)
+    torch.cuda.set_device = lambda _: None  # programs set the one of their rank
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    del os.environ["NCCL_HOSTID"]  # which NCCL has read; all ranks are on this host
+    torch_symm.serves_nccl = torch_symm.has_windows = lambda _: False
 
 
 def finish(rank, world):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import needs_devices
-from ranks import RankPool
+from devices import needs_devices, ranks_on
 from torch.distributed import _symmetric_memory
 
 pytestmark = needs_devices()
@@ -68,7 +67,7 @@ def _run(rank, world_size, memory, inner):
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_nccl_runs_its_symmetric_kernels_in_placements(inner):
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         first, second = pool.run(_run, "nccl", inner)
     print(first)
     assert first["fingerprint"] == second["fingerprint"]
@@ -124,7 +123,7 @@ def _overlapped(rank, world_size, inner):
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_the_wait_for_one_gather_does_not_wait_for_the_next(inner):
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         first, _ = pool.run(_overlapped, inner)
     print(first)
     assert first["products"] == 9
@@ -153,7 +152,7 @@ def _chosen(rank, world_size):
 
 
 def test_ranks_choose_alike_by_measurement():
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         first, second = pool.run(_chosen)
     print(first)
     assert first == second
@@ -193,7 +192,7 @@ def _graphed(rank, world_size):
 
 
 def test_cuda_graphs_use_the_segments_where_they_lie():
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         first, second = pool.run(_graphed)
     assert first == second
     assert first.rendezvous == 1
@@ -266,7 +265,7 @@ def _with_pads(rank, world_size, memory, inner):
 def test_ops_of_torch_symmetric_memory_run_in_placements(inner, memory):
     if memory == "nvshmem" and not _symmetric_memory.is_nvshmem_available():
         pytest.skip("this torch has no NVSHMEM")
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         first, second = pool.run(_with_pads, memory, inner)
     assert first == second
     assert first.bound >= 3
@@ -345,7 +344,7 @@ def _bound(rank, world_size, mode):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_parameters_are_gathered_where_they_live(mode):
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         first, second = pool.run(_bound, mode)
     print(first)
     names, placed, stats, staged, moved_back, finite = first[1:]
@@ -385,7 +384,7 @@ def _odd(rank, world_size, numel, inner):
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_gathers_of_parts_that_are_not_whole_words_are_right(inner):
     """NCCL 2.28.9's symmetric kernel would write wrong bytes."""
-    with RankPool(2, init="nccl", timeout=280.0) as pool:
+    with ranks_on(2, timeout=280.0) as pool:
         for numel, placed in ((297, False), (298, True), (4097, False), (4096, True)):
             for equal, found, left_out in pool.run(_odd, numel, inner):
                 assert equal

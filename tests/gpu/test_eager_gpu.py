@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import needs_devices
-from ranks import RankPool
+from devices import needs_devices, ranks_on
 
 pytestmark = needs_devices()
 
@@ -129,7 +128,7 @@ def _infer(rank, world_size, memory, nbytes, graph):
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, 8 << 20])
 def test_tensor_parallel_inference(nbytes, graph):
-    with RankPool(2, init="nccl", timeout=100.0) as pool:
+    with ranks_on(2, timeout=100.0) as pool:
         first, second = pool.run(_infer, "nccl", nbytes, graph)
     print(nbytes, graph, first)
     assert first["fingerprint"] == second["fingerprint"]
@@ -180,7 +179,7 @@ def _diverges(rank, world_size, fault):
 @pytest.mark.parametrize("fault", ["shape", "extra", "keep", "raise"])
 def test_a_rank_that_diverges_says_so(fault):
     """Rank 0's device may wait for rank 1: then the process group's own timeout ends that."""
-    with RankPool(2, init="nccl", timeout=90.0) as pool:
+    with ranks_on(2, timeout=90.0) as pool:
         first, second = pool.outcomes(_diverges, fault)
     assert first.hung is None, first.describe()  # torch's watchdog may have ended its process
     assert first.error is not None or first.exitcode, first.describe()
@@ -224,7 +223,7 @@ def _again(rank, world_size, holds):
 @pytest.mark.parametrize("holds", [False, True])
 def test_sessions_share_a_pool(holds):
     """A session gets the segments of one that is over, unless somebody holds a tensor of those."""
-    with RankPool(2, init="nccl", timeout=100.0) as pool:
+    with ranks_on(2, timeout=100.0) as pool:
         for made, wrong, segments in pool.run(_again, holds):
             assert made == ([1, 1, 0] if holds else [1, 0, 0])
             assert not wrong

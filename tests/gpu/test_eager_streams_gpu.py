@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import needs_devices
-from ranks import RankPool
+from devices import needs_devices, ranks_on
 
 pytestmark = needs_devices()
 
@@ -71,7 +70,7 @@ def _side_stream(rank, world_size, back, how):
 @pytest.mark.parametrize("how", ["stream", "event", "fresh"])
 @pytest.mark.parametrize("back", [False, True])
 def test_work_on_a_side_stream(back, how):
-    with RankPool(2, init="nccl", timeout=60.0) as pool:
+    with ranks_on(2, timeout=60.0) as pool:
         first, second = pool.run(_side_stream, back, how)
     assert first == second
     shared, streams, _ = first
@@ -112,7 +111,7 @@ def _recorded(rank, world_size, mark):
 
 @pytest.mark.parametrize("mark", [False, True])
 def test_a_reader_on_another_stream_keeps_the_bytes(mark):
-    with RankPool(2, init="nccl", timeout=60.0) as pool:
+    with ranks_on(2, timeout=60.0) as pool:
         first, second = pool.run(_recorded, mark)
     assert first == second
     assert len(set(first[0])) == len(first[0])
@@ -145,7 +144,7 @@ def _asynchronous(rank, world_size, staged):
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_an_asynchronous_collective_holds_its_bytes(staged):
-    with RankPool(2, init="nccl", timeout=60.0) as pool:
+    with ranks_on(2, timeout=60.0) as pool:
         first, second = pool.run(_asynchronous, staged)
     assert first == second
     places, served, count, left_out = first
@@ -190,7 +189,7 @@ def _symm_mem(rank, world_size, out):
 
 @pytest.mark.parametrize("out", [False, True])
 def test_ops_of_torch_symmetric_memory(out):
-    with RankPool(2, init="nccl", timeout=60.0) as pool:
+    with ranks_on(2, timeout=60.0) as pool:
         first, second = pool.run(_symm_mem, out)
     print(first)
     assert first[:3] == second[:3] == ((2, 0, 8) if out else (0, 2, 8))
@@ -239,5 +238,5 @@ def _captured(rank, world_size):
 
 
 def test_a_cuda_graph_on_two_streams():
-    with RankPool(2, init="nccl", timeout=60.0) as pool:
+    with ranks_on(2, timeout=60.0) as pool:
         assert pool.run(_captured) == [0, 0]

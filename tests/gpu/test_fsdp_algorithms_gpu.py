@@ -11,8 +11,7 @@ import sys
 
 import pytest
 import torch
-from devices import finish, needs_devices, pool_on
-from ranks import RankPool
+from devices import finish, needs_devices, pool_on, ranks_on
 
 DEVICES = min(4, torch.cuda.device_count())
 
@@ -307,7 +306,7 @@ def test_the_kernel_sums_as_torch_does(pool, dtypes):
 
 
 def test_torch_need_not_guess_the_device_of_our_communicators():
-    with RankPool(DEVICES, init="nccl", timeout=180) as ranks:
+    with ranks_on(DEVICES, timeout=180) as ranks:
         for said in ranks.run(written):
             assert "Guessing device ID" not in said
         ranks.outcomes(finish)

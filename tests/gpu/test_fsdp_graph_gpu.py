@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import needs_devices
-from ranks import RankPool
+from devices import needs_devices, ranks_on
 
 pytestmark = needs_devices()
 
@@ -14,7 +13,7 @@ DIM = 1024
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(2, init="nccl", timeout=120) as ranks:
+    with ranks_on(2, timeout=120) as ranks:
         yield ranks
 
 

@@ -8,8 +8,7 @@ Two and four devices of one host. The layers are large enough to hide a gather.
 from __future__ import annotations
 
 import pytest
-from devices import finish, pool_on, worlds
-from ranks import RankPool
+from devices import finish, pool_on, ranks_on, worlds
 
 pytestmark = pytest.mark.gpu
 
@@ -169,7 +168,7 @@ def test_gathers_run_beside_products_however_many_are_alive(pool, live, ahead):
 @pytest.mark.parametrize("world", worlds(2))
 def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
     """In processes of their own: other models' segments would be used again."""
-    with RankPool(world, init="nccl", timeout=180) as own:
+    with ranks_on(world, timeout=180) as own:
         for found in own.run(seen_forced, kind):
             print(found)
             assert {w for (k, _), w in found["algorithms"].items() if k == kind} == {"ordinary"}

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import finish, needs_devices
+from devices import finish, needs_devices, ranks_on
 from memory_plans import hand_made, two_segments
-from ranks import RankPool
 
 pytestmark = needs_devices()
 
@@ -26,7 +25,7 @@ def pool(request):
 
         if not _symmetric_memory.is_nvshmem_available():
             pytest.skip("this torch has no NVSHMEM")
-    with RankPool(2, init="nccl", timeout=180) as ranks:
+    with ranks_on(2, timeout=180) as ranks:
         ranks.memory = request.param
         yield ranks
         ranks.outcomes(finish)
@@ -349,11 +348,11 @@ def test_one_allocator_per_process(pool):
 
 def test_temporary_memory_comes_back_where_torch_expands_its_segments():
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    with RankPool(2, init="nccl", timeout=180, env=env) as pool:
+    with ranks_on(2, timeout=180, env=env) as pool:
         pool.memory = "nccl"
         test_temporary_memory_comes_back(pool)
 
 
 def test_auto_prefers_nccl():
-    with RankPool(2, init="nccl", timeout=180) as pool:
+    with ranks_on(2, timeout=180) as pool:
         assert pool.run(automatic) == ["nccl"] * 2

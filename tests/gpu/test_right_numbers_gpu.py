@@ -10,11 +10,10 @@ import functools
 
 import pytest
 import torch
-from devices import needs_devices
+from devices import needs_devices, ranks_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
-from ranks import RankPool
 from test_right_numbers import (
     EXAMPLES,
     PAUSES,
@@ -37,7 +36,7 @@ _MEMORY = "nccl"
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(2, timeout=300.0, init="nccl") as ranks:
+    with ranks_on(2, timeout=300.0) as ranks:
         ranks.run(_setup_device)
         yield ranks
 

@@ -19,6 +19,7 @@ from fsdp_models import (
     hooked,
     local,
     stop,
+    synchronize,
     update,
 )
 from torch import nn
@@ -144,7 +145,7 @@ class Actor:
         self._pending.append(self._loss())
 
     def catch_up(self):
-        _synchronize()
+        synchronize()
         while self._pending:
             self._pending.pop().backward()
         self._step()
@@ -291,7 +292,7 @@ class Actor:
 
     def write(self, index, how, factor):
         """Write to shards, or to the parameters of a block as they are now."""
-        _synchronize()
+        synchronize()
         shards = self._shards(index)
         if how == "whole":
             shards = list(self.model.blocks[index % len(self.model.blocks)].parameters())
@@ -305,11 +306,11 @@ class Actor:
                     shard.mul_(factor)
             else:
                 (local(shard.detach()) if how == "local" else shard.data).mul_(factor)
-        _synchronize()
+        synchronize()
 
     def clamp(self, index, how):
         """A parameter of one element, of which one rank has a shard, is clamped."""
-        _synchronize()
+        synchronize()
         for shard in self.optimizer.param_groups[0]["params"]:
             if shard.numel() == 1:
                 most = 0.5 + index / 8
@@ -318,11 +319,11 @@ class Actor:
                 else:
                     with torch.no_grad():
                         shard.clamp_(max=most)
-        _synchronize()
+        synchronize()
 
     def extra_step(self, index):
         """Another optimizer steps."""
-        _synchronize()
+        synchronize()
         shards = self._shards(index)
         before = [shard.grad for shard in shards]
         for shard in shards:
@@ -330,7 +331,7 @@ class Actor:
         torch.optim.SGD(shards, lr=0.25).step()
         for shard, grad in zip(shards, before, strict=True):
             shard.grad = grad
-        _synchronize()
+        synchronize()
 
     def litter(self, index):
         """What the next forward pass makes, and views of a parameter, wait for the collector."""
@@ -371,12 +372,3 @@ class Actor:
         if self.handle is not None:
             with contextlib.suppress(symmplan.errors.CaptureError):
                 self.handle.freeze()
-
-
-def _synchronize():
-    """FSDP2's gathers wait for what was queued before the last forward pass, and for nothing since.
-
-    They may read shards that are written after that at any moment.
-    """
-    if DEVICE[0] == "cuda":
-        torch.cuda.synchronize()

@@ -69,6 +69,15 @@ class Words(Net):
         return super().forward(x + self.words((x[:, 0] * 7).long().abs() % 8))
 
 
+def synchronize():
+    """FSDP2's gathers wait for what was queued before the last forward pass, and for nothing since.
+
+    They may read shards that are written after that at any moment.
+    """
+    if DEVICE[0] == "cuda":
+        torch.cuda.synchronize()
+
+
 def mesh(*shape, names=None, device=None):
     return init_device_mesh(device or DEVICE[0], shape, mesh_dim_names=names)
 

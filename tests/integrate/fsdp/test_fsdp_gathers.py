@@ -207,16 +207,21 @@ def scaled():
 def changed(rank, world, change, where):
     """A shard changes on some ranks in forward, or between forward and backward."""
 
+    def now(model, rank):
+        fsdp_models.synchronize()
+        change(model, rank)
+        fsdp_models.synchronize()
+
     def program(model, trace, rank):
         optimizer = sgd(model)
         for step in range(6):
             hook = None
             if where == "forward" and step > 2:
                 block = model.blocks[1].up
-                hook = block.register_forward_hook(lambda *_: change(model, rank))
+                hook = block.register_forward_hook(lambda *_: now(model, rank))
             loss = model(batch(step, rank)).pow(2).mean()
             if where == "between" and step > 2:
-                change(model, rank)
+                now(model, rank)
             if hook is not None:
                 hook.remove()
             loss.backward()
