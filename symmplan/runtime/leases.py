@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
+from symmplan.coordination.world import at_end, current
 from symmplan.memory.streams import Mark, current_stream, mark, synchronize, wait_for
 from symmplan.torch_private.dispatch import storage_use_count
 
@@ -94,6 +95,11 @@ def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) 
     if not nbytes:
         on_drop()
         return tensor
+    if (world := current()) is not None:
+        made = torch.empty_like(tensor)  # of no bytes, as the segment itself
+        world.buffer(None, None, made)
+        at_end(made, on_drop)
+        return made
     owner: Any = _Owner(tensor, nbytes, on_drop)
     if tensor.is_cpu:
         import numpy as np
