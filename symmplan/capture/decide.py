@@ -28,6 +28,7 @@ from symmplan.capture.graphs import (
     called,
     is_getitem,
     is_pure_view,
+    label_of,
     overload_of,
     target_name,
     tensor_leaves,
@@ -111,6 +112,7 @@ class Decider:
     waits: dict[fx.Node, dict[Path, fx.Node]]  # of asynchronous nodes, by path of the result
     producer: Callable[[fx.Node], Write | None]
     skip: Callable[[OpSpec, Requirement], str | None]
+    anywhere: Callable[[OpSpec, Requirement], bool]
     refused: Mapping[fx.Node, str]
     device: torch.device | None
     keep: frozenset[fx.Node]
@@ -168,8 +170,9 @@ class Decider:
             self._left.add(self.values.find(request.value))
         nbytes = bound(self.values.tensors[request.value].untyped_storage().nbytes())
         name = f"{self.prefix}{request.value[0].name}"
-        where = request.site.where
-        self.unplanned.append(Unplanned(name, request.spec.op, where, reason, nbytes))
+        needed = not self.anywhere(request.spec, request.requirement)
+        about = (name, request.spec.op, request.site.where, reason, nbytes)
+        self.unplanned.append(Unplanned(*about, needed=needed))
         self.sites.append(evolve(request.site, reason=reason))
 
     def _place(self, request: Request, how: How, buffer: str, reason: str = "") -> None:
@@ -213,6 +216,7 @@ class Decider:
             where=request.site.where,
             dtype=str(fake.dtype).removeprefix("torch."),
             shape=tuple(bound(size) or 0 for size in fake.shape),
+            label=label_of(value[0], request.node),
         )
         self.buffers[buffer.name] = buffer
         return buffer

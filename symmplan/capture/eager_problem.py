@@ -45,6 +45,7 @@ def capture_recorded(
     lookup: Callable[[Any], OpSpec | None],
     producer: Callable[[fx.Node, Callable[[fx.Node], Write | None]], Write | None],
     skip: Callable[[OpSpec, Requirement], str | None],
+    anywhere: Callable[[OpSpec, Requirement], bool] = lambda _spec, _requirement: False,
     default_group: str | None = None,
     refused: Mapping[fx.Node, str] | None = None,
 ) -> Captured:
@@ -55,6 +56,7 @@ def capture_recorded(
         lookup: As for `capture_fx`.
         producer: The same; its second argument asks for what the program says of a node.
         skip: As for `capture_fx`.
+        anywhere: As for `capture_fx`.
         default_group: As for `capture_fx`.
         refused: Ops that are not placed, and why, whatever the others say.
 
@@ -68,6 +70,7 @@ def capture_recorded(
             lookup=lookup,
             producer=lambda node: producer(node, recorder.writes.get),
             skip=skip,
+            anywhere=anywhere,
             refused=refused,
             default_group=default_group,
         )

@@ -32,6 +32,8 @@ __all__ = ["OPS", "Planned", "problem_of"]
 
 #: What of a collective may be symmetric.
 _WHERE = {"all_gather": "output", "reduce_scatter": "input"}
+#: Of a module, what that is.
+_TENSORS = {"all_gather": "parameters", "reduce_scatter": "gradients"}
 #: The op of each kind of collective.
 OPS = {
     "all_gather": "c10d::_allgather_base_",
@@ -121,7 +123,8 @@ def problem_of(
             if facts is None or algorithm.name == "ordinary":
                 planned[index] = Planned(call, None, algorithm=algorithm)
                 words = (OPS[call.key.kind], _WHERE[call.key.kind], algorithm.reason)
-                unplanned.append(Unplanned(name, *words, call.nbytes))
+                left = Unplanned(name, *words, call.nbytes, needed=facts is not None)
+                unplanned.append(left)
                 continue
             if algorithm.name == "push":
                 turn = pushed[call.group] = pushed.get(call.group, -1) + 1
@@ -230,6 +233,7 @@ def _buffer(
         where=f"{_WHERE[call.key.kind]} ({algorithm.name})",
         dtype=call.key.dtype,
         shape=(call.key.numel,),
+        label=f"{call.key.site} {_TENSORS[call.key.kind]}",
     )
 
 

@@ -60,6 +60,7 @@ def capture_fx(
     lookup: Callable[[Any], OpSpec | None] = spec_for,
     producer: Callable[[fx.Node], Write | None] = writes_inductor,
     skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
+    anywhere: Callable[[OpSpec, Requirement], bool] = lambda _spec, _requirement: False,
     refused: Mapping[fx.Node, str] | None = None,
     device: torch.device | None = None,
     keep: frozenset[fx.Node] = frozenset(),
@@ -76,6 +77,7 @@ def capture_fx(
         lookup: Gives what is declared of an op, or None.
         producer: Says how a node can write into memory it is given, or None.
         skip: Gives the reason why a requirement is not to be met, or None to meet it.
+        anywhere: Says whether a tensor may lie anywhere, so that nothing is lost without it.
         refused: ``{node: why its tensors are to be left out}``.
         device: Where symmetric memory is: tensors elsewhere are left out. None if all lie there.
         keep: The inputs that may lie in symmetric memory from run to run.
@@ -116,6 +118,7 @@ def capture_fx(
             waits=waits,
             producer=producer,
             skip=skip,
+            anywhere=anywhere,
             refused={**nowhere, **(refused or {})},
             device=device,
             keep=keep,

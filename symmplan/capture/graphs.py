@@ -42,6 +42,7 @@ __all__ = [
     "is_getitem",
     "is_pure_view",
     "is_wait",
+    "label_of",
     "overload_of",
     "stack_of",
     "target_name",
@@ -56,6 +57,8 @@ Path: TypeAlias = tuple[int, ...]
 Value: TypeAlias = tuple[fx.Node, Path]
 
 
+#: The model itself, as Dynamo calls it: a name of the frame that calls it.
+_ROOT = re.compile(r"^(L__self__|L\['\w+'\])[._]*")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
@@ -65,6 +68,35 @@ def stack_of(node: fx.Node) -> tuple[str, ...]:
         return tuple(node.meta["symmplan_stack"])
     found = _FRAME.findall(node.meta.get("stack_trace") or "")
     return tuple(f"{file}:{line} in {name}" for file, line, name in found)
+
+
+def module_of(node: fx.Node) -> str:
+    """The module that makes a call, by its name in the program; empty where that is not known.
+
+    Of a call of backward, the module whose forward it belongs to.
+    """
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        for path, *_ in reversed([*(node.meta.get(key) or {}).values()]):
+            name = _ROOT.sub("", str(path))
+            if name:
+                return name
+    return ""
+
+
+def label_of(made: fx.Node, call: fx.Node) -> str:
+    """The module to which a tensor of a call belongs, by its name; empty where that is not known.
+
+    Args:
+        made: The node that makes the tensor: of what a call is given the module that computed it.
+        call: The call: what it returns belongs to the module inside that is the first to read it.
+    """
+    if made is not call:
+        return module_of(made) or module_of(call)
+    own, reader = module_of(call), call
+    while reader.users and (reader is call or is_pure_view(reader)):
+        reader = next(iter(reader.users))
+    name = module_of(reader)
+    return name if name.startswith(own) else own
 
 
 def overload_of(target: Any) -> OpOverload | None:

@@ -91,6 +91,8 @@ class Buffer:
         where: The argument or result it is, for people.
         dtype: Element type, for people; takes no part in planning.
         shape: Shape in elements, for people; takes no part in planning.
+        label: What of the program it is, such as ``"layers.3.attention.wq"``, where the program has
+            a name for it; for people.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Buffer:
     where: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    label: str = ""
 
 
 @frozen
@@ -116,6 +119,8 @@ class Unplanned:
         where: The argument or result it is.
         reason: One clause for people.
         nbytes: Its size in bytes, or None where it is not known.
+        needed: Whether it would have to be symmetric for its op to run as declared. False where
+            the collective runs in symmetric memory wherever this tensor lies: nothing is lost.
     """
 
     name: str
@@ -123,6 +128,7 @@ class Unplanned:
     where: str
     reason: str
     nbytes: int | None = None
+    needed: bool = True
 
 
 # Typed converters: any iterable will do to construct a `Problem`, tuples are kept.

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain, combinations, islice
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from symmplan.errors import SymmplanError
 from symmplan.planner.order import order_of
@@ -41,8 +42,8 @@ class Advice:
     Attributes:
         kind: ``"order"`` (a wait or event is missing), ``"barrier"`` (reuse costs a barrier),
             ``"alignment"``, ``"persistent"``, ``"apart"``, ``"together"``, ``"signal_pad"``,
-            ``"pin"``, ``"unsharded_modules"`` (of `symmplan.fsdp.apply`), or ``"peak"`` (which
-            buffers make it).
+            ``"pin"``, ``"total"`` (all that save something, together), ``"unsharded_modules"``
+            (of `symmplan.fsdp.apply`), or ``"peak"`` (which buffers make it).
         saves: Bytes by which `Plan.peak_bytes` falls when it is followed; 0 for what is only
             good to know.
         text: One sentence for people.
@@ -77,7 +78,46 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
         if saves > 0:
             found.append(evolve(idea, saves=saves))
     found.sort(key=lambda a: (-a.saves, a.kind, a.buffers, a.edges))
-    return (*found, *_known(plan), *_unsharded_modules(plan))
+    return (*found, *_total(plan, found), *_known(plan), *_unsharded_modules(plan))
+
+
+def _total(plan: Plan, found: list[Advice]) -> Iterator[Advice]:
+    """What several pieces of advice save when all are followed; no sum, as they may overlap."""
+    from symmplan.planner.plan import plan as replan
+
+    if len(found) < 2:
+        return
+    problem = plan.problem
+    for advice in found:
+        with contextlib.suppress(SymmplanError):  # it contradicts a piece that saves more
+            problem = _also(problem, plan.problem, advice)
+    with contextlib.suppress(SymmplanError):
+        saves = plan.peak_bytes - replan(problem).peak_bytes
+        if saves > found[0].saves:
+            text = f"all {len(found)} together need less"
+            yield Advice("total", saves, text, problem=problem)
+
+
+def _also(problem: Problem, plain: Problem, advice: Advice) -> Problem:
+    """A problem with one more change: what a piece of advice has otherwise than ``plain``.
+
+    Raises:
+        ProblemError: The changes contradict each other.
+    """
+    advised = advice.problem
+    assert advised is not None
+    before = {b.name: asdict(b) for b in plain.buffers}
+    after = {b.name: asdict(b) for b in advised.buffers}
+    buffers = [
+        evolve(b, **{k: v for k, v in after[b.name].items() if v != before[b.name][k]})
+        for b in problem.buffers
+    ]
+    pairs = {}
+    for name in ("edges", "together", "apart"):
+        old, new = dict.fromkeys(getattr(plain, name)), dict.fromkeys(getattr(advised, name))
+        left = [pair for pair in getattr(problem, name) if pair in new or pair not in old]
+        pairs[name] = list(dict.fromkeys([*left, *(pair for pair in new if pair not in old)]))
+    return evolve(problem, buffers=buffers, **pairs)
 
 
 def _alignment(plan: Plan) -> Iterator[Advice]:
@@ -191,8 +231,8 @@ def _known(plan: Plan) -> Iterator[Advice]:
         if names:
             text = (
                 f"{len(names)} buffers that are live together make the peak of "
-                f"{segment.name!r}, {segment.nbytes} bytes; the largest is {names[0]!r} with "
-                f"{size[names[0]]} bytes"
+                f"{segment.name!r}, {segment.nbytes:,} bytes; the largest is {names[0]!r} with "
+                f"{size[names[0]]:,} bytes"
             )
             yield Advice("peak", 0, text, tuple(names))
     for barrier in plan.barriers:

@@ -6,8 +6,8 @@
     alignment, pin, flags) and the decisions (segments, placements, barriers).
 
     Process groups appear as numbers by first use, because the same program runs over differently
-    named groups on different ranks of a mesh. What is shown to people (op, stack, where, shape),
-    what was left out, and bounds and their proofs do not count: they do not change a byte.
+    named groups on different ranks of a mesh. What is shown to people (op, stack, where, shape,
+    label), what was left out, and bounds and their proofs do not count: they do not change a byte.
 
     The fingerprint of an unchanged program changes only when offsets, barriers or this note
     change; such a change raises ``SCHEME`` or is a *Plan format* entry in the change log.

@@ -17,6 +17,8 @@ import networkx as nx
 from attrs import asdict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from symmplan.model import Plan, Problem
 
 __all__ = ["drawing", "live_ranges", "plan_facts", "topological"]
@@ -67,8 +69,8 @@ def live_ranges(problem: Problem, order: list[int]) -> dict[str, tuple[int, int]
     return live
 
 
-def drawing(plan: Plan) -> dict[str, Any]:
-    """Everything the page shows. Equal plans give equal data."""
+def drawing(plan: Plan, advice: Iterable[Any] = ()) -> dict[str, Any]:
+    """Everything the page shows, with what `Plan.advice` said. Equal plans give equal data."""
     problem = plan.problem
     order = topological(problem)
     live = live_ranges(problem, order)
@@ -88,6 +90,7 @@ def drawing(plan: Plan) -> dict[str, Any]:
         buffers.append(
             {
                 "name": buffer.name,
+                "label": buffer.label,
                 "op": kinds.index(buffer.op),
                 "where": buffer.where,
                 "type": _type(buffer.dtype, buffer.shape),
@@ -139,6 +142,10 @@ def drawing(plan: Plan) -> dict[str, Any]:
             for barrier in plan.barriers
         ],
         "unplanned": [asdict(u) for u in plan.unplanned],
+        "advice": [
+            {"saves": a.saves, "kind": a.kind, "text": a.text, "buffers": list(a.buffers[:20])}
+            for a in advice
+        ],
     }
     shown["frames"] = list(frames)
     return shown

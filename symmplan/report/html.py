@@ -14,7 +14,7 @@ import json
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from symmplan.report.data import drawing
 from symmplan.report.format import count, size
@@ -29,6 +29,8 @@ __all__ = ["page", "plan_frame", "plan_html", "tiles", "write_plan_html"]
 
 #: A notebook keeps what it shows; larger pictures belong into a file.
 _MOST_IN_NOTEBOOK = 5_000
+#: Advice makes plans, which of more buffers take longer than a page may.
+_MOST_ADVISED = 20_000
 
 _PAGE = """\
 <!doctype html>
@@ -56,6 +58,8 @@ _PLAN = """\
 <div id="tools" hidden>
 <input id="filter" type="search" placeholder="filter by buffer, op or type" aria-label="filter">
 <button id="reset" type="button">whole picture</button>
+<button id="peak" type="button">peak</button>
+<button id="differ" type="button" aria-pressed="false" hidden>differences</button>
 <span class="hint">wheel: zoom in time, with shift: in bytes; drag: move, with shift: zoom; \
 click: pin; <kbd>?</kbd> keys</span>
 <div id="keys" hidden></div>
@@ -92,10 +96,12 @@ def plan_html(plan: Plan, beside: Plan | None = None) -> str:
     """The page as text, with a second plan ``beside`` it. Equal plans give equal texts."""
     both = [p for p in (plan, beside) if p is not None]
     # In a script element only "<" could end the data or open a comment; JSON can spell it.
-    shown = {**drawing(plan), "beside": None if beside is None else drawing(beside)}
+    advice = [p.advice() if len(p.placements) <= _MOST_ADVISED else () for p in both]
+    drawn = [drawing(p, found) for p, found in zip(both, advice, strict=True)]
+    shown = {**drawn[0], "beside": drawn[1] if beside is not None else None}
     body = _PLAN.format(
         which=" beside ".join(f"<code>{escape(p.fingerprint[:12])}</code>" for p in both),
-        tiles="".join(tiles(_facts(p)) for p in both),
+        tiles="".join(tiles(_facts(p, a)) for p, a in zip(both, advice, strict=True)),
         summary=escape("\n\n".join(plan_summary(p) for p in both)),
         data=json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c"),
         script=_script(),
@@ -109,9 +115,10 @@ def plan_frame(plan: Plan) -> str:
         advice = f"{plan_summary(plan)}\n\nplan.to_html(path) draws it."
         return f"<pre>{escape(advice)}</pre>"
     # Attributes, for the page around it may allow no style but its own.
-    look = 'width="100%" height="640" frameborder="0"'
-    inside = escape(plan_html(plan))
-    return f'<iframe sandbox="allow-scripts allow-downloads" {look} srcdoc="{inside}"></iframe>'
+    look = 'sandbox="allow-scripts allow-downloads" width="100%" height="640" frameborder="0"'
+    # Viewers that strip frames, as of repositories, show the text.
+    text = f"<summary>{escape(repr(plan))}</summary><pre>{escape(plan_summary(plan))}</pre>"
+    return f'<details>{text}</details><iframe {look} srcdoc="{escape(plan_html(plan))}"></iframe>'
 
 
 def write_plan_html(plan: Plan, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
@@ -132,15 +139,23 @@ def tiles(facts: list[tuple[str, str, str]]) -> str:
     return f"<dl>{found}</dl>"
 
 
-def _facts(plan: Plan) -> list[tuple[str, str, str]]:
+def _facts(plan: Plan, advice: tuple[Any, ...]) -> list[tuple[str, str, str]]:
     reached = plan.peak_bytes == plan.lower_bound_bytes
+    missed = sum(tensor.needed for tensor in plan.unplanned)
+    free = len(plan.unplanned) - missed
+    saves = max((a.saves for a in advice), default=0)
+    pieces = sum(a.saves > 0 and a.kind != "total" for a in advice)
+    told = "nothing known" if advice else "not asked"
+    if pieces:
+        told = count(pieces, "change")
     saved = f"{plan.unshared_bytes / plan.peak_bytes:.1f} x peak" if plan.peak_bytes else ""
     return [
         ("peak", size(plan.peak_bytes), count(len(plan.segments), "segment")),
         ("lower bound", size(plan.lower_bound_bytes), "reached" if reached else ENDS[plan.search]),
         ("one buffer per tensor", size(plan.unshared_bytes), saved),
         ("buffers", f"{len(plan.placements):,}", count(len(plan.barriers), "barrier")),
-        ("left out", f"{len(plan.unplanned):,}", "with reasons" if plan.unplanned else ""),
+        ("could save", size(saves), told),
+        ("left out", f"{missed:,}", f"{free:,} more need not be symmetric" if free else ""),
     ]
 
 
@@ -149,7 +164,7 @@ def _text(part: str) -> str:
 
 
 def _script() -> str:
-    parts = ("page.js", "picture.js", "svg.js", "tables.js")
+    parts = ("page.js", "compare.js", "picture.js", "svg.js", "tables.js")
     return '"use strict";\n(() => {\n' + "\n".join(map(_text, parts)) + "})();\n"
 
 

@@ -74,13 +74,14 @@ for (const plan of plans) {
   plan.stack = (i) => (plan.operations[i] ? plan.operations[i].stack : []).map((f) => plan.frames[f]);
   plan.buffers.forEach((b, i) => {
     b.on = true;
+    b.title = b.label || b.name;
     b.plan = plan;
     b.x0 = b.persistent ? plan.begin : plan.time(b.s);
     b.x1 = b.persistent ? plan.end : plan.time(b.t);
     b.tint = kinds.length > 1 ? kinds.indexOf(plan.kinds[b.op]) : i % HUES;  // with one op, colours tell neighbours apart
   });
   plan.often = new Map();  // how many names have a part
-  for (const b of plan.buffers) for (const part of new Set(b.name.split("."))) plan.often.set(part, (plan.often.get(part) || 0) + 1);
+  for (const b of plan.buffers) for (const part of new Set(b.title.split("."))) plan.often.set(part, (plan.often.get(part) || 0) + 1);
   plan.segments.forEach((segment, k) => { segment.buffers = plan.buffers.filter((b) => b.segment === k); });
   plan.partner = new Map();
   for (const [a, b] of plan.together) { plan.partner.set(a, [...(plan.partner.get(a) || []), b]); plan.partner.set(b, [...(plan.partner.get(b) || []), a]); }
@@ -93,15 +94,15 @@ for (const plan of plans) {
 
 // ---- what is shown: shared by all pictures, as parts of each plan's time ----------------------
 const view = { s: 0, t: 1 };
-const shown = { wanted: "", kind: "", pinned: null };
+const shown = { wanted: "", kind: "", differ: false, pinned: null };
 const matches = (b) => b.on;
 function filter() {
   for (const plan of plans) for (const b of plan.buffers) {
-    if (shown.wanted && b.words === undefined) b.words = `${b.name}\n${plan.opName(b)}\n${b.where}\n${b.type}`.toLowerCase();
-    b.on = (!shown.kind || plan.opName(b) === shown.kind) && (!shown.wanted || b.words.includes(shown.wanted));
+    if (shown.wanted && b.words === undefined) b.words = `${b.name}\n${b.label}\n${plan.opName(b)}\n${b.where}\n${b.type}`.toLowerCase();
+    b.on = (!shown.kind || plan.opName(b) === shown.kind) && (!shown.wanted || b.words.includes(shown.wanted)) && (!shown.differ || b.differs !== "");
   }
 }
-const plain = () => !shown.kind && !shown.wanted;
+const plain = () => !shown.kind && !shown.wanted && !shown.differ;
 
 // ---- who shares bytes with a buffer, and why it may -------------------------------------------
 const away = (b, other) => Math.max(other.s - b.t, b.s - other.t, 0);  // those next in time first

@@ -1,5 +1,7 @@
 // ---- pictures: canvases that are painted at most once a frame, no finer than pixels -----------
 const LEFT = 96, RIGHT = 18, TOP = 6, AXIS = 38, STRIP = 46, HEIGHT = 380, LANE = 22, MAP = 34;
+const CROWD = 5000;  // more buffers than this have no room for names
+const FAINT = 70;  // of 255: how dark a pixel is of which next to nothing is covered
 const MANY = 20;  // of those that share bytes, so many are told and outlined
 const FONT = "11px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", CHAR = 6.7;
 const pictures = [];
@@ -70,22 +72,6 @@ function picture(plan, title, note, height, column) {
   pictures.push(p);
   return p;
 }
-function zoom(factor, at) {
-  const width = clamp((view.t - view.s) * factor, 1e-7, 1), left = (at - view.s) / (view.t - view.s);
-  view.s = clamp(at - left * width, 0, 1 - width);
-  view.t = view.s + width;
-}
-function pan(by) {
-  const width = view.t - view.s;
-  view.s = clamp(view.s + by, 0, 1 - width);
-  view.t = view.s + width;
-}
-function reset() {
-  [view.s, view.t] = [0, 1];
-  for (const p of pictures) if (p.whole) p.whole();
-  changed();
-}
-
 // ---- a segment: bytes over time -------------------------------------------------------------
 function segmentPicture(plan, segment, index, column) {
   const buffers = segment.buffers;
@@ -103,6 +89,12 @@ function segmentPicture(plan, segment, index, column) {
   p.panBytes = (dy) => { const by = dy / (bottom - TOP) * (high - low); bytes(low + by, high + by); };
   p.boxBytes = (from, to) => bytes(Math.max(0, byte(from)), Math.min(whole, byte(to)));
   p.whole = () => { [low, high] = [0, whole]; };
+  p.fit = (found) => {  // bytes from the lowest to the highest of some buffers
+    p.whole();
+    let a = whole, b = 0;
+    for (const one of found) if (one.segment === index) { a = Math.min(a, one.a); b = Math.max(b, one.b); }
+    if (b > a) bytes(a - (b - a) / 10, b + (b - a) / 10);
+  };
 
   // Sorted by colour, so that a colour is set once; numbers alone, so that fifty thousand are quick.
   const order = buffers.map((_, i) => i).sort((i, j) => buffers[i].tint - buffers[j].tint || i - j);
@@ -112,9 +104,11 @@ function segmentPicture(plan, segment, index, column) {
   const live = new Float64Array(plan.count + 1);
   for (const b of buffers) { live[b.s] += b.b - b.a; live[Math.min(b.t, plan.count)] -= b.b - b.a; }
   const T = Float64Array.from({ length: plan.count + 1 }, (_, i) => plan.time(i));
-  let most = 1, kept = null;
+  let most = 1, kept = null, density = new Float32Array(0);
   for (let i = 1; i <= plan.count; i++) live[i] += live[i - 1];
-  for (let i = 0; i < plan.count; i++) most = Math.max(most, live[i]);
+  let peak = 0;
+  for (let i = 0; i < plan.count; i++) { most = Math.max(most, live[i]); if (live[i] > live[peak]) peak = i; }
+  p.peak = { at: peak, live: live[peak] };
 
   // Rectangles of [s, t) x [lo, hi) in a box of w x h pixels at (left, top). Small ones are set in
   // an array of pixels: however many there are, they cost no more than the pixels that they cover.
@@ -129,6 +123,8 @@ function segmentPicture(plan, segment, index, column) {
       if (labels) kept = image;
       cells = new Uint32Array(image.data.buffer).fill(0);
     }
+    // How much of a pixel its small rectangles cover, for the shade: at full scale it is a density.
+    const cover = image && (density.length === cells.length ? density.fill(0) : (density = new Float32Array(cells.length)));
     let painted = -2, value = 0, drawn = 0;
     for (let k = 0; k < sorted.length; k++) {
       if (X1[k] <= s || X0[k] >= t || B[k] <= lo || A[k] >= hi) continue;
@@ -140,8 +136,9 @@ function segmentPicture(plan, segment, index, column) {
       const x0 = Math.min(wide - 1, Math.floor(xa)), y1 = Math.max(0, Math.min(high - 1, Math.floor(h - yb)));
       if (image && !(rw > 4 && rh > 4)) {
         const xe = Math.max(x0 + 1, Math.round(xb)), ye = Math.max(y1 + 1, Math.min(high, Math.round(h - ya)));
+        const part = Math.min(1, rw) * Math.min(1, rh);
         for (let row = y1; row < ye; row++)
-          for (let at = row * wide + x0, end = row * wide + Math.min(wide, xe); at < end; at++) cells[at] = value;
+          for (let at = row * wide + x0, end = row * wide + Math.min(wide, xe); at < end; at++) { cells[at] = value; cover[at] += part; }
         drawn++;
         continue;
       }
@@ -160,10 +157,12 @@ function segmentPicture(plan, segment, index, column) {
       } else c.fillRect(x, y0, bw, bh);
     }
     if (image) {
+      for (let at = 0; at < cells.length; at++)
+        if (cover[at] && cover[at] < 1) image.data[4 * at + 3] = FAINT + (255 - FAINT) * cover[at];
       scratch.putImageData(image, 0, 0);
       c.drawImage(scratch.canvas, left, top);
     }
-    for (const [b, x, y0, bw, bh] of tall) label(c, b.name, x, y0, bw, bh, b.tint, plan.often);
+    for (const [b, x, y0, bw, bh] of tall) label(c, b.title, x, y0, bw, bh, b.tint, plan.often);
     return drawn;
   }
   p.paint = (c) => {
@@ -178,6 +177,7 @@ function segmentPicture(plan, segment, index, column) {
     }
     clip(c, LEFT, TOP, w, bottom - TOP, () => {
       p.drawn = rectangles(c, s, t, low, high, LEFT, TOP, w, bottom - TOP, true);
+      if (p.drawn > CROWD) told(c, `${number(p.drawn)} buffers: the shade is how much of each pixel they cover; names appear when near`);
       c.setLineDash([4, 3]);
       let before = -9;
       for (const barrier of plan.barriers) {
@@ -194,6 +194,11 @@ function segmentPicture(plan, segment, index, column) {
       c.fillText("lower bound", p.width - RIGHT - 4, under - 2);
     }
     strip(c, s, t, w);
+    const top = p.x(plan.time(peak) + 0.5 * (plan.time(peak + 1) - plan.time(peak)));
+    if (top >= LEFT && top <= p.width - RIGHT) {
+      c.fillStyle = css("--bound"); c.textAlign = top > p.width - 60 ? "right" : "left"; c.textBaseline = "top";
+      c.fillRect(top - 1, bottom + 2, 2, STRIP - 8); c.fillText("peak", top + (top > p.width - 60 ? -4 : 4), bottom + 1);
+    }
     axis(p, c, HEIGHT - AXIS);
     sideways(c, "bytes of the segment", 9, (TOP + bottom) / 2);
   };
@@ -245,7 +250,7 @@ function segmentPicture(plan, segment, index, column) {
   save.addEventListener("click", () => download(`${plan.fingerprint}-${segment.name}.svg`, toSvg(p)));
 }
 const bufferLines = (b) => [
-  b.name, `${b.plan.opName(b)}${b.where ? `, ${b.where}` : ""}${b.type ? `, ${b.type}` : ""}`,
+  b.title, ...(b.label ? [b.name] : []), `${b.plan.opName(b)}${b.where ? `, ${b.where}` : ""}${b.type ? `, ${b.type}` : ""}`,
   `${size(b.b - b.a)} at bytes ${range(b.a, b.b)} of ${b.plan.segments[b.segment].name}`,
   b.persistent ? "kept for the whole program" : b.plan.clock ? `live ${range(b.x0, b.x1)}` :
     `live ${range(b.s, b.t)}: ${b.plan.describe(b.s)} to ${b.plan.describe(b.t - 1)}`,
@@ -339,6 +344,10 @@ function axis(p, c, top) {
     put(number(tick), p.x(tick), top + 6);
   }
   put(p.plan.clock ? "time, as the program gave it" : "operations, in one order of the program", LEFT + p.inner() / 2, top + 22);
+}
+function told(c, text) {  // over a picture, at its top
+  c.fillStyle = css("--back"); c.fillRect(LEFT, TOP, text.length * CHAR + 12, 18);
+  c.fillStyle = css("--text"); c.textAlign = "left"; c.textBaseline = "middle"; c.fillText(text, LEFT + 6, TOP + 9);
 }
 function sideways(c, text, x, y) {
   c.save(); c.translate(x, y); c.rotate(-Math.PI / 2);

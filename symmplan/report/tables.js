@@ -49,7 +49,7 @@ function pin(b) {
     el("h3", shown.sharers.length ? `shares bytes with ${number(shown.sharers.length)}` : "shares bytes with no other buffer", box);
     const list = el("ul", undefined, box);
     for (const other of shown.sharers.slice(0, MANY)) {
-      const item = el("li", undefined, list), link = el("button", other.name, item);
+      const item = el("li", undefined, list), link = el("button", other.title, item);
       link.type = "button"; link.addEventListener("click", () => { reveal(other); pin(other); });
       el("div", `${range(Math.max(b.a, other.a), Math.min(b.b, other.b))}: ${why(b, other)}`, item);
     }
@@ -58,8 +58,7 @@ function pin(b) {
   marked();
 }
 function reveal(b) {  // move there, if it is not shown
-  const part = (time) => (time - b.plan.begin) / (b.plan.end - b.plan.begin);
-  const s = part(b.x0), t = part(b.x1), width = view.t - view.s;
+  const s = b.plan.part(b.x0), t = b.plan.part(b.x1), width = view.t - view.s;
   if (s >= view.s && t <= view.t) return;
   const wide = clamp(Math.max(width, (t - s) * 1.5), 0, 1);
   view.s = clamp((s + t - wide) / 2, 0, 1 - wide);
@@ -70,7 +69,7 @@ function reveal(b) {  // move there, if it is not shown
 // ---- keys --------------------------------------------------------------------------------------
 const KEYS = [
   ["← →", "move in time"], ["↑ ↓", "move in bytes"], ["+ −", "zoom in time"], ["shift + −", "zoom in bytes"],
-  ["0", "whole picture"], ["n p", "pin the next buffer, the one before"], ["z", "zoom to what is pinned"], ["/", "filter"], ["Esc", "unpin"], ["?", "these keys"],
+  ["0", "whole picture"], ["n p", "pin the next buffer, the one before"], ["z", "zoom to what is pinned"], ["k", "go to the peak"], ["/", "filter"], ["Esc", "unpin"], ["?", "these keys"],
 ];
 addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.metaKey || e.altKey) return;
@@ -86,10 +85,10 @@ addEventListener("keydown", (e) => {
     z: () => {
       const b = shown.pinned;
       if (!b) return;
-      const part = (time) => (time - b.plan.begin) / (b.plan.end - b.plan.begin), room = Math.max(1e-6, part(b.x1) - part(b.x0));
-      view.s = clamp(part(b.x0) - room, 0, 1); view.t = clamp(part(b.x1) + room, 0, 1);
+      const room = Math.max(1e-6, b.plan.part(b.x1) - b.plan.part(b.x0));
+      view.s = clamp(b.plan.part(b.x0) - room, 0, 1); view.t = clamp(b.plan.part(b.x1) + room, 0, 1);
     },
-    "/": () => $("filter").focus(), Escape: () => (($("keys").hidden = true), pin(null)), "?": () => { $("keys").hidden = !$("keys").hidden; },
+    k: toPeak, "/": () => $("filter").focus(), Escape: () => (($("keys").hidden = true), pin(null)), "?": () => { $("keys").hidden = !$("keys").hidden; },
   };
   if (!acts[e.key]) return;
   e.preventDefault();
@@ -172,10 +171,25 @@ if (kinds.length > 1) kinds.forEach((kind, k) => {
   });
 });
 const recolour = () => { for (const mark of document.querySelectorAll("#legend i")) { mark.style.background = tone(+mark.dataset.tint); mark.className = +mark.dataset.tint >= COLOURS ? "hatched" : ""; } };
+if (second) {
+  addTable("Differences", said(), changes, [
+    text("buffer", (b) => b.title, { colour: true }), text("what", (b) => b.differs),
+    amount("bytes", (b) => b.before ? b.before.a : -1, (b) => b.before ? range(b.before.a, b.before.b) : "none"),
+    amount("beside", (b) => b.after ? b.after.a : -1, (b) => b.after ? range(b.after.a, b.after.b) : "none"),
+    amount("bytes more", (b) => b.more, (b) => signed(b.more)),
+  ], true);
+}
 plans.forEach((plan, i) => {
   const of = i ? ` beside (${plan.fingerprint})` : "";
+  const saving = plan.advice.filter((a) => a.saves > 0), peaks = plan.advice.filter((a) => a.kind === "peak");
+  const total = Math.max(0, ...saving.map((a) => a.saves));
+  addTable(`What would save bytes${of}`, saving.length ? `up to ${size(total)} of ${size(plan.segments.reduce((n, s) => n + s.nbytes, 0))}` :
+    plan.advice.length ? "nothing is known that would" : "not asked of so many buffers: plan.advice() says it", [...saving, ...peaks], [
+    amount("saves", (a) => a.saves, (a) => (a.saves ? size(a.saves) : "peak")), text("change", (a) => a.text, { wrap: true }),
+    text("buffers", (a) => a.buffers.map((n) => plan.named.get(n) || n).join(", "), { wrap: true }),
+  ], false);
   addTable(`Placements${of}`, count(plan.buffers.length, "buffer"), plan.buffers, [
-    text("buffer", (b) => b.name, { colour: true }), ...(kinds.some(Boolean) ? [text("op", plan.opName)] : []), text("where", (b) => b.where),
+    text("buffer", (b) => b.title, { colour: true }), ...(plan.buffers.some((b) => b.label) ? [text("name", (b) => b.name)] : []), ...(kinds.some(Boolean) ? [text("op", plan.opName)] : []), text("where", (b) => b.where),
     text("type", (b) => b.type),
     ...(plan.segments.length > 1 ? [text("segment", (b) => plan.segments[b.segment].name)] : []),
     amount("size", (b) => b.b - b.a, (b) => size(b.b - b.a)),
@@ -188,16 +202,26 @@ plans.forEach((plan, i) => {
       amount("position", (b) => b.at, (b) => number(b.at)), text("before", (b) => b.before),
       text("group", (b) => b.group), text("protects", (b) => b.buffers.join(", "), { wrap: true }),
     ], false);
-  addTable(`Left out${of}`, plan.unplanned.length ? `${number(plan.unplanned.length)} declared tensors` : "nothing: every declared tensor is placed",
-    plan.unplanned, [
-      text("tensor", (u) => u.name), text("op", (u) => u.op), text("where", (u) => u.where),
-      amount("size", (u) => u.nbytes === null ? -1 : u.nbytes, (u) => size(u.nbytes)),
-      text("reason", (u) => u.reason, { wrap: true }),
-    ], false);
+  const missed = plan.unplanned.filter((u) => u.needed), free = plan.unplanned.filter((u) => !u.needed);
+  const left = [
+    text("tensor", (u) => u.name), text("op", (u) => u.op), text("where", (u) => u.where),
+    amount("size", (u) => u.nbytes === null ? -1 : u.nbytes, (u) => size(u.nbytes)),
+    text("reason", (u) => u.reason, { wrap: true }),
+  ];
+  addTable(`Left out${of}`, missed.length ? `${number(missed.length)} declared tensors that symmetric memory would have served` :
+    "nothing: every tensor that must be symmetric is placed", missed, left, false);
+  if (free.length) addTable(`Need not be symmetric${of}`, `${number(free.length)} declared tensors that may lie anywhere: nothing is lost`, free, left, false);
 });
 $("summary").open = false;
 function refresh() { looked.clear(); filter(); recolour(); changed(true); tables.forEach((refill) => refill()); }
-$("filter").addEventListener("input", (e) => { shown.wanted = e.target.value.toLowerCase(); refresh(); });
+$("filter").addEventListener("input", (e) => { shown.wanted = e.target.value.toLowerCase(); refresh(); toFound(); });
+$("peak").addEventListener("click", toPeak);
+$("differ").hidden = !second;
+$("differ").addEventListener("click", (e) => {
+  shown.differ = !shown.differ;
+  e.target.setAttribute("aria-pressed", String(shown.differ));
+  refresh();
+});
 $("reset").addEventListener("click", reset);
 addEventListener("resize", () => changed(true));
 dark.addEventListener("change", refresh);

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from symmplan.report.format import count, size, table, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from symmplan.model import Plan, Problem, Unplanned
 
@@ -174,19 +174,27 @@ def _barrier_lines(plan: Plan) -> list[str]:
 
 
 def _unplanned_lines(unplanned: tuple[Unplanned, ...]) -> list[str]:
-    """The declared tensors that were left out, those with one reason together."""
+    """The declared tensors that were left out, then those that may lie anywhere."""
     if not unplanned:
         return ["left out: none"]
+    missed = [tensor for tensor in unplanned if tensor.needed]
+    lines = _left_out("left out", missed) if missed else ["left out: none"]
+    free = [tensor for tensor in unplanned if not tensor.needed]
+    return lines + _left_out("need not be symmetric", free) if free else lines
+
+
+def _left_out(title: str, tensors: Sequence[Unplanned]) -> list[str]:
+    """The tensors under a title, those with one reason together."""
     alike: dict[tuple[str, str, str], list[Unplanned]] = {}
-    for tensor in sorted(unplanned, key=lambda t: (t.reason, t.op, t.where, t.name)):
+    for tensor in sorted(tensors, key=lambda t: (t.reason, t.op, t.where, t.name)):
         alike.setdefault((tensor.reason, tensor.op, tensor.where), []).append(tensor)
-    lines = [f"left out: {len(unplanned):,}"]
-    for (reason, op, where), tensors in list(alike.items())[:_SHOWN]:
-        sizes = [t.nbytes for t in tensors]
+    lines = [f"{title}: {len(tensors):,}"]
+    for (reason, op, where), same in list(alike.items())[:_SHOWN]:
+        sizes = [t.nbytes for t in same]
         total = "size unknown" if None in sizes else size(sum(n for n in sizes if n is not None))
         lines += [
-            f"  {len(tensors):,} x {visible(where)} of {visible(op)}, {total}: {visible(reason)}",
-            f"    {_some([visible(t.name) for t in tensors])}",
+            f"  {len(same):,} x {visible(where)} of {visible(op)}, {total}: {visible(reason)}",
+            f"    {_some([visible(t.name) for t in same])}",
         ]
     return lines + _more(len(alike))
 

@@ -204,12 +204,17 @@ class Lowerings:
         """Why a requirement need not or cannot be met on this backend, or None to meet it."""
         row = self.row(spec)
         if row is not None:
-            return None if requirement.head in row.needs else row.why_not
+            return row.why_not if self.anywhere(spec, requirement) else None
         if spec.origin == "catalogue" and runs_on_groups(spec.op):
             return _NO_ALGORITHM
         if spec.origin == "catalogue" and not BACKENDS[self.memory].devices:
             return f"the op needs device memory, and this program runs on {self.memory}"
         return None
+
+    def anywhere(self, spec: OpSpec, requirement: Requirement) -> bool:
+        """Whether a tensor may lie anywhere, by the algorithm by which its op runs."""
+        row = self.row(spec)
+        return row is not None and requirement.head not in row.needs
 
     def partly(self, captured: Captured) -> dict[fx.Node, str]:
         """Ops that cannot run as they were captured, and why.

@@ -52,6 +52,18 @@ def test_a_barrier_is_explained():
     assert "p2" in found["barrier"].text or "p1" in found["barrier"].text
 
 
+def test_what_all_advice_saves_is_planned_and_no_sum():
+    ops = [Operation("o0"), Operation("o1"), Operation("o2")]
+    buffers = [Buffer("a", 1024), Buffer("p", 2048, persistent=True)]
+    buffers += [Buffer("q", 2048, persistent=True)]
+    made = plan(Problem(buffers, ops, [Access(f"o{i}", name) for i, name in enumerate("apq")]))
+    alone = [a.saves for a in made.advice() if a.saves and a.kind != "total"]
+    assert alone == [1024, 1024]
+    found = kinds(made)["total"]
+    assert found.saves == 3072
+    assert found.problem.buffers[1:] == (Buffer("p", 2048), Buffer("q", 2048))
+
+
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_every_saving_is_verified(problem):

@@ -2,96 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import statistics
 from itertools import combinations
-from xml.etree import ElementTree as ET
 
 import pytest
+from plan_page import Page, layered
 
 from symmplan import Plan, Problem
 from symmplan.model import Access, Buffer, Operation, Placement, SegmentSpec
 from symmplan.planner import plan as make_plan
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
 
-playwright = pytest.importorskip("playwright.sync_api")
-
 #: Milliseconds that a frame may take the page's own thread.
 FRAME = 100
-
-
-@pytest.fixture(scope="module")
-def browser():
-    own = shutil.which("chromium") or shutil.which("google-chrome")
-    with playwright.sync_playwright() as started:
-        try:
-            chromium = started.chromium.launch(executable_path=own, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
-        yield chromium
-        chromium.close()
-
-
-class Page:
-    """A plan's page, and what the tests ask of it."""
-
-    def __init__(self, browser, tmp_path, plan: Plan, scheme: str = "light", **more) -> None:
-        path = tmp_path / "plan.html"
-        plan.to_html(path, **more)
-        self.page = browser.new_page(
-            color_scheme=scheme, viewport={"width": 1200, "height": 900}, accept_downloads=True
-        )
-        self.errors: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda said: self.errors.append(said.text))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_function("document.body.dataset.frames")
-        box = self.page.locator(".over").first.bounding_box()
-        self.left, self.top = box["x"] + 96, box["y"] + 6
-        self.width, self.height = box["width"] - 96 - 18, 290
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.page.close()
-        assert not self.errors
-
-    @property
-    def state(self) -> dict:
-        """The page's view, once it is painted."""
-        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
-        return json.loads(self.page.evaluate("document.body.dataset.frames"))
-
-    def spot(self, time: float, share: float) -> tuple[float, float]:
-        """Where a part of the time and of the bytes is on the screen, of the whole picture."""
-        return self.left + time * self.width, self.top + (1 - share) * self.height
-
-    def svg(self, at_least: float = -99) -> list[str]:
-        """What the texts of the picture are when it is saved, those so many pixels down."""
-        with self.page.expect_download() as given:
-            self.page.locator(".save").first.click()
-        root = ET.fromstring(given.value.path().read_text(encoding="utf-8"))
-        texts = [e for e in root.iter() if e.tag.endswith("}text")]
-        return [e.text or "" for e in texts if float(e.get("y", "0")) >= at_least]
-
-
-def layered(layers: int = 6) -> Plan:
-    """Layers whose names have begin and end in common, on two streams that wait for each other."""
-    operations, accesses, buffers, edges = [], [], [], []
-    for i in range(3 * layers):
-        kind = ("gather", "reduce", "scatter")[i % 3]
-        name = f"layers.{i // 3}.{kind}"
-        stack = (f"train.py:{i} in main", f"model.py:{i} in forward")
-        stream = "comm" if i % 2 else "main"
-        operations.append(Operation(name, stream=stream, op=f"lib::{kind}", stack=stack))
-        edges += [(operations[-2].name, name)] if i else []
-        buffers.append(Buffer(f"model.{name}.weight", (1 + i % 4) << 20, op=f"lib::{kind}"))
-        accesses.append(Access(name, buffers[-1].name, write=True))
-        accesses += [Access(operations[-2].name, buffers[-1].name)] if i % 3 else []
-    return make_plan(Problem(buffers, operations, accesses, edges))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -217,7 +141,9 @@ def test_an_op_has_one_colour_in_both_plans(browser, tmp_path):
         marks = "[...document.querySelectorAll('#legend button')].map((b) => b.innerText)"
         assert shown.page.evaluate(marks) == ["b", "c", "a"]
         rows = shown.page.evaluate(
-            "[...document.querySelectorAll('tbody tr')].map((r) => "
+            "[...document.querySelectorAll('h2')]"
+            ".filter((h) => h.innerText.startsWith('Placements'))"
+            ".flatMap((h) => [...h.nextElementSibling.querySelectorAll('tbody tr')]).map((r) => "
             "[r.innerText.split(/\\s/)[0], r.querySelector('i').style.background])"
         )
         assert len(rows) == 5
@@ -248,8 +174,8 @@ def test_a_notebook_shows_and_saves_the_picture(browser):
     page = browser.new_page(accept_downloads=True)
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.set_content(f"<details>{layered()._repr_html_()}</details>")  # not shown at first
-    page.locator("details").evaluate("(node) => { node.open = true; }")
+    page.set_content(f"<details id=x>{layered()._repr_html_()}</details>")  # not shown at first
+    page.locator("#x").evaluate("(node) => { node.open = true; }")
     frame = page.frames[1]
     frame.wait_for_function("document.body.dataset.frames")
     with page.expect_download() as given:
@@ -330,6 +256,8 @@ def _large(count: int = 50_000) -> Plan:
 def test_fifty_thousand_buffers_take_less_than_a_tenth_of_a_second(browser, tmp_path):
     """Of the page's own thread, so that it does not matter what else the machine does."""
     with Page(browser, tmp_path, _large()) as shown:
+        assert any("50,000 buffers: the shade is" in text for text in shown.svg())
+        assert "not asked of so many buffers" in shown.page.locator("#tables").inner_text()
         page, mouse = shown.page, shown.page.mouse
         session = page.context.new_cdp_session(page)
         session.send("Performance.setTimeDomain", {"timeDomain": "threadTicks"})

@@ -147,7 +147,8 @@ def _parity(result: dict[str, Any]) -> list[str]:
 
 def _tensors(result: dict[str, Any]) -> list[str]:
     how = f"{result['bound']} where they are produced or used, {result['staged']} by a copy"
-    how += f"), {len(result['unplanned'])} left out"
+    free = sum(not tensor["needed"] for tensor in result["unplanned"])
+    how += f"), {free} need not be symmetric, {len(result['unplanned']) - free} left out"
     lines = ["", f"declared tensors: {result['placed']} placed ({how}"]
     reasons = Counter((e["op"], e["where"], e["reason"]) for e in result["staged_because"])
     rows = [

@@ -203,6 +203,7 @@ class CompiledGraph:
             prefix=f"{name}.",
             lookup=lowerings.lookup,
             skip=lowerings.skip,
+            anywhere=lowerings.anywhere,
             producer=functools.partial(lowerings.producer, other=other),
             device=self.device,
             keep=self.pinned_inputs.candidates(module, name) if self.settings.bind else frozenset(),

@@ -251,6 +251,7 @@ class IterationRecording:
             lookup=lowerings.lookup,
             producer=lowerings.producer,
             skip=lowerings.skip,
+            anywhere=lowerings.anywhere,
             default_group=settings.group.name,
         )
         fitting = Fitting(capture, lowerings, device, preparation)
