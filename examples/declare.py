@@ -22,7 +22,7 @@ RANKS = 2
 @torch.library.custom_op("examples::peer_sum", mutates_args=())
 def peer_sum(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """The sum of ``x`` over the ranks of a group; every rank reads its peers' memory."""
-    placed = symmplan.handle(x, group_name)
+    placed = symmplan.placed.handle(x, group_name)
     placed.barrier()
     return sum((placed.peer(rank) for rank in range(placed.world_size)), torch.zeros_like(x))
 

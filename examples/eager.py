@@ -2,8 +2,8 @@
 
     python examples/eager.py
 
-The first batch is recorded, the others run in planned symmetric memory. `symmplan.out` is the one
-line that lets a matrix product write where the all-reduce reads.
+The first batch is recorded, the others run in planned symmetric memory. `symmplan.placed.out` is
+the one line that lets a matrix product write where the all-reduce reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import symmplan
 def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """One MLP block: columns of ``up`` and rows of ``down`` live on different ranks."""
     hidden = torch.relu(x @ up)
-    part = symmplan.out(torch.mm, hidden, down)
+    part = symmplan.placed.out(torch.mm, hidden, down)
     dist.all_reduce(part)
     return x + part
 

@@ -56,7 +56,7 @@ def read_mean(placed: PlacedTensor) -> torch.Tensor:
 @torch.library.custom_op("peers::mean", mutates_args=())
 def mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """Meets the peers, then reads them."""
-    placed = symmplan.handle(x, group_name)
+    placed = symmplan.placed.handle(x, group_name)
     placed.barrier()  # the handshake: every rank has written its x
     return read_mean(placed)
 
@@ -65,7 +65,7 @@ def mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
 @torch.library.custom_op("peers::mean_unguarded", mutates_args=())
 def mean_unguarded(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """Reads the peers at once: whoever calls it sees to it that they are ready."""
-    return read_mean(symmplan.handle(x, group_name))
+    return read_mean(symmplan.placed.handle(x, group_name))
 
 
 for op in (mean, mean_unguarded):
@@ -88,8 +88,8 @@ def work(rank: int, world_size: int, store: str) -> None:
     group = dist.group.WORLD.group_name
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        a = symmplan.out(torch.add, x, 1.0)
-        b = symmplan.out(torch.mul, mean(a, group), 2.0)
+        a = symmplan.placed.out(torch.add, x, 1.0)
+        b = symmplan.placed.out(torch.mul, mean(a, group), 2.0)
         return mean_unguarded(b, group) - x
 
     x = torch.full((16, 64), float(rank), device=device)

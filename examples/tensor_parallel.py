@@ -28,7 +28,7 @@ import symmplan
 @torch.library.custom_op("example::peer_max", mutates_args=())
 def peer_max(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """The elementwise maximum over all ranks, read from their memory."""
-    placed = symmplan.handle(x, group_name)
+    placed = symmplan.placed.handle(x, group_name)
     placed.barrier()  # the handshake: every rank has written its x
     return torch.stack([placed.peer(rank) for rank in range(placed.world_size)]).amax(0)
 

@@ -10,14 +10,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from symmplan import errors as errors
     from symmplan import fsdp as fsdp
+    from symmplan import placed as placed
     from symmplan.api import plan as plan
     from symmplan.integrate.compile.backend import backend as backend
     from symmplan.integrate.compile.backend import default_backend as default_backend
     from symmplan.integrate.eager.context import eager as eager
-    from symmplan.integrate.eager.context import empty as empty
-    from symmplan.integrate.eager.context import out as out
     from symmplan.integrate.moe.experts import expert_parallel as expert_parallel
-    from symmplan.memory import handle as handle
     from symmplan.memory.held import segments as segments
     from symmplan.model import Plan as Plan
     from symmplan.model import Problem as Problem
@@ -35,12 +33,10 @@ _WHERE = {
     "backend": "symmplan.integrate.compile.backend",
     "default_backend": "symmplan.integrate.compile.backend",
     "eager": "symmplan.integrate.eager.context",
-    "empty": "symmplan.integrate.eager.context",
     "errors": "symmplan.errors",
     "expert_parallel": "symmplan.integrate.moe.experts",
     "fsdp": "symmplan.fsdp",
-    "handle": "symmplan.memory",
-    "out": "symmplan.integrate.eager.context",
+    "placed": "symmplan.placed",
     "plan": "symmplan.api",
     "register_symm_mem_args": "symmplan.registry",
     "requirements": "symmplan.registry",

@@ -139,7 +139,7 @@ class Process:
     side_streams: dict[Any, Any] = field(factory=dict)
     #: Of each thread. The one thread of a child goes on where its parent's was.
     thread: ThreadState = field(factory=ThreadState, metadata=_INHERITED)
-    #: The eager `Session` that was entered: written by it, read by `symmplan.empty` and `out`.
+    #: The eager `Session` that was entered: written by it, read by `symmplan.placed`.
     session: Any = None
     #: Its `SessionKeys`: written when it is entered and left, read by every exchange.
     session_keys: Any = None

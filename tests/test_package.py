@@ -46,6 +46,7 @@ ALLOWED = {
     "simulation": INTEGRATES,
     "testing": INTEGRATES,
     "fsdp": BASE | {"runtime", "integrate"},
+    "placed": BASE | {"memory", "integrate"},
     "api": BASE | {"registry", "planner", "capture", "integrate", "report"},
     "__main__": {"cli"},
     "bench": INTEGRATES | {"testing", "api", "fsdp", ""},

@@ -227,10 +227,10 @@ def _host(name: str, device: torch.device, settings: dict[str, Any]) -> dict[str
         plain += [_host_us(lambda: program(x, _plainly), calls, device) for _ in range(5)]
         with symmplan.eager(memory=memory, choose="placed") as session:
             for _ in range(calls):
-                program(x, symmplan.out)
+                program(x, symmplan.placed.out)
             session.step()
             for turn in range(6):
-                taken = _host_us(lambda: program(x, symmplan.out), calls, device)
+                taken = _host_us(lambda: program(x, symmplan.placed.out), calls, device)
                 served += [taken] if turn else []  # the first one warms up
                 session.step()
             plan, staged = session.plan, session.stats.staged
@@ -288,17 +288,17 @@ def _message(nbytes: int, device: torch.device, settings: dict[str, Any]) -> dic
     iteration(_plainly)
     expected = out[0].clone()
     with symmplan.eager(memory=_memory(device), choose="placed") as session:
-        iteration(symmplan.out)
+        iteration(symmplan.placed.out)
         session.step()
 
         def served(_turn: int) -> None:
-            iteration(symmplan.out)
+            iteration(symmplan.placed.out)
             session.step()
 
         sides: dict[str, Callable[[int], None]] = {"session": served}
         if cuda:
             served(0)
-            sides["session_graph"] = graph(symmplan.out)
+            sides["session_graph"] = graph(symmplan.placed.out)
             session.step()
         plan = session.plan
         seconds = rounds(sides)

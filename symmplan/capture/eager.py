@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         graph: The graph so far.
-        calls: The program's calls of declared ops and of `symmplan.empty`, in order.
+        calls: The program's calls of declared ops and of `symmplan.placed.empty`, in order.
         lines: ``{node: where in the user's program it was called}``.
         writes: How makers of tensors write where they are told, by the program's own word.
         timeline: What was seen of streams.
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
         self.calls.append(Recorded(node, op, form, "op", *given, line, stream))
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:
-        """``tensor`` was just made by `symmplan.empty` or `symmplan.out`, called with ``args``."""
+        """``tensor`` was just made by `placed.empty` or `placed.out`, called with ``args``."""
         storage = self._storages.get(_key(tensor))
         if storage is None or not storage.made:
             return

@@ -301,7 +301,7 @@ class RaceDetector:
             expected=_EXPECTED,
             got=f"none\n    {accesses[1]}\n    {accesses[0]}",
             fix="declare what the op does (handshake=, release=, what it mutates), wait for the "
-            "collective in time, or call symmplan.handle(x).barrier() between the two",
+            "collective in time, or call symmplan.placed.handle(x).barrier() between the two",
             failed_rank=self.rank,
             segment=segment.name,
             low=low,

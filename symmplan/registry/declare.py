@@ -59,6 +59,9 @@ def register_symm_mem_args(
 ) -> None:
     """Declare which arguments and results of an op must lie in symmetric memory.
 
+    For an op that is defined elsewhere. Where you define it yourself, write the decorator
+    `symm_args` above it, which takes the same arguments.
+
     A name without overload, or a packet, declares every overload that the declaration fits.
     Repeating a declaration is fine; changing one is an error.
 
@@ -133,7 +136,10 @@ def symm_args(
     asynchronous: bool = False,
     out: str | None = None,
 ) -> Callable[[T], T]:
-    """`register_symm_mem_args` as a decorator; put it above ``torch.library.custom_op``.
+    """Declare which arguments and results of an op must lie in symmetric memory, as a decorator.
+
+    Put it above ``torch.library.custom_op``. For an op that is defined elsewhere call
+    `register_symm_mem_args`, which explains the arguments.
 
     Example::
 
@@ -143,7 +149,16 @@ def symm_args(
 
     Collective: no, but every rank must declare the same.
 
-    All arguments are as for `register_symm_mem_args`.
+    Args:
+        where: Names of arguments and results. They and all others are explained at
+            `register_symm_mem_args`.
+        group: Name of the argument that carries the process group.
+        align: Alignment in bytes of the placements, a power of two.
+        signal_pad: Whether the op uses the signal pad.
+        handshake: Whether the op touches no symmetric byte before every rank has started it.
+        release: Whether the op ends only after all ranks' accesses for it are over.
+        asynchronous: Whether ``wait_tensor`` of the result ends the op.
+        out: Qualified name of the variant that writes the results into given tensors, if any.
 
     Returns:
         A function that declares the op it is given (anything that names an op) and returns it

@@ -52,8 +52,8 @@ def gather(x, world):
 
 
 def an_arena(rank, world, what):
-    from symmplan import handle
     from symmplan.memory import realize
+    from symmplan.placed import handle
 
     def leave():
         with arena:
@@ -157,7 +157,7 @@ def alone(rank, world):
     from symmplan.memory import realize
 
     with realize(hand_made({"x": 64}), memory="local") as arena:
-        placed = symmplan.handle(arena.tensor("x"))
+        placed = symmplan.placed.handle(arena.tensor("x"))
         return forked(child)
 
 

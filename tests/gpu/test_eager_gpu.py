@@ -16,7 +16,7 @@ def _block(x, qkv, proj, up, down, eager):
     import symmplan
 
     tokens, width = x.shape
-    make = symmplan.out if eager else lambda fn, *args: fn(*args)
+    make = symmplan.placed.out if eager else lambda fn, *args: fn(*args)
     h = torch.nn.functional.layer_norm(x, (width,))
     q, k, v = (h @ qkv).view(tokens, 3, -1, 64).unbind(1)
     attended = torch.nn.functional.scaled_dot_product_attention(
@@ -160,7 +160,7 @@ def _diverges(rank, world_size, fault):
             for turn in range(3):
                 mine = fault if rank == 1 and turn == 2 else ""
                 for _ in range(2):
-                    y = symmplan.out(torch.mul, x, 2)
+                    y = symmplan.placed.out(torch.mul, x, 2)
                     _raise(mine)
                     dist.all_reduce(y[:8] if mine == "shape" else y, group=group)
                     kept += [y] if mine == "keep" else []
@@ -168,7 +168,7 @@ def _diverges(rank, world_size, fault):
                     assert total == 4 * x.numel(), "a wrong number"
                     del y
                 if mine == "extra":
-                    dist.all_reduce(symmplan.out(torch.mul, x, 2), group=group)
+                    dist.all_reduce(symmplan.placed.out(torch.mul, x, 2), group=group)
                 session.step()
     except (SymmplanError, ZeroDivisionError):
         for tensor in kept:
@@ -208,7 +208,7 @@ def _again(rank, world_size, holds):
         with symmplan.eager(memory="nccl", choose="placed", timeout=30.0) as session:
             for turn in range(3):
                 x = torch.full((1 << 16,), session_number + turn + 1.0, device="cuda")
-                y = symmplan.out(torch.mul, x, 2)
+                y = symmplan.placed.out(torch.mul, x, 2)
                 dist.all_reduce(y)
                 wrong += not bool((y == 4 * (session_number + turn + 1)).all())
                 if holds and session_number == 0 and turn == 2:

@@ -18,7 +18,7 @@ def _reduced(x, factor):
 
     import symmplan
 
-    y = symmplan.out(torch.mul, x, factor)
+    y = symmplan.placed.out(torch.mul, x, factor)
     dist.all_reduce(y)
     return y
 
@@ -126,7 +126,11 @@ def _asynchronous(rank, world_size, staged):
     ones = torch.ones(1 << 18, device="cuda")
     with symmplan.eager(memory="nccl", choose="placed", timeout=60.0, debug=True) as session:
         for turn in range(5):
-            x = ones * (rank + 1) if staged else symmplan.out(torch.mul, ones, float(rank + 1))
+            x = (
+                ones * (rank + 1)
+                if staged
+                else symmplan.placed.out(torch.mul, ones, float(rank + 1))
+            )
             work = dist.all_reduce(x, async_op=True)
             y = _reduced(ones, 5.0)
             work.wait()
@@ -170,7 +174,7 @@ def _symm_mem(rank, world_size, out):
     op = torch.ops.symm_mem.one_shot_all_reduce
 
     def make(fn, *args):
-        return symmplan.out(fn, *args) if out else fn(*args)
+        return symmplan.placed.out(fn, *args) if out else fn(*args)
 
     with symmplan.eager(memory="cuda", choose="placed", timeout=60.0) as session:
         for _ in range(5):

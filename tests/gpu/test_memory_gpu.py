@@ -42,9 +42,9 @@ def lifecycle(rank, world, memory):
     """Realize, look around, communicate in placements through NCCL, release."""
     import torch.distributed as dist
 
-    from symmplan import handle
     from symmplan.errors import ReleasedError
     from symmplan.memory import locate, realize
+    from symmplan.placed import handle
 
     device = device_of(rank)
     plan = hand_made({"pad": 768, "out": 2 * MiB, "in": 4 * MiB})
@@ -78,9 +78,9 @@ def lifecycle(rank, world, memory):
 
 def peers(rank, world, memory):
     """Peer views: write to the neighbour, barrier, read what arrived."""
-    from symmplan import handle
     from symmplan.errors import BackendError
     from symmplan.memory import realize
+    from symmplan.placed import handle
 
     device = device_of(rank)
     with realize(

@@ -39,7 +39,7 @@ def _peer_mean(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
     if locate(x) is None:
         return _mean(list(_gathered(x, group_name)))
-    placed = symmplan.handle(x)
+    placed = symmplan.placed.handle(x)
     placed.barrier()  # every peer's input is complete
     return _mean([placed.peer(r) for r in range(placed.world_size)])
 
@@ -57,7 +57,7 @@ def _push_next(x: torch.Tensor, group_name: str) -> torch.Tensor:
 def _push_next_out(x: torch.Tensor, group_name: str, *, out: torch.Tensor) -> None:
     import symmplan
 
-    placed = symmplan.handle(out)
+    placed = symmplan.placed.handle(out)
     placed.peer((placed.rank + 1) % placed.world_size).copy_(x)
     placed.barrier()  # every push has landed
 
@@ -82,7 +82,7 @@ def _in_flight(x):
 def _late_sum(x: torch.Tensor, group_name: str) -> torch.Tensor:
     import symmplan
 
-    placed = symmplan.handle(x, group_name)
+    placed = symmplan.placed.handle(x, group_name)
     placed.barrier()
     time.sleep(0.3 * placed.rank)
     return torch.stack([placed.peer(r) for r in range(placed.world_size)]).sum(0)

@@ -63,7 +63,7 @@ def _placed(x: torch.Tensor, name: str):
     import symmplan
     from symmplan.memory import locate
 
-    return None if locate(x) is None else symmplan.handle(x, name)
+    return None if locate(x) is None else symmplan.placed.handle(x, name)
 
 
 class _Op:

@@ -33,7 +33,7 @@ def _push(x, group_name):
 def _push_out(kind, x, group_name, *, out):
     import symmplan
 
-    placed = symmplan.handle(out, group_name)
+    placed = symmplan.placed.handle(out, group_name)
     if kind[0] == "1":
         placed.barrier()
     placed.peer((placed.rank + 1) % placed.world_size).copy_(x)
@@ -47,7 +47,7 @@ def _read(kind, x, group_name):
 
     if locate(x) is None:
         return _gathered(x, group_name).amax(0)
-    placed = symmplan.handle(x, group_name)
+    placed = symmplan.placed.handle(x, group_name)
     if kind[0] == "1":
         placed.barrier()
     rows = [placed.peer(r) for r in range(placed.world_size)]

@@ -177,7 +177,7 @@ def test_peers_of_one(arena):
     (only,) = segment.peers("default")
     assert only.data_ptr() == segment.tensor.data_ptr()
     segment.barrier()
-    placed = symmplan.handle(arena.tensor("b", torch.int32))
+    placed = symmplan.placed.handle(arena.tensor("b", torch.int32))
     assert (placed.rank, placed.world_size, placed.offset) == (0, 1, 1024)
     placed.peer(0).fill_(4)
     assert arena.tensor("b", torch.int32).eq(4).all()

@@ -124,7 +124,7 @@ def _one_sided(rank, world_size, between):
     work = None
     with realize(symmplan.plan(problem), memory="shm", timeout=20.0, debug=True) as arena:
         x = arena.tensor("x", torch.float32)
-        placed = symmplan.handle(x)
+        placed = symmplan.placed.handle(x)
         try:
             with Watching(20.0):
                 x.fill_(rank)
@@ -188,7 +188,7 @@ def _before_its_wait(rank, world_size):
     group = dist.new_group(list(range(world_size)))
     with symmplan.eager(group, timeout=20.0, memory="shm", debug=True) as session:
         for turn in range(2):
-            y = symmplan.out(torch.mul, _inputs(rank, turn), 2.0)
+            y = symmplan.placed.out(torch.mul, _inputs(rank, turn), 2.0)
             work = dist.all_reduce(y, group=group, async_op=True)
             if turn:
                 y.add_(1)  # the collective may not have read it yet

@@ -149,8 +149,8 @@ def test_ops_compile(pool, backend):
 
 
 def placed_views(rank, world):
-    from symmplan import handle
     from symmplan.memory import NotSymmetricError, locate
+    from symmplan.placed import handle
 
     everyone = tuple(range(world))
     arena = STATE["arenas"][everyone]

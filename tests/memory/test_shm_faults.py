@@ -146,8 +146,8 @@ def released_first(rank, world):
 def after_release(rank, world):
     import torch
 
-    from symmplan import handle
     from symmplan.memory import realize
+    from symmplan.placed import handle
 
     arena = realize(hand_made({"x": 64}), memory="shm", timeout=TIMEOUT)
     x = arena.tensor("x", torch.int32)

@@ -100,7 +100,7 @@ def _default_group(rank, world_size):
     def near(x):
         if locate(x) is None:
             return x + 100
-        placed = symmplan.handle(x)
+        placed = symmplan.placed.handle(x)
         placed.barrier()
         found = sum(placed.peer(r) for r in range(placed.world_size))
         placed.barrier()

@@ -52,7 +52,7 @@ def peer_max(x: Tensor, group_name: str) -> Tensor:
     Collective: yes.
     """
     try:
-        placed = symmplan.handle(x, group_name)
+        placed = symmplan.placed.handle(x, group_name)
     except symmplan.errors.RunError:  # not placed: this is the model without symmplan
         return _run(x, ("all_reduce", "max", group_name))
     placed.barrier()

@@ -216,7 +216,7 @@ def _check_place(
 
 
 def _memory(event: Event, machine: EagerMachine) -> CallValue:
-    """What `symmplan.empty` and `symmplan.out` return where the plan expects them."""
+    """What `symmplan.placed.empty` and `symmplan.placed.out` return where the plan expects them."""
     make, given = CallValue("args[0]"), (CallValue("*args[1:]"), CallValue("**kwargs"))
     if not event.leased:
         return machine.do(make, *given)

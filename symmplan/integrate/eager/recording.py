@@ -193,7 +193,7 @@ class IterationRecording:
             meet(self._settings, str(op.name()), repr(public(given)))
 
     def memory(self, kind: str, make: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """What `symmplan.empty` and `symmplan.out` do meanwhile."""
+        """What `symmplan.placed.empty` and `symmplan.placed.out` do meanwhile."""
         tensor: torch.Tensor = make(*args, **kwargs)
         write: Write = "alloc" if kind == "empty" else "out"
         self._recorder.memory(tensor, kind, write, (make, *args), kwargs)
@@ -281,14 +281,14 @@ def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:
         fix = "drop it, or what was made of it, before session.step()"
         if site.by_producer:
             target = site.source.target
-            fix = "let an op that takes out= write it, in memory from symmplan.empty"
+            fix = "let an op that takes out= write it, in memory from symmplan.placed.empty"
             if is_allocation(target):
-                fix = "allocate it with symmplan.empty"
+                fix = "allocate it with symmplan.placed.empty"
             elif isinstance(target, OpOverload) and out_overload(target) is not None:
                 what = target.overloadpacket.__name__
-                fix = f"write symmplan.out(torch.{what}, ...) where it is made"
+                fix = f"write symmplan.placed.out(torch.{what}, ...) where it is made"
         elif site.kind == "argument":
-            fix = "make it in the iteration, in memory from symmplan.empty"
+            fix = "make it in the iteration, in memory from symmplan.placed.empty"
         found.append(
             Copy(
                 captured.specs[site.node].op,

@@ -310,7 +310,7 @@ class Session:
         args: Any,
         kwargs: Any,
     ) -> torch.Tensor:
-        """What `symmplan.empty` and `symmplan.out` return: ``make(*args, **kwargs)``, placed."""
+        """What `placed.empty` and `placed.out` return: ``make(*args, **kwargs)``, placed."""
         ours = self._threads is not None and self._threads.current()
         if in_own_work() or not ours or self._state not in ("recording", "frozen"):
             return make(*args, **kwargs)

@@ -29,9 +29,9 @@ def _thin(rank, world_size):
         del y
         w = z * 2
         dist.all_reduce(w)
-        buffer = symmplan.empty(8, 8)
+        buffer = symmplan.placed.empty(8, 8)
         dist.all_gather_into_tensor(buffer, w)
-        m = symmplan.out(torch.mm, buffer, buffer)
+        m = symmplan.placed.out(torch.mm, buffer, buffer)
         r = ops.wait_tensor(ops.all_reduce(m, "sum", name))
         return torch.ops.symmplan_test.peer_mean(r, name) + 1
 

@@ -65,13 +65,13 @@ def _asynchronous(rank, world_size, where):
 
     def step():
         if where == "placed":
-            x = symmplan.out(torch.mul, torch.full((64,), 1.0), float(rank + 1))
+            x = symmplan.placed.out(torch.mul, torch.full((64,), 1.0), float(rank + 1))
         elif where == "staged":  # its producer cannot write where it is told
             x = torch.full((64,), float(rank + 1)).sort().values
         else:
             x = outside.fill_(rank + 1)
         work = dist.all_reduce(x, async_op=True)
-        y = symmplan.out(torch.mul, torch.full((64,), 5.0), 1.0)
+        y = symmplan.placed.out(torch.mul, torch.full((64,), 5.0), 1.0)
         dist.all_reduce(y)
         work.wait()
         assert work.is_completed()
@@ -79,7 +79,7 @@ def _asynchronous(rank, world_size, where):
         if where != "outside":
             del x
         del y
-        z = symmplan.out(torch.mul, torch.full((64,), 7.0), 1.0)
+        z = symmplan.placed.out(torch.mul, torch.full((64,), 7.0), 1.0)
         dist.all_reduce(z)
         return a, b, z + 0
 
@@ -121,7 +121,7 @@ def _never_waited(rank, world_size):
     with symmplan.eager(timeout=20.0, memory="shm", collectives=OWN) as session:
         works = []
         for _ in range(3):
-            x = symmplan.out(torch.mul, torch.full((64,), 1.0), float(rank + 1))
+            x = symmplan.placed.out(torch.mul, torch.full((64,), 1.0), float(rank + 1))
             works.append(dist.all_reduce(x, async_op=True))
             session.step()
             works[-1].wait()
@@ -149,7 +149,7 @@ def _leaves(rank, world_size):
         for turn in range(4):
             x = torch.full((8, 8), float(turn + rank))
             pending = ops.all_reduce(x, "sum", name)
-            between = symmplan.out(torch.mul, x, 2.0)
+            between = symmplan.placed.out(torch.mul, x, 2.0)
             dist.all_reduce(between)
             assert bool((between == 2 * (2 * turn + 1)).all())
             del between
@@ -196,7 +196,7 @@ def _too_late(rank, world_size):
             if turn < 2:
                 kept.append(ops.wait_tensor(pending))
                 del pending
-            y = symmplan.out(torch.mul, x, 2.0)
+            y = symmplan.placed.out(torch.mul, x, 2.0)
             dist.all_reduce(y)
             del y
             session.step()

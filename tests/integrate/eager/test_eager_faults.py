@@ -152,7 +152,7 @@ def _leaves(rank, world_size):
         with pytest.raises(SessionError, match="not open: the session was used before it was"):
             act()
     with pytest.raises(SymmplanError, match=r"fix: call the op inside `with symmplan\.eager"):
-        symmplan.handle(x)
+        symmplan.placed.handle(x)
     with session:
         for _ in range(2):
             _program(x)
@@ -162,7 +162,7 @@ def _leaves(rank, world_size):
         with pytest.raises(ReleasedError, match="not open: the session was used after it was"):
             act()
     with pytest.raises(SymmplanError, match="no live segment"):
-        symmplan.handle(held)
+        symmplan.placed.handle(held)
     inside = "check choices copies plan release replan stats step"
     assert " ".join(n for n in dir(session) if not n.startswith("_")) == inside
     assert bool((held == 1).all())
@@ -210,7 +210,7 @@ def _another_tensor(rank, world_size, who, another):
     x = torch.ones(8, 8)
     with symmplan.eager(timeout=TIMEOUT, memory="shm") as session:
         for turn in range(4):
-            y = symmplan.out(torch.mul, x, turn + 1.0)
+            y = symmplan.placed.out(torch.mul, x, turn + 1.0)
             dist.all_reduce(ANOTHER[another](y) if rank == who and turn == 2 else y)
             assert bool((y == 2.0 * (turn + 1)).all()), "a wrong number"
             del y
@@ -367,7 +367,7 @@ def _waits_in_a_collective(rank, world_size, fault, ahead):
 
     def iteration(mine):
         for i in range(4):
-            y = symmplan.out(torch.mul, x, i + 1.0)
+            y = symmplan.placed.out(torch.mul, x, i + 1.0)
             if i == 1:
                 _raise(mine)
             work = dist.all_reduce(y[:4] if mine == "shape" else y, async_op=True, group=group)

@@ -1,4 +1,4 @@
-"""`symmplan.out`: random producers write straight into placements, as plain PyTorch computes."""
+"""`placed.out`: random producers write straight into placements, as plain PyTorch computes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _same(rank, world_size, program, c10d):
             symmplan.eager(timeout=30.0, memory="shm", debug=True) as session,
         ):
             for turn in range(4):
-                got = _run(steps, [x.clone() for x in inputs], symmplan.out, name, check)
+                got = _run(steps, [x.clone() for x in inputs], symmplan.placed.out, name, check)
                 for i, (a, b) in enumerate(zip(got, expected, strict=True)):
                     assert torch.equal(a, b) or torch.allclose(a, b, atol=1e-5), (turn, i)
                 session.step()
@@ -163,7 +163,7 @@ def _live(rank, world_size, program):
 
     with symmplan.eager(timeout=30.0, memory="shm") as session:
         for _ in range(3):
-            _run(steps, inputs, symmplan.out, name, check)
+            _run(steps, inputs, symmplan.placed.out, name, check)
             session.step()
     return seen[0]
 
@@ -181,7 +181,7 @@ def _not_out(rank, world_size):
     x = torch.ones(4, 8, requires_grad=True)
     with symmplan.eager(timeout=20.0, memory="shm") as session:
         for _ in range(2):
-            y = symmplan.out(torch.mul, x, 2.0)
+            y = symmplan.placed.out(torch.mul, x, 2.0)
             y.sum().backward()
             session.step()
         assert bool((x.grad == 4).all())
@@ -220,7 +220,7 @@ def test_a_copy_says_what_would_avoid_it(pool):
     first, second = pool.run(_fixes)
     assert first == second
     assert first == [
-        "write symmplan.out(torch.mm, ...) where it is made",
-        "allocate it with symmplan.empty",
-        "make it in the iteration, in memory from symmplan.empty",
+        "write symmplan.placed.out(torch.mm, ...) where it is made",
+        "allocate it with symmplan.placed.empty",
+        "make it in the iteration, in memory from symmplan.placed.empty",
     ]

@@ -43,7 +43,7 @@ pool = pool_of(2, setup=_setup, timeout=120.0)
 def _peers(x):
     import symmplan
 
-    placed = symmplan.handle(x)  # raises if it is not symmetric
+    placed = symmplan.placed.handle(x)  # raises if it is not symmetric
     return placed, [placed.peer(r) for r in range(placed.world_size)]
 
 
@@ -78,7 +78,7 @@ def _program(rank, world_size, memory_of):
     x = torch.full((16, 8), float(rank))
 
     def make(fn, *args):
-        return symmplan.out(fn, *args) if memory_of == "out" else fn(*args)
+        return symmplan.placed.out(fn, *args) if memory_of == "out" else fn(*args)
 
     with symmplan.eager(timeout=20.0, memory="shm", debug=True) as session:
         for turn in range(4):

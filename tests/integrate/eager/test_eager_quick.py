@@ -120,7 +120,7 @@ def _steady(rank, world_size, name, c10d):
         for turn in range(5):
             for layer in range(3):
                 x = torch.arange(8.0) + rank + turn * layer
-                got = program(symmplan.out, x, group) + 0
+                got = program(symmplan.placed.out, x, group) + 0
                 with own_work:
                     assert torch.allclose(got, program(_plainly, x, group) + 0), (turn, layer)
             session.step()
@@ -152,7 +152,7 @@ def _numbers(rank, world_size):
             factors = (1.0 + turn, 0.25 * turn)
             got = _T.weighted([x, 2 * x], *factors, group)
             out = torch.empty(4).as_strided((4,), (1,)) if turn % 2 else torch.empty(8)[::2]
-            dist.reduce_scatter_tensor(out, symmplan.out(torch.mul, x, 2.0 + turn))
+            dist.reduce_scatter_tensor(out, symmplan.placed.out(torch.mul, x, 2.0 + turn))
             with own_work:
                 parts = torch.empty(4)
                 dist.reduce_scatter_tensor(parts, x * (2.0 + turn))
@@ -168,7 +168,7 @@ def test_what_the_plan_leaves_open_is_that_of_the_call(pool):
 
 
 def _lines(rank, world_size, name):
-    """How many lines of symmplan's own run where a served call is made, `symmplan.out` included."""
+    """How many lines of symmplan's own run where a served call is made, `placed.out` included."""
     import torch.distributed as dist
     from steps import lines_of
 
@@ -177,9 +177,9 @@ def _lines(rank, world_size, name):
     program, group, x = PROGRAMS[name], dist.group.WORLD.group_name, torch.arange(8.0)
     with symmplan.eager(timeout=30.0, memory="shm") as session:
         for _ in range(2):
-            program(symmplan.out, x, group)
+            program(symmplan.placed.out, x, group)
             session.step()
-        lines = lines_of(lambda: program(symmplan.out, x, group))
+        lines = lines_of(lambda: program(symmplan.placed.out, x, group))
         session.step()
     return lines
 
@@ -209,15 +209,15 @@ def _differs(rank, world_size, name, change, c10d):
     x = torch.arange(8.0) + rank
     with symmplan.eager(timeout=20.0, memory="shm") as session:
         for _ in range(3):
-            program(symmplan.out, x, group)
+            program(symmplan.placed.out, x, group)
             session.step()
         other = x[:4] if change == "shape" else x.double()
         _together()
         with pytest.raises(RunError, match="other arguments"):
-            program(symmplan.out, other, group)
+            program(symmplan.placed.out, other, group)
         session.replan()
         for _ in range(3):
-            program(symmplan.out, other, group)
+            program(symmplan.placed.out, other, group)
             session.step()
         return session.stats.iterations
 
@@ -250,11 +250,11 @@ def _other_words(rank, world_size, c10d):
     for planned, other in calls.values():
         with symmplan.eager(timeout=20.0, memory="shm") as session:
             for _ in range(3):
-                planned(symmplan.out(torch.mul, torch.ones(8), 2.0))
+                planned(symmplan.placed.out(torch.mul, torch.ones(8), 2.0))
                 session.step()
             _together()
             with pytest.raises(RunError, match="other arguments"):
-                other(symmplan.out(torch.mul, torch.ones(8), 2.0))
+                other(symmplan.placed.out(torch.mul, torch.ones(8), 2.0))
             session.replan()
             session.step()
     return True
@@ -280,11 +280,11 @@ def _modes(rank, world_size):
     _rows(c10d=True)
     with symmplan.eager(timeout=20.0, memory="shm") as session:
         for _ in range(3):
-            dist.all_reduce(symmplan.out(torch.mul, torch.ones(8), 2.0))
+            dist.all_reduce(symmplan.placed.out(torch.mul, torch.ones(8), 2.0))
             session.step()
         seen = []
         with Names():
-            y = symmplan.out(torch.mul, torch.ones(8), 2.0)
+            y = symmplan.placed.out(torch.mul, torch.ones(8), 2.0)
             dist.all_reduce(y)
         assert bool((y == 4).all())
         del y

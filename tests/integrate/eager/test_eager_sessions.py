@@ -189,7 +189,7 @@ def remains(rank, world, how):
                 for turn in range(4):
                     gather(x)
                     dist.all_reduce(x)
-                    y = symmplan.out(torch.mul, x, 0.5)
+                    y = symmplan.placed.out(torch.mul, x, 0.5)
                     dist.all_reduce(y, async_op=True).wait()
                     del y
                     if how == "raises" and turn == 2:

@@ -74,7 +74,7 @@ def _reduced(x, factor):
 
     import symmplan
 
-    y = symmplan.out(torch.mul, x, factor)
+    y = symmplan.placed.out(torch.mul, x, factor)
     dist.all_reduce(y)
     return y
 
@@ -264,7 +264,7 @@ def _barriers(rank, world_size):
     x = torch.full((16, 8), float(rank))
     with _session(streams) as session:
         for turn in range(4):
-            a = symmplan.out(torch.add, x, 1.0)
+            a = symmplan.placed.out(torch.add, x, 1.0)
             streams.wait_stream(7, 0)
             with streams.on(7):
                 b = torch.ops.symmplan_test.push_next(a, name)
@@ -272,7 +272,7 @@ def _barriers(rank, world_size):
                 got = c + 0
                 del a, b, c
             streams.wait_stream(0, 7)
-            d = symmplan.out(torch.add, x, 10.0)
+            d = symmplan.placed.out(torch.add, x, 10.0)
             e = torch.ops.symmplan_test.peer_mean(d, name) + 0
             del d
             session.step()

@@ -40,7 +40,7 @@ def program(x, world, group):
 
     import symmplan
 
-    y = symmplan.out(torch.mul, gather(x, group).sum(0), 0.5)
+    y = symmplan.placed.out(torch.mul, gather(x, group).sum(0), 0.5)
     dist.all_reduce(y)
     z = torch.sort(y).values
     work = dist.all_reduce(z, async_op=True)
@@ -88,14 +88,14 @@ def metrics(rank, world, members, group, number, pause):
         return
     ranks = range(members == "some", world)
     for turn in range(number):
-        x = symmplan.out(torch.mul, torch.full((8,), float(rank + turn)), 2.0)
+        x = symmplan.placed.out(torch.mul, torch.full((8,), float(rank + turn)), 2.0)
         total = sum(2.0 * (r + turn) for r in ranks)
         if turn % 3 == 0:
             dist.all_reduce(x, group=group)
         elif turn % 3 == 1:
             dist.all_reduce(x, group=group, async_op=True).wait()
         else:
-            y = symmplan.empty(8 * len(ranks))
+            y = symmplan.placed.empty(8 * len(ranks))
             dist.all_gather_into_tensor(y, x, group=group)
             x = y.view(len(ranks), 8).sum(0)
         assert bool((x == total).all()), (turn, x, total)
@@ -144,7 +144,7 @@ def in_each_iteration(rank, world, members, late):
     with symmplan.eager(timeout=20.0, memory="shm") as session:
         for turn in range(TURNS):
             x = torch.full((4, 8), float(rank + turn))
-            handed = symmplan.out(torch.mul, x, 1.0)
+            handed = symmplan.placed.out(torch.mul, x, 1.0)
             dist.all_reduce(handed)
             thread = Thread(act, handed, turn)
             if late:
@@ -190,7 +190,7 @@ def in_a_thread_of_autograd(rank, world):
 
     def leaf(grad):
         threads.add(threading.get_ident())
-        y = symmplan.out(torch.mul, grad, 2.0)
+        y = symmplan.placed.out(torch.mul, grad, 2.0)
         dist.all_reduce(y)
         results.append(float(y.sum()))
 
