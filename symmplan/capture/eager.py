@@ -3,16 +3,6 @@
 The iteration is written down as an FX graph while it runs: a node for each op, a placeholder for
 each tensor that came from elsewhere, an output for each storage that outlives the iteration. The
 graph then goes the way of all graphs through `capture_fx`, see `symmplan.capture.eager_problem`.
-
-[Note: recorded collectives run apart]
-    Threads of a process group may hold the tensors of a collective for a moment after its wait, so
-    that the release of a storage would be seen now here, now there. While recording, declared ops
-    therefore run on clones, to their end, and the program gets clones of their results.
-
-[Note: scratch]
-    Nothing has a placement yet, but an op that reads its peers' memory by itself needs symmetric
-    memory all the same. Its declared arguments are copied into scratch that is symmetric; the ranks
-    meet before the op and behind it, so that it needs no handshake or release of its own.
 """
 
 from __future__ import annotations
@@ -21,30 +11,31 @@ import contextlib
 import operator
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
 from torch import fx
 
+from symmplan.capture.apart import is_tensor, run_apart, storage_key, view_of
 from symmplan.capture.c10d import Functional, functional_form, reader_of
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.capture.threads import ProgramThreads
-from symmplan.registry import bind_arguments, resolve_group_name
 from symmplan.torch_private import dispatch, works
-from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map, tree_map_only
+from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from typing_extensions import Self
 
+    from symmplan.capture.apart import Scratch
     from symmplan.capture.producers import Write
     from symmplan.capture.streams import Watch
     from symmplan.model import OpSpec
 
-__all__ = ["Recorded", "Recorder", "Scratch", "Storage", "opaque"]
+__all__ = ["Recorded", "Recorder", "Storage", "opaque"]
 
 #: So many frames of a call are remembered.
 _DEEPEST = 8
@@ -83,19 +74,6 @@ class Recorded:
     kwargs: Any = field(factory=dict)  # the same by name
     line: str = ""  # where in the user's program, ``"file:line"``
     stream: str = MAIN  # name of the stream that was current
-
-
-class Scratch(Protocol):
-    """Symmetric memory for the ops of a recording. See [Note: scratch]."""
-
-    def serves(self, spec: OpSpec) -> bool:
-        """Whether the op needs it."""
-
-    def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
-        """Symmetric copies of ``tensors``; every rank's are complete. Collective."""
-
-    def over(self) -> None:
-        """The op has ended; returns when it has on all ranks. Collective."""
 
 
 class Recorder(TorchDispatchMode):
@@ -180,11 +158,11 @@ class Recorder(TorchDispatchMode):
         if spec is None or (func.namespace == "c10d" and form is None):
             result = func(*args, **kwargs)
         else:
-            result = _run_apart(func, args, kwargs, spec, form, self._scratch, self._default_group)
+            result = run_apart(func, args, kwargs, spec, form, self._scratch, self._default_group)
         if func.namespace == "c10d":
             return self._c10d(func, spec, form, args, kwargs, result)
         if func._schema.name == "_c10d_functional::wait_tensor":
-            mark = self._works.pop(_key(args[0]), None)
+            mark = self._works.pop(storage_key(args[0]), None)
             if mark is not None:
                 self.timeline.wait(mark)
         node = self._node(func, given, result)
@@ -193,8 +171,8 @@ class Recorder(TorchDispatchMode):
             self._call(node, func, Functional(func, stand_in(args), named), args, kwargs)
             if spec.asynchronous:
                 mark = self.timeline.record()
-                tensors = (x for x in tree_leaves(result) if _is_tensor(x))
-                self._works.update((_key(tensor), mark) for tensor in tensors)
+                tensors = (x for x in tree_leaves(result) if is_tensor(x))
+                self._works.update((storage_key(tensor), mark) for tensor in tensors)
         return result
 
     def _c10d(
@@ -233,7 +211,7 @@ class Recorder(TorchDispatchMode):
         self._node(torch.ops._c10d_functional.wait_tensor.default, ((node,), {}), written)
 
     def _used_until_released(self, tensor: torch.Tensor, stream: Any) -> None:
-        storage = self._storages.get(_key(tensor))
+        storage = self._storages.get(storage_key(tensor))
         number = getattr(stream, "cuda_stream", None)
         if storage is not None and number is not None:
             storage.users.append(self.timeline.name(number))
@@ -247,7 +225,7 @@ class Recorder(TorchDispatchMode):
 
     def memory(self, tensor: torch.Tensor, kind: str, write: Write, args: Any, kwargs: Any) -> None:
         """``tensor`` was just made by `placed.empty` or `placed.out`, called with ``args``."""
-        storage = self._storages.get(_key(tensor))
+        storage = self._storages.get(storage_key(tensor))
         if storage is None or not storage.made:
             return
         self.writes[storage.origin] = write
@@ -259,14 +237,14 @@ class Recorder(TorchDispatchMode):
 
     def _of(self, tensor: torch.Tensor) -> fx.Node:
         """The node that stands for a tensor."""
-        storage = self._storages.get(_key(tensor))
+        storage = self._storages.get(storage_key(tensor))
         if storage is None:
             with self.graph.inserting_before():  # all else
                 node = self.graph.placeholder(f"input_{self._names}")
             self._names += 1
             node.meta["val"] = self._enter(tensor, node, made=False)
             return node
-        view = _view(tensor)
+        view = view_of(tensor)
         found = storage.nodes.pop(view, None)
         if found is not None:
             storage.nodes[view] = found
@@ -281,7 +259,7 @@ class Recorder(TorchDispatchMode):
         self, tensor: torch.Tensor, node: fx.Node, *, made: bool, path: tuple[int, ...] = ()
     ) -> Any:
         """Remember that ``node`` gives ``tensor``; returns its stand-in."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         storage = self._storages.get(key)
         if storage is None:
             real = tensor.untyped_storage()
@@ -291,7 +269,7 @@ class Recorder(TorchDispatchMode):
             self._watches[key] = weakref.ref(real, lambda _: self._released(key, storage))
         if made:
             self.made[(node, path)] = storage
-        view = _view(tensor)
+        view = view_of(tensor)
         storage.nodes.pop(view, None)
         storage.nodes[view] = node
         stand_in = torch.empty(0, dtype=tensor.dtype, device="meta")
@@ -337,83 +315,6 @@ class Recorder(TorchDispatchMode):
         output = self.graph.output(tuple(list(x.nodes.values())[-1] for x in made))
         output.meta["val"] = None
         self._watches.clear()
-
-
-def _run_apart(
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    spec: OpSpec,
-    form: Functional | None,
-    scratch: Scratch | None,
-    default_group: str | None,
-) -> Any:
-    """Run a declared op; see [Note: recorded collectives run apart].
-
-    Returns:
-        What the op returns, after its end; nothing of it is the op's own.
-
-    Collective: as the op.
-    """
-    clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    placed = scratch is not None and scratch.serves(spec)
-    if placed:
-        assert scratch is not None
-        bound = bind_arguments(func, args, kwargs)
-        heads = {r.head for r in spec.requirements}
-        given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if _is_tensor(x)}
-        group = resolve_group_name(spec, func, args, kwargs, default_group)
-        copies = scratch.copies(group, spec, list(given.values()))
-        clones = {id(x): (x, c) for x, c in zip(given.values(), copies, strict=True)}
-
-    def clone(x: Any) -> Any:
-        return clones.setdefault(id(x), (x, x.clone()))[1] if _is_tensor(x) else x
-
-    def finished(x: Any) -> Any:
-        if not _is_tensor(x):
-            return x
-        if spec.asynchronous or func.namespace == "_c10d_functional":
-            x = torch.ops._c10d_functional.wait_tensor(x)
-        original = originals.get(_identity(x))
-        return x.clone() if original is None else original
-
-    cloned = tree_map(clone, args), tree_map(clone, kwargs)
-    originals = {_identity(copy): x for x, copy in clones.values()}
-    result = func(*cloned[0], **cloned[1])
-    if form is not None:
-        work = torch.distributed.Work.unbox(result[1])
-        if work is not None:  # NCCL has none for what runs on the current stream
-            work.wait()
-        form.written.copy_(clones[id(form.written)][1])
-        return form.results(works.finished().boxed())
-    result = tree_map(finished, result)
-    if placed:
-        assert scratch is not None
-        scratch.over()  # before anything is copied back: peers may write it until then
-    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for x in tree_leaves(named.get(argument.name)):
-                if _is_tensor(x):
-                    x.copy_(clones[id(x)][1])
-    return result
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def _identity(x: torch.Tensor) -> tuple[Any, ...]:
-    """What an op that returns its argument gives back unchanged."""
-    return _key(x), *_view(x)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _stack() -> list[str]:

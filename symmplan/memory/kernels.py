@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from symmplan.process import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "reduce_into"]
+__all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "reduce_into", "scratch_of"]
 
 _CHUNK = 256 * 1024  # bytes
 #: Below this many bytes a bare memmove beats torch's dispatch; above, torch may use its threads.
@@ -102,10 +103,12 @@ def reduce_into(
     count = sources[0].numel()
     if not count:
         return
-    step = max(1, _CHUNK // dtype.itemsize)
-    scratch = torch.empty(
-        min(step, count), dtype=torch.float32 if wide else dtype, device=sources[0].device
+    scratch = scratch_of(
+        min(max(1, _CHUNK // dtype.itemsize), count),
+        torch.float32 if wide else dtype,
+        sources[0].device,
     )
+    step = scratch.numel()
     for begin in range(0, count, step):
         end = min(begin + step, count)
         _reduce_chunk(
@@ -116,6 +119,15 @@ def reduce_into(
             scratch[: end - begin],
             wide=wide,
         )
+
+
+def scratch_of(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for so many elements, or for fewer where memory is short: peers wait for this rank."""
+    while numel > 1:
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(numel, dtype=dtype, device=device)
+        numel = -(-numel // 16)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _reduce_chunk(

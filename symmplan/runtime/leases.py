@@ -54,7 +54,7 @@ from symmplan.torch_private.dispatch import storage_use_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-__all__ = ["Lease", "Ledger", "Run", "StorageLease", "in_use", "lease_out", "set_aside"]
+__all__ = ["Lease", "Ledger", "Run", "StorageLease", "copied", "in_use", "lease_out", "set_aside"]
 
 
 class _Owner:
@@ -334,11 +334,19 @@ class Run:
         self._aside.close()
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is to be put back: in the host's memory where the tensor's device is full."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return torch.empty_like(tensor, device="cpu").copy_(tensor)
+
+
 @contextmanager
 def set_aside(bytes_: torch.Tensor) -> Iterator[None]:
     """Whoever has these bytes does not see what is done to them inside."""
     synchronize(bytes_.device)
-    kept = bytes_.clone()
+    kept = copied(bytes_)
     synchronize(bytes_.device)
     try:
         yield

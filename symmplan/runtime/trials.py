@@ -186,6 +186,7 @@ def measure_there(
     """
     name, computes = choice.group, device.type == "cuda"  # nobody says how much meanwhile
     clock = clock_of(device, timeout)
+    all_gather_json("measuring", {name: 0}, {name: group}, timeout)  # nobody has failed so far
     with clock.together({name: group}):
         beside = None if computes else 0.0
         mine = seconds_of(clock, acts, group, choice.nbytes, beside=beside, enough=_ENOUGH)

@@ -175,11 +175,32 @@ def give_storage(parameter: Any, storage: torch.Tensor) -> None:
         lay(parameter, storage)
 
 
-def take_back(parameter: Any, storage: torch.Tensor) -> None:
-    """Let an unsharded parameter live in ``storage``, which FSDP2 frees and fills from now on."""
+def emptied(parameter: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """FSDP2's own tensors of an unsharded parameter, whose bytes are freed; None if it has none.
+
+    What it gathers into, and that as the module sees it: what `take_back` takes.
+    """
+    local, outputs = unsharded(parameter), parameter.all_gather_outputs
+    if local is None or len(outputs) != 1 or local.is_inference() or outputs[0].is_inference():
+        return None
+    storage = outputs[0].untyped_storage()
+    if local.untyped_storage()._cdata != storage._cdata:
+        return None
+    storage.resize_(0)
+    return outputs[0], local.detach()
+
+
+def take_back(parameter: Any, output: torch.Tensor, view: torch.Tensor | None) -> None:
+    """Let an unsharded parameter live in ``output``, which FSDP2 frees and fills from now on.
+
+    As ``view``, which needs no bytes; None to make one.
+    """
     parameter.__dict__.pop("free_unsharded_param", None)
-    parameter.all_gather_outputs = [storage]
-    lay(parameter, storage)
+    parameter.all_gather_outputs = [output]
+    if view is None:
+        lay(parameter, output)
+    else:
+        unsharded(parameter).data = view
 
 
 def _nothing() -> None:

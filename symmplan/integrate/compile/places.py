@@ -30,7 +30,7 @@ import torch
 from attrs import define, field, frozen
 
 from symmplan.errors import RunError
-from symmplan.runtime.leases import Lease, Ledger, lease_out
+from symmplan.runtime.leases import Lease, Ledger, copied, lease_out
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class RunCopy:
         """After the run: the original has what was written, the placement what it had."""
         with torch.no_grad():
             # The original may be a part of what is put back.
-            value = self.placed.clone() if self.written else None
+            value = copied(self.placed) if self.written else None
             if self.saved is not None:
                 self.place.bytes.copy_(self.saved)
             if value is not None:
@@ -146,7 +146,7 @@ class Place:
                 tensor.data = self._filled(tensor, lease_out(self.bytes, lease.drop))
                 self._pinned = weakref.ref(tensor)
                 return None, ""
-            saved = self.bytes.clone() if self.taken else None
+            saved = copied(self.bytes) if self.taken else None
             placed = self._filled(tensor, lease_out(self.bytes))
         return RunCopy(self, tensor, placed, saved, written), stays
 

@@ -20,6 +20,8 @@ from symmplan.planner.order import order_of
 from symmplan.runtime.leases import Ledger, StorageLease, lease_out
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import fx
 
@@ -41,6 +43,7 @@ class _Builder:
     recorder: Recorder
     program: PlacedProgram
     device: torch.device
+    elements: Mapping[torch.dtype, torch.Tensor]
     arena: Arena | Suballocation
     order: Order | None = field(init=False)  # None on one stream: all is in order there
     leased: dict[str, StorageLease] = field(init=False, factory=dict)
@@ -95,7 +98,7 @@ class _Builder:
         overload = None if call.form is None else overload_of(call.form.op)
         shapes = {p: values.tensors[call.node, p] for _, p in values.of_node(call.node)}
         placed = None if overload is None else self.program.calls.get(call.node)
-        event = Event(call, self.device, overload, shapes, placed)
+        event = Event(call, self.device, self.elements, overload, shapes, placed)
         for storage in placed_storages:
             event.leased[storage.path] = self.leased[storage.buffer]
             event.writes.append(storage.buffer)
@@ -268,7 +271,8 @@ def events_of(
     recorder: Recorder,
     program: PlacedProgram,
     device: torch.device,
+    elements: Mapping[torch.dtype, torch.Tensor],
     arena: Arena | Suballocation,
 ) -> tuple[list[Event], list[Act]]:
     """The events of a placed recording in order, and what is to be done when the iteration ends."""
-    return _Builder(recorder, program, device, arena).build()
+    return _Builder(recorder, program, device, elements, arena).build()

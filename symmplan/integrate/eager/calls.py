@@ -142,7 +142,7 @@ class EagerMachine:
         if value in self.bound:
             return self.bound[value]
         shape, dtype = value.like
-        return torch.empty((), dtype=dtype, device=self.event.device).expand(shape)
+        return self.event.elements[dtype].expand(shape)
 
     def original(
         self, call: PlacedCall, args: tuple[Any, ...], kwargs: dict[str, Any]

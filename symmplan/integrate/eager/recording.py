@@ -92,6 +92,8 @@ class _Prepared:
     chosen: Chosen[fx.Node]
     arena: Arena
     rendezvous: int
+    #: See `Event`; made where a rank that has no room for them is heard.
+    elements: Mapping[torch.dtype, torch.Tensor]
 
 
 def meet(settings: Settings, op: str, detail: str = "") -> None:
@@ -231,7 +233,7 @@ class IterationRecording:
             captured,
             arena,
             prepared.rendezvous,
-            functools.partial(events_of, recorder, program, settings.device),
+            functools.partial(events_of, recorder, program, settings.device, prepared.elements),
             bool(chosen.engines),
             _copies(captured, recorder),
             tuple(chosen.choices),
@@ -266,8 +268,11 @@ class IterationRecording:
             if chosen.engines:
                 register_known(arena)
 
+        dtypes = dict.fromkeys(x.dtype for x in captured.values.tensors.values())
+        with torch.inference_mode(mode=False):  # they outlive the caller's mode
+            elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
         arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
-        return _Prepared(captured, plan, chosen, arena, rendezvous)
+        return _Prepared(captured, plan, chosen, arena, rendezvous, elements)
 
 
 def _copies(captured: Captured, recorder: Recorder) -> tuple[Copy, ...]:

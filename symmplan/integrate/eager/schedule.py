@@ -18,7 +18,7 @@ from attrs import define, field
 from symmplan.capture.signatures import signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -46,6 +46,7 @@ class Event:
     Attributes:
         call: What was recorded.
         device: Where its tensors lie.
+        elements: An element of each type there, which stands for tensors while calls are checked.
         overload: The op that stands for it in the graph; None for memory.
         shapes: ``{path: stand-in}`` of the op's results.
         placed: What the plan makes of it; None if nothing of it is in a placement.
@@ -66,6 +67,7 @@ class Event:
 
     call: Recorded
     device: torch.device
+    elements: Mapping[torch.dtype, torch.Tensor]
     overload: Any
     shapes: dict[tuple[int, ...], Any]
     placed: PlacedCall | None

@@ -18,7 +18,7 @@ from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
-from symmplan.runtime.leases import lease_out
+from symmplan.runtime.leases import copied, lease_out
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class ParameterStorage:
             self._parts.append(whole[rank * count : (rank + 1) * count])
             self._storages.append(lease_out(whole, lambda: None))
         self._alone = self._in_use()  # how often if nobody has views
+        # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
+        self._own: list[tuple[torch.Tensor, torch.Tensor] | None] = []
 
     @property
     def is_cuda(self) -> bool:
@@ -132,6 +134,7 @@ class ParameterStorage:
             return
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
+            self._own = [fsdp2_in_place.emptied(parameter) for parameter in parameters]
             for parameter, storage in zip(parameters, self._storages, strict=True):
                 fsdp2_in_place.give_storage(parameter, storage)
         self.bound = True
@@ -151,15 +154,19 @@ class ParameterStorage:
         synchronize(self.bytes.device)
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
-            for parameter, storage in zip(parameters, self._storages, strict=True):
-                own = torch.empty_like(storage)
-                fsdp2_in_place.take_back(parameter, own)
+            for parameter, storage, own in zip(parameters, self._storages, self._own, strict=True):
+                output, view = (torch.empty_like(storage), None) if own is None else own
+                if filled:
+                    output.untyped_storage().resize_(output.nbytes)
+                fsdp2_in_place.take_back(parameter, output, view)
                 if for_good and views:
                     torch.autograd.graph.increment_version(fsdp2_in_place.unsharded(parameter))
                 if filled:
-                    own.copy_(storage)
+                    with autograd.same_version(output):
+                        output.copy_(storage)
                 else:
                     parameter.free_unsharded_param()
+        self._own.clear()
         self.bound = False
         self._alone = self._in_use() - views
 
@@ -189,7 +196,7 @@ class ParameterStorage:
     def copied(self) -> torch.Tensor:
         """A copy of the bytes, on the current stream."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            return self.bytes.clone()
+            return copied(self.bytes)
 
     @property
     def viewed(self) -> bool:

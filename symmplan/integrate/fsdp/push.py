@@ -16,6 +16,7 @@ added to them at once.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,19 +87,23 @@ class Pushes:
         again = self._unmet or self._last == slot
         self._last, self._unmet = slot, True
         made = {g.dtype for g in gradients}
-        if len(made) > 1 or made.pop().itemsize > dtype.itemsize:
-            gradients = [g.to(dtype) for g in gradients]
+        travels = dtype if len(made) > 1 or max(d.itemsize for d in made) > dtype.itemsize else None
+        if travels is not None:
+            # Where there is no room for that, the copies cast.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                gradients = [g.to(dtype) for g in gradients]
+        travels = travels or gradients[0].dtype
         if self._stream is None:
             if again:
                 self._meeting.barrier()
-            self._copy(gradients, slot)
+            self._copy(gradients, slot, travels)
             return tuple(gradients)
         self._stream.wait_stream(current_stream(self._stream.device))
         with on_stream(self._stream):
             wait_for(self._summed if again else self._met)
             if again:
                 self._meeting.barrier()
-            self._copy(gradients, slot)
+            self._copy(gradients, slot, travels)
         return tuple(gradients)
 
     def reduce(
@@ -142,12 +147,12 @@ class Pushes:
             return
         sum_parts(sent.rows, sent.own, gradients, total, factor, rounded, add=add)
 
-    def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement) -> None:
-        dtype, shapes = gradients[0].dtype, tuple(g.shape for g in gradients)
-        key = (slot, dtype, shapes)
+    def _copy(self, gradients: Sequence[torch.Tensor], slot: Placement, dtype: torch.dtype) -> None:
+        shapes, cast = tuple(g.shape for g in gradients), any(g.dtype != dtype for g in gradients)
+        key = (slot, dtype, shapes, cast)
         sent = self._made.get(key)
         if sent is None:
-            sent = self._made[key] = self._make(slot, dtype, shapes, gradients[0].device)
+            sent = self._made[key] = self._make(*key, gradients[0].device)
         flat = [g.reshape(-1) for g in gradients]
         with autograd.shown("symmplan::push"):
             for which, begin, count, target in sent.copies:
@@ -156,13 +161,20 @@ class Pushes:
         self._gradients = [] if sent.own is None else flat
 
     def _make(
-        self, slot: Placement, dtype: torch.dtype, shapes: Sequence[Any], device: torch.device
+        self,
+        slot: Placement,
+        dtype: torch.dtype,
+        shapes: Sequence[Any],
+        cast: bool,
+        device: torch.device,
     ) -> _Sent:
         ranks, rank = len(self._peers), self._rank
         counts = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]  # FSDP2 pads
         size = sum(counts) * dtype.itemsize
         begin = slot.offset + rank * size
-        own = OwnRow(rank, _spans(shapes, counts, rank), device) if sums_parts(device) else None
+        own = None
+        if sums_parts(device) and not cast:
+            own = OwnRow(rank, _spans(shapes, counts, rank), device)
         copies = []
         for to in (*range(rank + 1, ranks), *range(rank + 1)):
             if to == rank and own is not None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import field, frozen
 
+from symmplan.memory.kernels import scratch_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -124,14 +126,20 @@ def sum_rows(
         add: As for `sum_parts`.
     """
     if add or rounded not in (None, total.dtype):
-        exact = torch.empty_like(total, dtype=rounded)
-        sum_rows(rows, exact, scale)
-        if add:
-            total.add_(exact.to(total.dtype))
-        else:
-            total.copy_(exact)
+        exact = scratch_of(total.numel(), rounded or total.dtype, total.device)
+        for begin in range(0, total.numel(), exact.numel()):
+            part = total[begin : begin + exact.numel()]
+            summed = exact[: part.numel()]
+            sum_rows(rows[:, begin : begin + part.numel()], summed, scale)
+            if not add:
+                part.copy_(summed)
+            elif torch.promote_types(summed.dtype, total.dtype) == total.dtype:
+                part.add_(summed)
+            else:
+                part.add_(summed.to(total.dtype))
         return
-    kernels = _kernels() if rows.is_cuda and rows.dtype in _OF_TRITON else None
+    of_triton = rows.is_cuda and rows.dtype in _OF_TRITON and rows.is_contiguous()
+    kernels = _kernels() if of_triton else None
     if kernels is not None:
         ranks, numel = rows.shape
         with torch.cuda.device(rows.device):

@@ -309,32 +309,41 @@ class ExpertParallel:
         choose = self._options.chosen(self._device)
         if choose != "measure":
             return "push"
-        part = max(1, self._rows // self._group.size)
-        even = Routes(((part,) * self._group.size,) * self._group.size, self._group.rank)
-        sample = rows.new_zeros((part * self._group.size, *rows.shape[1:]))
-        into = torch.empty_like(sample)
+        group, preparation = self._group, self._preparation
+        part = max(1, self._rows // group.size)
+        even = Routes(((part,) * group.size,) * group.size, group.rank)
         if even.most * row > self._room(arena):
             return "ordinary"
-        group = self._group
-        choice = measure_there(
-            Choice(
-                op="all_to_all",
-                nbytes=sample.numel() * sample.element_size(),
-                dtype=str(rows.dtype).removeprefix("torch."),
-                group=group.name,
-                ranks=group.size,
-                seconds={},
-                algorithm="ordinary",
-                copied_out=True,
-            ),
-            {
-                "ordinary": at_once(lambda: _ordinary(into, sample, even, group.process_group)),
-                "push": at_once(lambda: self._pushed(into, sample, row, even)),
-            },
-            group.process_group,
-            self._device,
-            self._options.timeout,
-        )
+
+        def measured() -> Choice | None:
+            if preparation.refusal is not None:
+                return None
+            sample = rows.new_zeros((part * group.size, *rows.shape[1:]))
+            into = torch.empty_like(sample)
+            return measure_there(
+                Choice(
+                    op="all_to_all",
+                    nbytes=sample.numel() * sample.element_size(),
+                    dtype=str(rows.dtype).removeprefix("torch."),
+                    group=group.name,
+                    ranks=group.size,
+                    seconds={},
+                    algorithm="ordinary",
+                    copied_out=True,
+                ),
+                {
+                    "ordinary": at_once(lambda: _ordinary(into, sample, even, group.process_group)),
+                    "push": at_once(lambda: self._pushed(into, sample, row, even)),
+                },
+                group.process_group,
+                self._device,
+                self._options.timeout,
+            )
+
+        choice = preparation.attempt(measured, {group.name: group.process_group})
+        if choice is None:  # some rank cannot have the memory to measure: none uses any
+            self._algorithms = dict.fromkeys(self._algorithms, "ordinary")
+            return "ordinary"
         self._choices.append(choice)
         return choice.algorithm
 

@@ -1,0 +1,164 @@
+"""Declared ops of an iteration that is being recorded, run by themselves to their end.
+
+[Note: recorded collectives run apart]
+    Threads of a process group may hold the tensors of a collective for a moment after its wait, so
+    that the release of a storage would be seen now here, now there. While recording, declared ops
+    therefore run on clones, to their end, and the program gets clones of their results. Where a
+    device has no room for a clone, the op has the tensor itself, and is over when nobody else does.
+
+[Note: scratch]
+    Nothing has a placement yet, but an op that reads its peers' memory by itself needs symmetric
+    memory all the same. Its declared arguments are copied into scratch that is symmetric; the ranks
+    meet before the op and behind it, so that it needs no handshake or release of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from symmplan.registry import bind_arguments, resolve_group_name
+from symmplan.torch_private import dispatch, works
+from symmplan.torch_private.ops import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.capture.c10d import Functional
+    from symmplan.model import OpSpec
+
+__all__ = ["Scratch", "is_tensor", "run_apart", "storage_key", "view_of"]
+
+#: Seconds that are waited for a process group to let go of a tensor.
+_PATIENCE = 1.0
+
+
+class Scratch(Protocol):
+    """Symmetric memory for the ops of a recording. See [Note: scratch]."""
+
+    def serves(self, spec: OpSpec) -> bool:
+        """Whether the op needs it."""
+
+    def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
+        """Symmetric copies of ``tensors``; every rank's are complete. Collective."""
+
+    def over(self) -> None:
+        """The op has ended; returns when it has on all ranks. Collective."""
+
+
+def run_apart(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    spec: OpSpec,
+    form: Functional | None,
+    scratch: Scratch | None,
+    default_group: str | None,
+) -> Any:
+    """Run a declared op; see [Note: recorded collectives run apart].
+
+    Returns:
+        What the op returns, after its end; nothing of it is the op's own.
+
+    Collective: as the op.
+    """
+    clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    shared: list[tuple[torch.Tensor, int]] = []
+    placed = scratch is not None and scratch.serves(spec)
+    if placed:
+        assert scratch is not None
+        bound = bind_arguments(func, args, kwargs)
+        heads = {r.head for r in spec.requirements}
+        given = {id(x): x for h in heads for x in tree_leaves(bound.get(h)) if is_tensor(x)}
+        group = resolve_group_name(spec, func, args, kwargs, default_group)
+        copies = scratch.copies(group, spec, list(given.values()))
+        clones = {id(x): (x, c) for x, c in zip(given.values(), copies, strict=True)}
+
+    def clone(x: Any) -> Any:
+        if not is_tensor(x):
+            return x
+        if id(x) not in clones:
+            copy = _clone(x)
+            clones[id(x)] = x, x if copy is None else copy
+            if copy is None:
+                shared.append((x, dispatch.storage_use_count(storage_key(x))))
+        return clones[id(x)][1]
+
+    def finished(x: Any) -> Any:
+        if not is_tensor(x):
+            return x
+        if spec.asynchronous or func.namespace == "_c10d_functional":
+            x = torch.ops._c10d_functional.wait_tensor(x)
+        original = originals.get(identity(x))
+        if original is not None:
+            return original
+        copy = _clone(x)
+        if copy is None:
+            shared.append((x, 1))
+        return x if copy is None else copy
+
+    cloned = tree_map(clone, args), tree_map(clone, kwargs)
+    originals = {identity(copy): x for x, copy in clones.values()}
+    result = func(*cloned[0], **cloned[1])
+    if form is not None:
+        work = torch.distributed.Work.unbox(result[1])
+        if work is not None:  # NCCL has none for what runs on the current stream
+            work.wait()
+        form.written.copy_(clones[id(form.written)][1])
+        _await_release(shared)
+        return form.results(works.finished().boxed())
+    result = tree_map(finished, result)
+    if placed:
+        assert scratch is not None
+        scratch.over()  # before anything is copied back: peers may write it until then
+    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in tree_leaves(named.get(argument.name)):
+                if is_tensor(x):
+                    x.copy_(clones[id(x)][1])
+    _await_release(shared)
+    return result
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A clone; None where the device has no room for it."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _await_release(shared: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Wait until threads of a process group have let go of tensors: of each its other references.
+
+    See [Note: recorded collectives run apart].
+    """
+    deadline = time.monotonic() + _PATIENCE
+    for tensor, uses in shared:
+        while dispatch.storage_use_count(storage_key(tensor)) > uses:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.0005)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(x, torch.Tensor)
+
+
+def identity(x: torch.Tensor) -> tuple[Any, ...]:
+    """What an op that returns its argument gives back unchanged."""
+    return storage_key(x), *view_of(x)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """By what its storage is told from other live ones."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which part of its storage it is, and of what type."""
+    return (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
