@@ -74,6 +74,8 @@ class Recording:
             are; see `symmplan.runtime.listening`.
         after_forward: The all-gathers whose modules FSDP2 released because forward was done.
         carried: Those that ran before the stretch, and whose modules were not released since.
+        moments: Of each moment at which somebody looked how many events there were, the bytes that
+            tensors had, and the most that they had had so far.
     """
 
     collectives: list[Call] = field(factory=list)
@@ -81,6 +83,7 @@ class Recording:
     heard: list[tuple[int, Any]] = field(factory=list)
     after_forward: set[int] = field(factory=set)
     carried: set[int] = field(factory=set)
+    moments: list[tuple[int, int, int]] = field(factory=list)
     _launched: int = 0
 
     def begin(self, key: Key, nbytes: int) -> int:

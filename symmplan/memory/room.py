@@ -1,4 +1,15 @@
-"""How many bytes of symmetric memory this rank may take."""
+"""How many bytes of symmetric memory this rank may take.
+
+[Note: what the program had]
+    On a device a plan may take what the program had without it. That is what the driver has free;
+    what torch's allocator has cached beyond what tensors will need, which the plan's own buffers
+    are not among; and no more than lets allocator and segments together stay at what the allocator
+    had at its most. The cached bytes are no use as long as the allocator keeps them: it gives them
+    back once, before segments are obtained.
+
+    How much tensors will need is known of a step that was recorded, see
+    `symmplan.capture.fsdp_memory`. Elsewhere it is taken to be what they had at most.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +18,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve, frozen
+
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.world import current
 from symmplan.memory import shm_file
 from symmplan.memory.backends import BACKENDS
+from symmplan.memory.device_memory import device_memory
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -18,7 +32,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["agreed_room", "free_bytes"]
+    from symmplan.memory.device_memory import DeviceMemory
+
+__all__ = ["Room", "Usage", "agreed_room", "free_bytes", "room_on"]
 
 #: What is left alone of the bytes that are free: one part in so many.
 _MARGIN = 10
@@ -26,21 +42,40 @@ _MARGIN = 10
 _OWN = 256 << 20
 
 
-def free_bytes(memory: str, device: torch.device) -> int:
-    """Bytes that are free for this rank's segments.
+@frozen
+class Room:
+    """Bytes that a plan may take; equal on all ranks.
 
-    On devices what their driver has free, in shared memory this rank's part of what the host has.
+    Attributes:
+        nbytes: All of them.
+        at_once: Those that it may take before torch's allocator has given back what it has cached.
+    """
+
+    nbytes: int
+    at_once: int = sys.maxsize
+
+
+@frozen
+class Usage:
+    """What a program had of this rank's device before anything of it was planned.
+
+    Attributes:
+        need: Bytes of tensors that it goes on to need at once, what plans replace left out.
+        most: The most bytes that torch's allocator had of the driver.
+    """
+
+    need: int
+    most: int
+
+
+def free_bytes(memory: str) -> int:
+    """Bytes that are free for this rank's segments on the host: this rank's part of them.
 
     Args:
         memory: Name of the memory backend.
-        device: Where the segments will lie.
 
     Collective: no.
     """
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
     free = _available()
     if BACKENDS[memory].collectives:
         free = min(free, shm_file.free_bytes())
@@ -60,6 +95,25 @@ def _available() -> int:
     return next(found, sys.maxsize)
 
 
+def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
+    """Bytes of a device that a plan may take. See [Note: what the program had].
+
+    Args:
+        there: What the device has now.
+        usage: What the program had; None where that is not known, and it may need again as much as
+            it had at most.
+        below: Whether torch's allocator and the plan may not have more than the program had.
+    """
+    need = there.most_allocated if usage is None else usage.need
+    free = there.free + there.reserved - max(need, there.allocated)
+    nbytes = free - max(free // _MARGIN, _OWN)
+    at_once = there.free - max(there.free // _MARGIN, _OWN)
+    if usage is not None and below:
+        nbytes = min(nbytes, usage.most - need)
+        at_once = min(at_once, usage.most - there.reserved)
+    return Room(max(0, nbytes), max(0, at_once))
+
+
 def agreed_room(
     given: int | None,
     held: int,
@@ -69,7 +123,9 @@ def agreed_room(
     device: torch.device,
     timeout: float,
     besides: int = 0,
-) -> int:
+    usage: Usage | None = None,
+    below: bool = False,
+) -> Room:
     """Bytes that a plan may take: what was given, else what is free less a margin.
 
     Args:
@@ -80,6 +136,8 @@ def agreed_room(
         device: Where the segments will lie.
         timeout: Seconds that ranks wait for each other.
         besides: Bytes that other plans of the same budget hold already.
+        usage: As for `room_on`.
+        below: As for `room_on`.
 
     Returns:
         The least of what the ranks have, also of those that meet through others. What this machine
@@ -88,13 +146,20 @@ def agreed_room(
     Collective: yes, over those groups.
     """
     if current() is not None:
-        return sys.maxsize if given is None else given
-    mine = given
-    if mine is None:
-        free = free_bytes(memory, device)
-        margin = max(free // _MARGIN, _OWN if device.type == "cuda" else 0)
-        mine = besides + max(held, free - margin, 0)
+        return Room(sys.maxsize if given is None else given)
+    there = device_memory(device)
+    if there is not None:
+        mine = room_on(there, usage, below=below)
+    else:
+        free = free_bytes(memory)
+        mine = Room(max(0, free - free // _MARGIN))
+    if given is not None:
+        mine = evolve(mine, nbytes=given)
+    else:
+        mine = evolve(mine, nbytes=besides + max(held, mine.nbytes))
+    least = [mine.nbytes, mine.at_once]
     for _ in range(3):  # as `symmplan.coordination.all_gather.throughout`
-        said = all_gather_json("capacity", dict.fromkeys(groups, mine), groups, timeout)
-        mine = min((mine, *(x for of in said.values() for x in of if type(x) is int)))
-    return mine
+        said = all_gather_json("capacity", dict.fromkeys(groups, least), groups, timeout)
+        told = [x for of in said.values() for x in of if isinstance(x, list)]
+        least = [min(each) for each in zip(least, *told, strict=True)]
+    return Room(*least)

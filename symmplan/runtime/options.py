@@ -51,7 +51,8 @@ class Options:
             `symmplan.runtime.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
-            what is free, less a tenth. What does not fit is demoted; see [Note: demotions] in
+            what the program has without symmplan, less a tenth; see [Note: what the program had]
+            in `symmplan.memory.room`. What does not fit is demoted; see [Note: demotions] in
             `symmplan.planner.budget`.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         timeout: Seconds that ranks wait for each other before they raise.

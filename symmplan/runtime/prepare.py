@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
@@ -33,6 +34,7 @@ from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
 from symmplan.memory import resolve_backend
 from symmplan.memory.cache import cached_bytes, give_back, obtain
+from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.room import agreed_room
 from symmplan.planner import plan as plan_problem
 from symmplan.report.log import log_plan
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import PlanningWatch
     from symmplan.coordination.groups import Group
     from symmplan.memory import Arena
+    from symmplan.memory.room import Usage
     from symmplan.model import Plan, Problem
     from symmplan.runtime.options import Options
 
@@ -72,6 +75,7 @@ class Preparation:
     Attributes:
         refusal: Why its plans place nothing; None if they need not.
         memory: Name of the memory backend that was last agreed on; empty before.
+        at_once: Bytes that may be taken before torch's allocator has given back what it cached.
     """
 
     options: Options
@@ -79,6 +83,7 @@ class Preparation:
     user: str
     refusal: Refusal | None = field(init=False, default=None)
     memory: str = field(init=False, default="")
+    at_once: int = field(init=False, default=sys.maxsize)
     _agreed: WeakSet[Any] = field(init=False, factory=WeakSet)
 
     @property
@@ -188,6 +193,8 @@ class Preparation:
         held: int = 0,
         besides: int = 0,
         stays: int = 0,
+        usage: Usage | None = None,
+        below: bool = False,
     ) -> int:
         """Bytes that a plan may take; equal on all ranks.
 
@@ -198,11 +205,13 @@ class Preparation:
             held: Bytes that are held for the plan already.
             besides: Bytes that other plans of the same budget hold, which are counted with it.
             stays: Bytes of the budget that stay taken and are not counted with it.
+            usage: As for `symmplan.memory.room.room_on`.
+            below: The same.
 
         Collective: yes, over those groups.
         """
         given = self.options.capacity
-        return agreed_room(
+        room = agreed_room(
             None if given is None else max(0, given - stays),
             max(held, cached_bytes(device)),
             groups,
@@ -210,7 +219,11 @@ class Preparation:
             device=device,
             timeout=self.options.timeout,
             besides=besides,
+            usage=usage,
+            below=below,
         )
+        self.at_once = room.at_once
+        return room.nbytes
 
     def plan(self, captured: Captured) -> Plan:
         """A plan of a captured program, verified. Collective: no."""
@@ -239,6 +252,9 @@ class Preparation:
 
         Collective: yes, over those groups.
         """
+        if plan.peak_bytes > self.at_once:
+            empty_cache(device)
+        self.at_once = sys.maxsize  # once
         arena, new = obtain(
             plan,
             groups,

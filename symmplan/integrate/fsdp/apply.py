@@ -205,9 +205,10 @@ def apply(
             ``"auto"`` measures on devices and places all elsewhere. The path of a ``.json`` file
             takes what was measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
-            ``"40GiB"``. None for what is free when the plan is made, less a tenth. Ranks take the
-            least that one of them has. Collectives that save least for their bytes are demoted, and
-            ``handle.plan.summary()`` says which.
+            ``"40GiB"``. None for what the program has without it, less a tenth: what is free when
+            the plan is made, and what that replaces. Ranks take the least that one of them has.
+            Collectives that save least for their bytes are demoted, and ``handle.plan.summary()``
+            says which.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
         unsharded_modules: How many modules may have bytes for their unsharded parameters at once,
             the root's included; None for as many as the first step had, whose gathers all run.

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
+from symmplan.capture.fsdp_memory import needed
 from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
 from symmplan.memory.cache import fits, give_back
+from symmplan.memory.device_memory import device_memory
+from symmplan.memory.room import Usage
 from symmplan.memory.streams import current_stream, synchronize
 from symmplan.runtime.engines import Engines, known_of, register
 from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
@@ -31,7 +34,7 @@ from symmplan.runtime.prepare import Preparation
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from symmplan.capture.fsdp_recording import Call
+    from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
     from symmplan.memory import Arena
     from symmplan.model import Algorithm, Placement, Plan
@@ -72,6 +75,7 @@ class Memory:
             in those of others.
         captured: Whether a CUDA graph may have the addresses.
         preparation: What the ranks agree on, and how they get memory.
+        usage: What the program had before the first plan; None before, and where nobody looks.
     """
 
     def __init__(self, options: Options) -> None:
@@ -83,6 +87,7 @@ class Memory:
         self.displaced = 0
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
+        self.usage: Usage | None = None
         self._options = options
         self._device: torch.device | None = None
         self._arenas: list[Arena] = []
@@ -223,8 +228,30 @@ class Memory:
 
     # Segments.
 
-    def room(self) -> int:
+    def look(self, recording: Recording | None) -> None:
+        """Write down what the device has now, until the program is planned. Collective: no."""
+        if self.usage is None and recording is not None:
+            there = device_memory(self.device)
+            if there is not None:
+                now = len(recording.events), there.allocated, there.most_allocated
+                recording.moments.append(now)
+
+    def had(self, recording: Recording, unsharded: Mapping[str, int]) -> None:
+        """Remember what a program that is not planned yet had of its device. Collective: no.
+
+        Args:
+            recording: Its step.
+            unsharded: ``{site: bytes}`` of the parameters that a plan may place.
+        """
+        there = device_memory(self.device)
+        if there is not None and recording.moments and self.usage is None:
+            self.usage = Usage(needed(recording, unsharded), there.most_reserved)
+
+    def room(self, *, below: bool) -> int:
         """How many bytes a plan may take; the same on all ranks.
+
+        Args:
+            below: Whether the program may have no more of its device than it had without a plan.
 
         Collective: yes, over all groups.
         """
@@ -235,7 +262,13 @@ class Memory:
             stays, held = stays + held, 0
         preparation = self.preparation
         return preparation.room(
-            preparation.memory, self.device, self.groups, held=held, stays=stays
+            preparation.memory,
+            self.device,
+            self.groups,
+            held=held,
+            stays=stays,
+            usage=self.usage,
+            below=below,
         )
 
     def prepare(self, plan: Plan) -> Held | None:

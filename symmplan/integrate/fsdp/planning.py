@@ -123,6 +123,7 @@ class Planning:
         memory, groups = self._memory, self._memory.groups
         preparation = memory.preparation
         self._agree()
+        memory.had(recordings[-1], {site: x.nbytes for site, x in self.layouts.items()})
         chosen = self._choose(recordings)
         recordings = merged(recordings, groups, self._options.timeout)
         prepare = functools.partial(self._prepared, recordings, chosen)
@@ -223,7 +224,8 @@ class Planning:
 
         room = None
         if preparation.refusal is None:
-            room = self._memory.room()
+            # Who asks for more modules with bytes asks for more bytes.
+            room = self._memory.room(below=self.live is None)
             for tenants in self._tenants(recordings):
                 made = problem.plan(tenants, {})
                 if self._alike(made.plan, tenants, room):

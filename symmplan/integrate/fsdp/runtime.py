@@ -163,6 +163,7 @@ class Runtime:
         """
         if self.memory.expect(device) and self.options.chosen(device) == "measure":
             listen(self._log, device)
+        self.memory.look(self._log)
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured and self.schedule is None:
             raise RunError(
@@ -216,6 +217,7 @@ class Runtime:
         """
         log, index = self._last.pop(site, (None, 0))
         if log is not None:
+            self.memory.look(log)
             log.release(index, after_forward=after_forward)
         if self.occupancy.end(site):
             self._made_room()

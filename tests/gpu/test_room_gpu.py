@@ -1,0 +1,117 @@
+"""A device is no fuller with symmplan than without, by the driver's number, at any moment.
+
+    python -m pytest tests/gpu/test_room_gpu.py -m gpu --durations=0
+
+Two devices of one host.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from devices import needs_devices
+
+pytestmark = needs_devices()
+
+MiB = 1 << 20
+DIM, BLOCKS, ROWS = 4096, 8, 8192
+
+
+class _Driver(threading.Thread):
+    """Asks the driver all the time how much is in use."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self._over = threading.Event()
+        self.most = 0
+
+    def run(self):
+        while not self._over.wait(0.002):
+            self.look()
+
+    def look(self):
+        free, total = torch.cuda.mem_get_info()
+        self.most = max(self.most, total - free)
+
+    def over(self):
+        self._over.set()
+        self.join()
+        self.look()
+        return self.most
+
+
+def trained(rank, world, planned, room, steps=10):
+    """The most bytes in use while a model trains, retries, losses; ``room`` is left for it."""
+    import torch.distributed as dist
+    from fsdp_models import Net, batch, mesh, shard
+
+    import symmplan
+
+    dist.barrier()
+    torch.cuda.synchronize()
+    ballast = None
+    if room is not None:
+        left = torch.cuda.mem_get_info()[0] - room
+        ballast = torch.empty(left, dtype=torch.uint8, device="cuda")
+    torch.manual_seed(7)
+    model = shard(Net(BLOCKS, dim=DIM).cuda().bfloat16(), mesh=mesh(world, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    driver = _Driver()
+    driver.start()
+    handle = symmplan.fsdp.apply(model, timeout=60.0) if planned else None
+    losses = []
+    for step in range(steps):
+        rows = batch(step, rank, dim=DIM, device="cuda").bfloat16()
+        loss = model(rows.repeat(-(-ROWS // len(rows)), 1)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    torch.cuda.synchronize()
+    most = driver.over()
+    stats = torch.cuda.memory_stats()
+    placed = handle.stats.served if handle is not None else 0
+    if handle is not None:
+        handle.remove()
+    del ballast
+    return {
+        "most": most,
+        "retries": stats.get("num_alloc_retries", 0),
+        "reserved": stats["reserved_bytes.all.peak"],
+        "losses": losses,
+        "placed": placed,
+    }
+
+
+def _sides(make, room):
+    found = {}
+    for planned in (False, True):
+        with make() as pool:
+            found[planned] = pool.run(trained, planned, room)
+    return found
+
+
+def _make():
+    from ranks import RankPool
+
+    return RankPool(2, init="nccl", timeout=240)
+
+
+def test_a_device_is_no_fuller_than_without():
+    found = _sides(_make, None)
+    for plain, planned in zip(found[False], found[True], strict=True):
+        assert planned["placed"] > 0
+        assert planned["most"] <= plain["most"], (plain, planned)
+        assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+
+
+@pytest.mark.parametrize("share", [1.5, 1.1, 1.0])
+def test_in_every_room_in_which_the_plain_program_runs_the_planned_one_does(share):
+    alone = _sides(_make, None)[False]
+    room = int(share * max(r["reserved"] for r in alone)) + 512 * MiB
+    found = _sides(_make, room)
+    for plain, planned in zip(found[False], found[True], strict=True):
+        assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+        assert planned["retries"] <= plain["retries"] + 1  # the cache is emptied once

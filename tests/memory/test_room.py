@@ -1,0 +1,221 @@
+"""How much of a device a plan may take: what the program had without it, and never more."""
+
+from __future__ import annotations
+
+import budget_programs
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from ranks import pool_of
+
+import symmplan
+from symmplan.capture.fsdp_memory import needed
+from symmplan.capture.fsdp_recording import Key, Recording
+from symmplan.memory import room
+from symmplan.memory.device_memory import DeviceMemory
+from symmplan.memory.room import Usage, room_on
+
+two = pool_of(2, timeout=120)
+
+MiB = 1 << 20
+
+
+# What there is.
+
+
+@st.composite
+def devices(draw):
+    """A device, and what a program had there before it was planned."""
+    allocated = draw(st.integers(0, 1 << 36))
+    reserved = allocated + draw(st.integers(0, 1 << 34))
+    most_reserved = reserved + draw(st.integers(0, 1 << 34))
+    most_allocated = draw(st.integers(allocated, most_reserved))
+    there = DeviceMemory(
+        draw(st.integers(0, 1 << 36)), reserved, most_reserved, allocated, most_allocated
+    )
+    return there, Usage(draw(st.integers(0, most_allocated)), most_reserved)
+
+
+@given(devices(), st.booleans())
+def test_a_plan_takes_what_the_program_had_and_no_more(device, below):
+    there, usage = device
+    found = room_on(there, usage, below=below)
+    assert found.at_once >= 0
+    assert found.nbytes >= 0
+    if found.nbytes:
+        # With all that tensors will need, everything is there, and the driver keeps something.
+        left = there.free + there.reserved - max(usage.need, there.allocated) - found.nbytes
+        assert left >= 256 * MiB
+        if below:
+            assert usage.need + found.nbytes <= usage.most
+    if found.at_once:
+        assert there.free - found.at_once >= 256 * MiB
+        if below:
+            assert there.reserved + found.at_once <= usage.most
+    unlimited = room_on(there, usage, below=False)
+    assert found.nbytes <= unlimited.nbytes
+    assert room_on(there, None, below=True).nbytes <= unlimited.nbytes
+
+
+def test_what_the_plan_replaces_is_room_where_the_driver_has_none():
+    there = DeviceMemory(300 * MiB, 1000 * MiB, 1000 * MiB, 200 * MiB, 900 * MiB)
+    assert room_on(there, None, below=True).nbytes == (300 + 100 - 256) * MiB
+    found = room_on(there, Usage(500 * MiB, 1000 * MiB), below=True)
+    assert found.nbytes == 500 * MiB  # beside 500 that stay, as much as there was
+    assert found.at_once == 0
+    assert room_on(there, Usage(500 * MiB, 1000 * MiB), below=False).nbytes == 544 * MiB
+
+
+# What a recorded step needs besides.
+
+
+class _Allocator:
+    """Counts bytes, as torch's does."""
+
+    def __init__(self):
+        self.ordinary = self.replaced = self.most = self.most_ordinary = 0
+
+    @property
+    def allocated(self):
+        return self.ordinary + self.replaced
+
+    def change(self, ordinary=0, replaced=0):
+        self.ordinary += ordinary
+        self.replaced += replaced
+        # Of the ordinary bytes those count that were there when more was allocated than ever.
+        if self.allocated > self.most:
+            self.most, self.most_ordinary = self.allocated, self.ordinary
+
+
+@example([(0, 0, 50)])
+@given(st.lists(st.tuples(*[st.integers(0, 500)] * 3), min_size=1, max_size=12))
+def test_the_need_of_a_recorded_step_is_what_is_left_without_its_own_buffers(layers):
+    """Each layer: bytes that it saves for backward, that it has for a moment, and others behind."""
+    allocator, recording, seen = _Allocator(), Recording(), [0]
+    sizes = [64 * (i % 3 + 1) for i in range(len(layers))]
+
+    def look():
+        recording.moments.append((len(recording.events), allocator.allocated, allocator.most))
+        seen.append(allocator.ordinary)
+
+    def gathered(i, *, backward):
+        look()
+        key = Key(f"l{i}", "all_gather", sizes[i], "uint8", backward)
+        index = recording.begin(key, sizes[i])
+        allocator.change(replaced=sizes[i])
+        recording.run(index, "g")
+        allocator.change(replaced=sizes[i])  # the parameters
+        recording.drop(index)
+        allocator.change(replaced=-sizes[i])
+        return index
+
+    for backward in (False, True):
+        for i, (saved, moment, behind) in list(enumerate(layers))[:: -1 if backward else 1]:
+            index = gathered(i, backward=backward)
+            allocator.change(ordinary=moment)
+            allocator.change(ordinary=-moment)
+            allocator.change(ordinary=-saved if backward else saved)
+            look()
+            recording.release(index)
+            allocator.change(replaced=-sizes[i])
+            allocator.change(ordinary=behind)
+            allocator.change(ordinary=-behind)
+    look()
+    need = needed(recording, {f"l{i}": n for i, n in enumerate(sizes)})
+    assert need >= max(seen)
+    assert need >= allocator.most_ordinary
+    assert need <= allocator.most
+    # Nothing is known of the buffers if nobody looked, and everything is if all are dropped.
+    assert needed(Recording(), {}) == 0
+
+
+# Ranks whose device is full.
+
+
+class _Device:
+    """A device of a rank on the CPU: FSDP2's recorded buffers, besides them so many bytes."""
+
+    def __init__(self, total, base, cached):
+        self.total, self.base = total, base
+        self.reserved, self.most = cached, 0
+        self.used, self.emptied = [], 0
+        self.usage = None
+
+    def memory(self, _):
+        from symmplan.process import PROCESS
+
+        live = {}
+        for runtime in PROCESS.watchers:
+            log = runtime._log
+            for what, index in [] if log is None or runtime.schedule else log.events:
+                if what == "begin":
+                    live[index] = log.collectives[index].nbytes
+                elif what == "drop":
+                    live.pop(index, None)
+        allocated = self.base + sum(live.values())
+        self.most = max(self.most, allocated)
+        self.reserved = max(self.reserved, allocated)
+        held = sum(s.nbytes for s in symmplan.segments())
+        self.used.append(self.reserved + held)
+        return DeviceMemory(
+            self.total - self.used[-1], self.reserved, self.most_reserved, allocated, self.most
+        )
+
+    @property
+    def most_reserved(self):
+        self.usage = max(self.usage or 0, self.reserved)
+        return self.usage
+
+    def empty(self, _):
+        self.emptied += 1
+        self.reserved = self.base
+
+
+def _with_device(rank, world, totals, base, cached, live=None):
+    from symmplan.integrate.fsdp import memory
+    from symmplan.runtime import prepare
+
+    device = _Device(totals[rank], base, cached)
+    before = memory.device_memory, room.device_memory, prepare.empty_cache
+    memory.device_memory = room.device_memory = device.memory
+    prepare.empty_cache = device.empty
+    try:
+        result = budget_programs.fsdp(rank, world, "placed", unsharded_modules=live)
+        device.memory(None)
+    finally:
+        memory.device_memory, room.device_memory, prepare.empty_cache = before
+    return {**result, "emptied": device.emptied, "used": max(device.used), "usage": device.usage}
+
+
+_BASE, _ROOM = 1 << 30, 300 * MiB
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("cached", [_BASE, _BASE + _ROOM])
+def test_a_full_device_gives_its_cache_up_once_for_a_plan(two, cached):
+    totals = [cached + (1 << 20), cached + 2 * _ROOM]  # the first has nothing that is free
+    results = two.run(_with_device, totals, _BASE, cached)
+    assert len({r["looked"]["fingerprint"] for r in results}) == 1
+    for result in results:
+        assert result["differences"] == []
+        assert result["held"] == 0
+        assert result["warned"] == []
+        placed = result["stats"]["served"]
+        # All ranks do alike: what the first has cached is room, where nobody needs it.
+        assert bool(placed) == (cached > _BASE)
+        assert result["emptied"] == bool(placed)
+        assert result["used"] <= max(result["usage"], cached)
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_the_cache_stays_where_a_plan_fits_without(two):
+    for result in two.run(_with_device, [_BASE * 4] * 2, _BASE, _BASE):
+        assert result["stats"]["served"] > 0
+        # Allocator and plan have no more than the allocator had, so the gathers' own bytes go back.
+        assert result["emptied"] == 1
+        assert result["used"] <= result["usage"] + result["bytes"][0]
+    for result in two.run(_with_device, [_BASE * 4] * 2, _BASE, _BASE // 2, 2):
+        assert result["stats"]["served"] > 0
+        assert result["emptied"] == 0
