@@ -110,7 +110,7 @@ def _tried(found: Iterable[Support], device: torch.device) -> dict[str, dict[str
     from symmplan.registry.catalogue import collective_of
 
     tried: dict[str, dict[str, list[str]]] = {}
-    for algorithm in ("symmetric", "copy engine"):
+    for algorithm in ("symmetric", "copy engine", "two-level"):
         names = [v.collective for v in found if algorithm in v.algorithms]
         if not names:
             continue

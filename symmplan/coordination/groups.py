@@ -190,7 +190,7 @@ class ProcessIdentity:
     #: Start time in clock ticks since boot, 0 where it is not known.
     started: int = field(validator=instance_of(int))
     namespace: str = field(validator=instance_of(str))  # the pid namespace
-    #: The host's boot, or its name where that is not known.
+    #: Of the host; see `host`.
     host: str = field(validator=instance_of(str))
     user: int = field(validator=instance_of(int))  # effective user id
 
@@ -232,13 +232,19 @@ def _state(pid: int) -> tuple[str, int]:
     return rest[0], int(rest[19])
 
 
-@functools.cache
 def host() -> str:
-    """This host's boot, or its name where that is not known."""
+    """This host, as NCCL tells hosts apart: ``NCCL_HOSTID``, else its name and its boot."""
+    return os.environ.get("NCCL_HOSTID") or _boot()
+
+
+@functools.cache
+def _boot() -> str:
+    name = socket.gethostname()
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return socket.gethostname()
+        return name
+    return f"{name} {boot}"
 
 
 @functools.cache

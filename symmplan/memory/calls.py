@@ -10,6 +10,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from symmplan.coordination.groups import listed
 from symmplan.errors import RunError
 from symmplan.memory.kernels import REDUCTIONS, copy_bytes
 from symmplan.memory.segment import locate, located
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.segment import Segment
 
-__all__ = ["OPS", "REFUSED", "OpCall", "describe", "note", "parts_of"]
+__all__ = ["OPS", "REFUSED", "TWO_LEVELS", "OpCall", "describe", "note", "parts_of"]
 
 #: The ops, in an order that never changes.
 OPS = (
@@ -34,6 +35,10 @@ OPS = (
     "all_to_all_single_out",
     "broadcast_out",
     "all_gather_parts_",
+)
+#: Those that run over several hosts, too; see `symmplan.memory.two_levels`.
+TWO_LEVELS = frozenset(
+    {"all_gather_out", "all_gather_parts_", "reduce_scatter_out", "all_reduce_out"}
 )
 _FORMAT = struct.Struct("<7q")
 _REFUSED_CODE = -1
@@ -96,7 +101,16 @@ class OpCall:
         self.rendezvous = self.segment.meeting(group_name)
         self.rank = self.rendezvous.group.rank
         self.size = self.rendezvous.group.size
-        self.peers = self.rendezvous.peers
+        #: How ranks meet that are on several hosts; ``peers`` are those of this one then.
+        self.levels = self.rendezvous.levels
+        if self.levels is not None and op not in TWO_LEVELS:
+            self.fail(
+                f"it runs within one host, and group {group_name!r} is on several",
+                expected="a group within one host",
+                got=f"rank {listed(self.levels.near)} of {self.size} on this host",
+                fix="let the plan leave it in ordinary memory",
+            )
+        self.peers = self.rendezvous.peers if self.levels is None else self.levels.peers
         self.check_inside(tensor, where, self.offset)
 
     def running(

@@ -28,13 +28,13 @@ import os
 import platform
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from symmplan.coordination.groups import ProcessIdentity, is_gone, listed
-from symmplan.errors import PeerLostError, RunError
-from symmplan.memory.segment import Rendezvous
+from symmplan.errors import BackendError, PeerLostError, RunError
+from symmplan.memory.segment import Levels, Rendezvous
 
 if TYPE_CHECKING:
     import mmap
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.coordination.groups import Group
+    from symmplan.memory.crossing import Crossing
     from symmplan.memory.races import Meetings
 
 __all__ = ["ControlArea", "Meeting", "layout"]
@@ -141,9 +142,11 @@ class ControlArea:
 class Meeting(Rendezvous):
     """A meeting in shared memory: of every rank its bytes, its control area and its process.
 
-    In each area the group's part begins at the word that ``starts`` says. ``on_failure`` is called
-    with the error of a failed barrier, and with the keys of the processes that were waited for in
-    vain. ``order`` is told of arrivals and meetings, if the segment is watched for races.
+    Of a group on several hosts those of this host meet, with the ranks ``near``; ``crossing`` joins
+    them with the others. In each area the group's part begins at the word that ``starts`` says.
+    ``on_failure`` is called with the error of a failed barrier, and with the keys of the processes
+    that were waited for in vain. ``order`` is told of arrivals and meetings, if the segment is
+    watched for races.
     """
 
     def __init__(
@@ -158,29 +161,79 @@ class Meeting(Rendezvous):
         timeout: float,
         on_failure: Callable[[BaseException, Sequence[int]], None],
         order: Meetings | None = None,
+        near: tuple[int, ...] = (),
+        crossing: Crossing | None = None,
     ) -> None:
         super().__init__(group, tuple(peers))
-        parts = [area.part(start, group.size) for area, start in zip(areas, starts, strict=True)]
-        self._areas = list(areas)
-        self._processes = list(processes)
+        near = near or tuple(range(group.size))
+        self._levels = None
+        if crossing is not None:
+            self._levels = Levels(near, tuple(peers), crossing, self._wait_for_counterparts)
+        size = len(near)
+        parts = [area.part(start, size) for area, start in zip(areas, starts, strict=True)]
+        self._place = near.index(group.rank)
+        self._areas = dict(zip(near, areas, strict=True))
+        self._processes = dict(zip(near, processes, strict=True))
         self._segment = segment
         self._timeout = timeout
         self._on_failure = on_failure
         self._because: list[int] = []
         self._looks: list[Callable[[], None]] = []
         self._order = order
-        self._mine = parts[group.rank]
+        self._mine = parts[self._place]
         self._said = [0, 0, 0]
         self._progress = [part[_PROGRESS] for part in parts]
-        self._others = [(rank, part[:1]) for rank, part in enumerate(parts) if rank != group.rank]
-        slots = [[part[_LINE + i * _slot_words(group.size) :] for part in parts] for i in range(2)]
-        self._notes = [[memoryview(p[: _NOTE // 8].data).cast("B") for p in slot] for slot in slots]
-        self._free = [[p[_NOTE // 8 : _NOTE // 8 + 2 * group.size] for p in slot] for slot in slots]
+        counters = zip(near, (part[:1] for part in parts), strict=True)
+        self._others = [(rank, counter) for rank, counter in counters if rank != group.rank]
+        slots = [[part[_LINE + i * _slot_words(size) :] for part in parts] for i in range(2)]
+        notes = [[memoryview(p[: _NOTE // 8].data).cast("B") for p in slot] for slot in slots]
+        self._notes = [list(zip(near, of, strict=True)) for of in notes]
+        self._free = [[p[_NOTE // 8 : _NOTE // 8 + 2 * size] for p in slot] for slot in slots]
         self._count = int(self._mine[0])
         self._fence = _MemoryBarrier()
 
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        """See `Rendezvous.peers`.
+
+        Raises:
+            BackendError: Some rank is on another host.
+        """
+        if self._levels is not None:
+            raise BackendError(
+                "memory='shm': no rank of this group reaches the bytes of all others",
+                expected="a group within one host",
+                got=f"rank {listed(self._levels.near)} on this host",
+                fix="use groups within one host for ops that reach into their peers' memory",
+                **self.group.here,
+            )
+        return self._peers
+
+    @property
+    def levels(self) -> Levels | None:
+        """See `Rendezvous.levels`."""
+        return self._levels
+
     def barrier(self, timeout: float | None = None) -> None:
         """See `Rendezvous.barrier`: wait until every rank arrived as often as this one."""
+        self._barrier_here(timeout)
+        if self._levels is not None:
+            self._wait_for_counterparts(self._levels.crossing.meet())
+            self._barrier_here(timeout)
+
+    def leave(self) -> None:
+        """See `Rendezvous.leave`. Nobody of another host has touched anything."""
+        self._barrier_here()
+
+    def _wait_for_counterparts(self, work: Any) -> None:
+        assert self._levels is not None
+        try:
+            self._levels.crossing.wait(work, self._look_for_the_dead, self._timeout)
+        except BaseException as error:
+            self._on_failure(error, self._because)
+            raise
+
+    def _barrier_here(self, timeout: float | None = None) -> None:
         self._arrive()
         self._wait(self._timeout if timeout is None else timeout)
         if self._order is not None:
@@ -195,9 +248,9 @@ class Meeting(Rendezvous):
         slot = (self._count + 1) & 1
         padded = self._write(call)
         if free:
-            self._free[slot][self.group.rank][: len(free)] = free
-        self.barrier()
-        for other, theirs in enumerate(self._notes[slot]):
+            self._free[slot][self._place][: len(free)] = free
+        self._barrier_here()
+        for other, theirs in self._notes[slot]:
             if theirs != padded:
                 raise self._mismatch(other, padded, bytes(theirs))
 
@@ -209,12 +262,12 @@ class Meeting(Rendezvous):
     def _write(self, note: bytes) -> bytes:
         count = self._count + 1
         padded = note.ljust(_NOTE - 8, b"\0") + count.to_bytes(8, "little")
-        self._notes[count & 1][self.group.rank][:] = padded
+        self._notes[count & 1][self._place][1][:] = padded
         return padded
 
     def tell(self, progress: Sequence[int]) -> None:
         """See `Rendezvous.tell`. The numbers become visible in order."""
-        mine = self._progress[self.group.rank]
+        mine = self._progress[self._place]
         for i, value in enumerate(progress):
             if value != self._said[i]:
                 self._fence()
@@ -222,7 +275,9 @@ class Meeting(Rendezvous):
 
     def told(self) -> list[tuple[int, ...]]:
         """See `Rendezvous.told`."""
-        found = []
+        found: list[tuple[int, ...]] = []
+        if self._levels is not None:  # those of other hosts are not seen
+            return found
         for words in self._progress:
             last = []
             for i in reversed(range(len(words))):
@@ -263,7 +318,8 @@ class Meeting(Rendezvous):
     def _close(self) -> None:
         self._mine = np.zeros(1, dtype=np.int64)
         for held in (self._areas, self._progress, self._others, self._notes, self._free):
-            held.clear()
+            held.clear()  # type: ignore[attr-defined]
+        self._levels = None
         self._looks.clear()
         self._order = None
 
@@ -358,7 +414,7 @@ class Meeting(Rendezvous):
 
     def _gave_up(self, rank: int) -> tuple[str, list[int]]:
         """That a rank gave up, for whom, and which ranks that leaves to be looked at."""
-        names = {process.key: r for r, process in enumerate(self._processes)}
+        names = {process.key: r for r, process in self._processes.items()}
         because = self._areas[rank].because
         named = {names[key] for key in because if key in names} - {rank}
         lost = sorted(named - {self.group.rank})

@@ -73,11 +73,18 @@ def reduce_into(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     reduction: str,
+    ranks: int = 0,
 ) -> None:
     """Combine ``sources`` elementwise and write the result to every one of ``targets``.
 
-    All are flat, of one type and length. A target may be a source, not overlap one otherwise.
-    See [Note: summing].
+    All are flat and of one length, sources of one type; only targets may be wider or narrower. A
+    target may be a source, not overlap one otherwise. See [Note: summing].
+
+    Args:
+        targets: Where the result goes.
+        sources: What is combined.
+        reduction: How.
+        ranks: Of how many ranks it is an average, if sources are sums of several.
     """
     if PROCESS.detectors:
         for source in sources:
@@ -88,10 +95,12 @@ def reduce_into(
     dtype = sources[0].dtype
     if dtype == torch.bool:
         combine = _BOOLEAN.get(combine, combine)
-    average = len(sources) if reduction == "avg" else 0
+    average = (ranks or len(sources)) if reduction == "avg" else 0
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     # Two half-precision numbers are added in float32 and rounded once by torch itself.
-    wide = narrow and (len(sources) > 2 or bool(average) or dtype.itemsize < 2)
+    wide = narrow and (
+        len(sources) > 2 or bool(average) or dtype.itemsize < 2 or targets[0].dtype != dtype
+    )
     if len(sources) == 1:
         for target in targets:
             if target.data_ptr() != sources[0].data_ptr():

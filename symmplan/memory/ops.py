@@ -17,6 +17,8 @@ below it.
 | ``broadcast_out`` | ``out`` | the source pushes |
 | ``barrier_`` | ``segment`` | nobody |
 
+Over a group on several hosts the first four run in two levels: `symmplan.memory.two_levels`.
+
 What must be symmetric is contiguous and lies at the same offset on all ranks. ``group_size`` and
 ``group_name`` are those of the group, ``what`` is anything else that must be equal on all ranks.
 All are collective and raise `RunError` where an argument does not fit or ranks make different
@@ -44,6 +46,7 @@ from symmplan.errors import RunError
 from symmplan.memory.calls import OpCall, parts_of
 from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
 from symmplan.memory.segment import locate
+from symmplan.memory.two_levels import gather_parts, reduce_parts, reduce_shares
 from symmplan.torch_private import c10d, works
 
 if TYPE_CHECKING:
@@ -74,6 +77,13 @@ def all_gather_out(
 
     def body(input: torch.Tensor) -> None:
         source = _plain(input)
+        levels = call.levels
+        if levels is not None:
+            own = levels.peers[levels.near.index(call.rank)]
+            if source.data_ptr() != out.data_ptr() + mine:
+                copy_bytes(own, call.offset + mine, source, nbytes)
+            gather_parts(call, levels, [(call.offset, nbytes)])
+            return
         call.push(call.offset + mine, source, nbytes)
         if source.data_ptr() != out.data_ptr() + mine:
             copy_bytes(call.peers[call.rank], call.offset + mine, source, nbytes)
@@ -114,6 +124,9 @@ def all_gather_parts_(
         )
 
     def body(_: object) -> None:
+        if call.levels is not None:
+            gather_parts(call, call.levels, [(call.offset + o, n) for o, n in pieces])
+            return
         for offset, count in pieces:
             begin = offset + call.rank * count
             call.push(call.offset + begin, whole[begin : begin + count], count)
@@ -150,12 +163,16 @@ def reduce_scatter_out(
     reduction = call.check_reduction(reduce_op, input.dtype)
     nbytes = count * input.element_size()
     begin = call.rank * nbytes
-    parts = parts_of(call.peers, call.offset, begin, begin + nbytes, input)
+    levels = call.levels
+    parts = [] if levels else parts_of(call.peers, call.offset, begin, begin + nbytes, input)
 
     def body(out: torch.Tensor) -> None:
         plain = torch.contiguous_format
         target = out if out.is_contiguous() else torch.empty_like(out, memory_format=plain)
-        reduce_into([target.view(-1)], parts, reduction)
+        if levels is None:
+            reduce_into([target.view(-1)], parts, reduction)
+        else:
+            reduce_parts(call, levels, input, target.view(-1), reduction)
         if target is not out:
             out.copy_(target)
 
@@ -187,6 +204,12 @@ def all_reduce_out(
     call.check_inside(out, "out", out_offset, out_segment)
     call.apart(input, out.data_ptr(), out, 0)
     nbytes = input.numel() * input.element_size()
+    met = out_segment.meeting(group_name)
+    kind, words = f"{input.dtype} {reduction}", {"in_offset": call.offset, "out_offset": out_offset}
+    if call.levels is not None and met.levels is not None:
+        near, levels = met.levels.peers, call.levels
+        more = levels, input, nbytes, near, out_offset, reduction
+        return call.running(lambda _: reduce_shares(call, *more), kind, **words, nbytes=nbytes)
     low, high, targets = 0, nbytes, [out.view(-1)]
     # Where a rank's input is its output, peers must have read it before it is overwritten.
     if nbytes > ONE_SHOT_BYTES or out.data_ptr() == input.data_ptr():
@@ -194,16 +217,10 @@ def all_reduce_out(
         # Shares are whole cache lines, which ranks never share.
         share = -(-nbytes // (call.size * 64)) * 64
         low, high = min(call.rank * share, nbytes), min((call.rank + 1) * share, nbytes)
-        peers = out_segment.meeting(group_name).peers
-        targets = parts_of(peers, out_offset, low, high, input)
+        targets = parts_of(met.peers, out_offset, low, high, input)
     sources = parts_of(call.peers, call.offset, low, high, input)
-    return call.running(
-        lambda _: reduce_into(targets, sources, reduction),
-        f"{input.dtype} {reduction}",
-        in_offset=call.offset,
-        out_offset=out_offset,
-        nbytes=nbytes,
-    )
+    reduce = functools.partial(reduce_into, targets, sources, reduction)
+    return call.running(lambda _: reduce(), kind, **words, nbytes=nbytes)
 
 
 def all_to_all_single_out(

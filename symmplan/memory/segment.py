@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from symmplan.memory.crossing import Crossing
     from symmplan.model import SegmentSpec
 
     #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
     Allocation: TypeAlias = tuple[torch.Tensor, Callable[[], None] | None]
 
-__all__ = ["Health", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
+__all__ = ["Health", "Levels", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
 
 
 @define(eq=False)
@@ -64,6 +65,23 @@ class Health:
                 act(because)
 
 
+@frozen(eq=False)
+class Levels:
+    """How a group on several hosts meets; see [Note: two levels] in `symmplan.memory.crossing`.
+
+    Attributes:
+        near: The ranks of this host, in the order of the group.
+        peers: The bytes of the segment of each, also this one's.
+        crossing: Connections with the counterparts.
+        wait: Waits for what was started there.
+    """
+
+    near: tuple[int, ...]
+    peers: tuple[torch.Tensor, ...]
+    crossing: Crossing
+    wait: Callable[[Any], None]
+
+
 class Rendezvous:
     """The one-time association of a segment with a group; this class is that of a rank alone.
 
@@ -83,6 +101,11 @@ class Rendezvous:
     def peers(self) -> tuple[torch.Tensor, ...]:
         """Each rank's bytes of the segment, also this one's, as one-dimensional uint8."""
         return self._peers
+
+    @property
+    def levels(self) -> Levels | None:
+        """How the group meets if it is on several hosts; None if it is on one."""
+        return None
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank of the group is here.

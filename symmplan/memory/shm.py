@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from attrs import asdict, define, evolve, field, frozen
 from symmplan.coordination.groups import ProcessIdentity, is_gone, this_process
 from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
+from symmplan.memory.crossing import counterparts_of, crossing_of
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.shm_file import (
@@ -31,10 +33,11 @@ from symmplan.memory.shm_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
+    from symmplan.memory.crossing import Crossing
     from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
@@ -156,17 +159,25 @@ class ShmBackend:
         phase = f"segment {segment.spec.name!r}"
         texts = exchange.round(phase, offer.to_json(), groups=[group.name])[group.name]
         offers = [_Offer.from_json(text, group, rank) for rank, text in enumerate(texts)]
+        near, counterparts = _levels(offers, group)
         refused = b""
         try:
             for rank, theirs in enumerate(offers):
-                _check_host(offer, theirs, group, rank)
-                self._map(own, theirs, group, rank)
+                _check_size(offer, theirs, group, rank)
+            for rank in near:
+                _check_namespace(offer, offers[rank], rank)
+                self._map(own, offers[rank], group, rank)
         except (PermissionError, FileNotFoundError) as error:
             refused = str(error).encode()
         answers = exchange.round(f"{phase} mapped", refused, groups=[group.name])[group.name]
         if any(answers):
-            self._map_by_name(own, offers, group, exchange, phase)
-        self._meet(segment, own, offers, group)
+            self._map_by_name(own, offers, near, group, exchange, phase)
+        crossing = None
+        if len(near) < group.size:
+            more = group, counterparts, exchange, f"{phase} crossing"
+            crossing = crossing_of(*more, segment.timeout)
+            segment.health.on_break.append(crossing.close)
+        self._meet(segment, own, {rank: offers[rank] for rank in near}, group, crossing)
 
     def settle(self) -> None:
         """Close the descriptors through which peers came in."""
@@ -206,6 +217,7 @@ class ShmBackend:
         self,
         own: _Own,
         offers: list[_Offer],
+        near: Sequence[int],
         group: Group,
         exchange: Exchange,
         phase: str,
@@ -222,18 +234,25 @@ class ShmBackend:
             assert own.fd is not None
             publish(own.fd, name)
             exchange.round(f"{phase} published", b"", groups=[group.name])
-            for rank, (offer, file) in enumerate(zip(offers, named, strict=True)):
-                self._map(own, evolve(offer, file=file), group, rank)
+            for rank in near:
+                self._map(own, evolve(offers[rank], file=named[rank]), group, rank)
             exchange.round(f"{phase} mapped by name", b"", groups=[group.name])
         finally:
             # All names, not only this rank's: the owner may be what ended.
-            for file in named:
-                remove(file.name)
+            for rank in near:
+                remove(named[rank].name)
 
-    def _meet(self, segment: Segment, own: _Own, offers: list[_Offer], group: Group) -> None:
+    def _meet(
+        self,
+        segment: Segment,
+        own: _Own,
+        offers: Mapping[int, _Offer],
+        group: Group,
+        crossing: Crossing | None,
+    ) -> None:
         peers = []
         areas = []
-        for rank, offer in enumerate(offers):
+        for rank, offer in offers.items():
             memory = own.mapped[offer.file.device, offer.file.inode]
             if rank == group.rank:
                 peers.append(segment.tensor)
@@ -247,17 +266,19 @@ class ShmBackend:
                 own.watched.add_peer(offer.world_rank, log, peers[-1].data_ptr(), offer.nbytes)
         order = None
         if own.watched is not None:
-            order = Meetings(own.watched, group.torch_name, [o.world_rank for o in offers])
+            order = Meetings(own.watched, group.torch_name, [o.world_rank for o in offers.values()])
         meeting = Meeting(
             group,
             peers,
             areas,
-            [offer.start for offer in offers],
-            [offer.process for offer in offers],
+            [offer.start for offer in offers.values()],
+            [offer.process for offer in offers.values()],
             segment=segment.spec.name,
             timeout=segment.timeout,
             on_failure=segment.health.break_,
             order=order,
+            near=tuple(offers),
+            crossing=crossing,
         )
         segment.add_rendezvous(meeting)
 
@@ -275,7 +296,27 @@ def _data_nbytes(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
+def _levels(offers: Sequence[_Offer], group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `counterparts_of`, where the group can be served.
+
+    Raises:
+        BackendError: It is on several hosts that two levels do not serve.
+    """
+    hosts = [offer.process.host for offer in offers]
+    per_host = {*Counter(hosts).values()}
+    other = next((r for r, host in enumerate(hosts) if host != hosts[group.rank]), None)
+    if other is not None and (len(per_host) > 1 or per_host == {1}):
+        raise BackendError(
+            f"memory='shm': ranks {group.rank} and {other} run on different hosts",
+            expected="all ranks of the group on one host, or several and equally many on each",
+            fix="use memory='nccl' with CUDA devices, or groups within one host",
+            **group.here,
+            ranks=(group.rank, other),
+        )
+    return counterparts_of(hosts, group.rank)
+
+
+def _check_size(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
     if theirs.nbytes != mine.nbytes:
         raise BackendError(
             f"rank {rank} made the segment of another size",
@@ -284,13 +325,8 @@ def _check_host(mine: _Offer, theirs: _Offer, group: Group, rank: int) -> None:
             fix="run the same version of symmplan on every rank",
             **group.here,
         )
-    if theirs.process.host != mine.process.host:
-        raise BackendError(
-            f"memory='shm': ranks {group.rank} and {rank} run on different hosts",
-            expected="all ranks of the group on one host",
-            fix="use memory='nccl' with CUDA devices, or groups within one host",
-            **group.here,
-            ranks=(group.rank, rank),
-        )
+
+
+def _check_namespace(mine: _Offer, theirs: _Offer, rank: int) -> None:
     if theirs.process.namespace != mine.process.namespace:
         raise PermissionError(f"rank {rank} is in another pid namespace")

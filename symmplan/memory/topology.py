@@ -4,7 +4,8 @@
     Symmetric memory is memory that every rank of a group addresses. Processes of one host share
     the host's; devices of one host reach each other over NVLink or PCIe, where they have peer
     access; devices of several hosts do where NVLink joins the hosts to one domain. What lies
-    farther apart is served by no backend but NVSHMEM, and its collectives are torch's own.
+    farther apart is served by no backend but NVSHMEM, or in two levels: see
+    [Note: two levels] in `symmplan.memory.crossing`. What neither serves is torch's own.
 
     So before anything is planned for a group, each of its ranks says what it is, once in a process
     and for each kind of device, and all of them conclude the same. A host is what NCCL takes for
@@ -13,11 +14,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import host
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from symmplan.memory.backends import Reach
 
-__all__ = ["Topology", "facts_of", "known", "survey", "topology_of", "unreached"]
+__all__ = ["Topology", "facts_of", "known", "served", "survey", "topology_of", "unreached"]
 
 
 @frozen(kw_only=True)
@@ -43,6 +43,7 @@ class Topology:
     Attributes:
         ranks: How many ranks it has.
         hosts: On how many hosts they are, as NCCL counts them.
+        per_host: How many of them are on each host; 0 if not equally many.
         device: Kind of device of its tensors, ``"cpu"`` or ``"cuda"``.
         nvlink: Whether one NVLink domain holds the devices of all its hosts; False for one host.
         peer_access: Whether devices of one host address each other's memory.
@@ -60,12 +61,17 @@ class Topology:
 
     ranks: int
     hosts: int = 1
+    per_host: int = field()
     device: str = "cpu"
     nvlink: bool = False
     peer_access: bool = True
     multicast: bool = False
     copy_engines: bool = False
     nccl: tuple[int, ...] = ()
+
+    @per_host.default
+    def _equally_many(self) -> int:
+        return 0 if self.ranks % self.hosts else self.ranks // self.hosts
 
     @property
     def reach(self) -> Reach:
@@ -106,6 +112,35 @@ class Topology:
             f"its ranks are on {self.hosts} hosts {joined} between them, "
             f"farther than memory={memory!r} reaches"
         )
+
+    def two_levels(self, memory: str) -> bool:
+        """Whether a memory backend serves it within each host, and a network between them.
+
+        Args:
+            memory: Name of the backend, not ``"auto"``.
+        """
+        return not self._why_not_two_levels(memory)
+
+    def why_ordinary(self, memory: str) -> str:
+        """Why a memory backend serves it in one level as little as in two; empty if it does.
+
+        Args:
+            memory: Name of the backend, not ``"auto"``.
+        """
+        apart = self.why_not(memory)
+        levels = self._why_not_two_levels(memory)
+        return f"{apart}; {levels}" if apart and levels else ""
+
+    def _why_not_two_levels(self, memory: str) -> str:
+        if self.hosts == 1 or not self.why_not(memory):
+            return "one level serves it"
+        if not BACKENDS[memory].collectives:
+            return f"memory={memory!r} has no two levels"
+        if self.per_host == 0:
+            return "two levels need equally many ranks on each host"
+        if self.per_host == 1:
+            return "two levels need several ranks on each host"
+        return ""
 
 
 def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> dict[str, Topology]:
@@ -163,9 +198,21 @@ def unreached(
     return {name: why for name, of in found.items() if (why := of.why_not(memory))}
 
 
+def served(
+    groups: Mapping[str, Any], memory: str, device: torch.device, timeout: float
+) -> tuple[frozenset[str], dict[str, str]]:
+    """The groups whose collectives run in two levels, and ``{name: why}`` of those in none.
+
+    Collective: as `survey`.
+    """
+    found = survey(groups, device, timeout)
+    levels = frozenset(name for name, of in found.items() if of.two_levels(memory))
+    return levels, {name: why for name, of in found.items() if (why := of.why_ordinary(memory))}
+
+
 def facts_of(device: torch.device) -> dict[str, Any]:
     """What this rank says of itself, as plain data."""
-    facts: dict[str, Any] = {"host": _host(), "device": device.type}
+    facts: dict[str, Any] = {"host": host(), "device": device.type}
     if device.type != "cuda":
         return facts
     from symmplan.memory.fabric import fabric_of
@@ -189,13 +236,15 @@ def topology_of(said: Sequence[Mapping[str, Any]]) -> Topology:
     Args:
         said: What each of them said, see `facts_of`.
     """
-    hosts = {facts["host"] for facts in said}
+    hosts = Counter(facts["host"] for facts in said)
+    per_host = {*hosts.values()}
     fabrics = {facts.get("fabric", "") for facts in said}
     devices = {(facts["host"], facts.get("uuid", "")) for facts in said}
     blocked = {(facts["host"], other) for facts in said for other in facts.get("blocked", ())}
     return Topology(
         ranks=len(said),
         hosts=len(hosts),
+        per_host=per_host.pop() if len(per_host) == 1 else 0,
         device=said[0]["device"],
         nvlink=len(hosts) > 1 and len(fabrics) == 1 and fabrics != {""},
         peer_access=not blocked & devices,
@@ -203,8 +252,3 @@ def topology_of(said: Sequence[Mapping[str, Any]]) -> Topology:
         copy_engines=all(facts.get("copy_engines") is True for facts in said),
         nccl=min(tuple(facts.get("nccl", ())) for facts in said),
     )
-
-
-def _host() -> str:
-    """The host, as NCCL tells hosts apart."""
-    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {host()}"

@@ -8,8 +8,8 @@ from attrs import frozen
 
 __all__ = ["DEFAULT_ALIGN", "Algorithm", "AlgorithmName", "OpSpec", "Requirement"]
 
-#: The algorithms of a collective, see `Way`.
-AlgorithmName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push"]
+#: The algorithms of a collective, see `Algorithm`.
+AlgorithmName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push", "two-level"]
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.
@@ -25,7 +25,8 @@ class Algorithm:
             program's own communicator. ``"copy engine"``: in its placement, without kernels; a
             reduce-scatter as an all-to-all into a second placement, which is summed locally.
             ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
-            each group has two.
+            each group has two. ``"two-level"``: over several hosts, in its placement; through the
+            process group from host to host, and in symmetric memory within each.
         reason: Why it stays in ordinary memory.
     """
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from symmplan.capture.graphs import at_path, overload_of
 from symmplan.memory import BACKENDS
+from symmplan.memory.calls import TWO_LEVELS
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.registry import bind_arguments, spec_for
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from symmplan.model import OpSpec, Requirement
     from symmplan.torch_private.ops import OpOverload
 
-__all__ = ["Collectives", "Lowering", "Lowerings"]
+__all__ = ["ONE_HOST", "Collectives", "Lowering", "Lowerings"]
 
 #: Whose collectives run. See `Lowerings`.
 Collectives: TypeAlias = Literal["auto", "process group"]
@@ -62,6 +63,11 @@ class Lowering:
     equal: bool = False
     why_not: str = ""
     engine: Literal["", "gather", "exchange"] = ""
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether it runs over several hosts, too; see `symmplan.memory.crossing`."""
+        return self.target.removeprefix("symmplan::") in TWO_LEVELS
 
 
 _PUSHES = "the shm collective writes its peers' results, so this side may lie anywhere"
@@ -152,6 +158,8 @@ _C10D: Mapping[str, Lowering] = {
 }  # fmt: skip
 
 _UNEQUAL = "its parts are not all of one size, and only such can be written where they are told"
+#: Why an op is ordinary that has no form in two levels.
+ONE_HOST = "its group is on several hosts, and it has no form in two levels"
 _NO_ALGORITHM = "no form of this op writes into given memory on this backend"
 
 

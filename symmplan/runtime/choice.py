@@ -55,8 +55,8 @@ class Choice:
         ranks: How many ranks it has.
         seconds: ``{algorithm: time of the slowest rank}``, copies included. What is large was
             measured on a part, and this is scaled.
-        algorithm: The algorithm that was chosen: ``"ordinary"``, ``"symmetric"``, ``"copy engine"``
-            or ``"push"``.
+        algorithm: The algorithm that was chosen: ``"ordinary"``, ``"symmetric"``,
+            ``"copy engine"``, ``"push"`` or ``"two-level"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that a graph runs beside it, the
@@ -108,11 +108,12 @@ def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> Alg
         kernels: Whether ordinary collectives are kernels on the device that computes.
         beside: Whether anything computes meanwhile.
     """
-    algorithms: tuple[AlgorithmName, ...] = ("symmetric", "ordinary", "push", "copy engine")
+    inside: tuple[AlgorithmName, ...] = ("symmetric", "two-level")
+    algorithms: tuple[AlgorithmName, ...] = (*inside, "ordinary", "push", "copy engine")
     if kernels:
-        algorithms = ("ordinary", "push", "copy engine", "symmetric")
+        algorithms = ("ordinary", "push", "copy engine", *inside)
     if kernels and beside:
-        algorithms = ("push", "copy engine", "ordinary", "symmetric")
+        algorithms = ("push", "copy engine", "ordinary", *inside)
     if kernels:
         seconds = {w: s + MEETING * (w != "ordinary") for w, s in seconds.items()}
     enough = min(seconds.values()) / ALIKE

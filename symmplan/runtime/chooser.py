@@ -43,9 +43,10 @@ _Call = TypeVar("_Call")
 
 #: What a collective takes that is to run by some algorithm: the first of these that it has.
 _INSTEAD: Mapping[str, tuple[AlgorithmName, ...]] = {
-    "symmetric": ("symmetric",),
-    "copy engine": ("copy engine", "symmetric"),
-    "push": ("push", "copy engine", "symmetric"),
+    "symmetric": ("symmetric", "two-level"),
+    "copy engine": ("copy engine", "symmetric", "two-level"),
+    "push": ("push", "copy engine", "symmetric", "two-level"),
+    "two-level": ("two-level", "symmetric"),
 }
 
 
@@ -78,6 +79,13 @@ class Chosen(Generic[_Call]):
     def choices(self) -> tuple[Choice, ...]:
         """What was measured, in the order of the program."""
         return tuple(dict.fromkeys(self.of.values()))
+
+    def placed(self, call: _Call) -> AlgorithmName:
+        """How one runs that has placements."""
+        if call in self.engines:
+            return "copy engine"
+        found = self.algorithms.get(call)
+        return "symmetric" if found is None or found.name != "two-level" else "two-level"
 
     def algorithm(self, call: _Call, demoted: Mapping[Any, AlgorithmName]) -> Algorithm:
         """How one runs where those of some cases were demoted."""

@@ -20,7 +20,7 @@ from symmplan.capture.c10d import FUNCTIONAL
 from symmplan.memory import BACKENDS
 from symmplan.registry.catalogue import collective_of
 from symmplan.registry.rows import COLLECTIVES, SYMM_MEM
-from symmplan.runtime.algorithms import Lowerings
+from symmplan.runtime.algorithms import ONE_HOST, Lowerings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,10 +139,13 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
         memory: Name of the memory backend.
     """
     found = []
-    apart = topology.why_not(memory)
+    apart, levels = topology.why_ordinary(memory), topology.two_levels(memory)
     for collective, abilities in NCCL.items():
         if apart or topology.ranks == 1:
             found.append(Support(collective, ("ordinary",), apart or "there is one rank"))
+            continue
+        if levels:
+            found.append(_in_two_levels(collective, memory))
             continue
         algorithms, why = list(algorithms_of(collective, memory)), []
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):
@@ -157,6 +160,14 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
             why.append("pushes are FSDP2's")
         found.append(Support(collective, tuple(algorithms), "; ".join(why)))
     return found
+
+
+def _in_two_levels(collective: str, memory: str) -> Support:
+    """How a collective runs on a group of several hosts that is served in two levels."""
+    rows = Lowerings(memory).table.items()
+    if any(row.two_levels for op, row in rows if collective_of(op) == collective):
+        return Support(collective, ("ordinary", "two-level"), "its ranks are on several hosts")
+    return Support(collective, ("ordinary",), ONE_HOST)
 
 
 def by_collective() -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.capture.steps import plan_poison
 from symmplan.coordination.groups import resolve_groups
-from symmplan.memory.topology import unreached
+from symmplan.memory.topology import served
 from symmplan.planner.budget import Demotable, together, within
+from symmplan.runtime.algorithms import ONE_HOST
 from symmplan.runtime.choice import DEMOTED
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.op_cases import cases_of
@@ -100,11 +101,14 @@ class Fitting:
         calls = {s.node: whole.groups[s.node] for s in whole.sites if s.buffer is not None}
         groups = resolve_groups(calls.values())
         known = {name: group.process_group for name, group in groups.items()}
-        why = unreached(known, memory, self._device, self._preparation.options.timeout)
-        apart = {node: why[group] for node, group in calls.items() if group in why}
-        rows = {n: self.lowerings.row(whole.specs[n]) for n in calls if n not in apart}
-        several = {n: row for n, row in rows.items() if row is not None}
-        cases = cases_of(whole, several, memory, {n: g.size for n, g in groups.items()})
+        levels, why = served(known, memory, self._device, self._preparation.options.timeout)
+        rows = {n: self.lowerings.row(whole.specs[n]) for n in calls}
+        flat = {n for n, row in rows.items() if row is None or not row.two_levels}
+        why |= dict.fromkeys(levels, ONE_HOST)
+        apart = {n: why[g] for n, g in calls.items() if g in why and (g not in levels or n in flat)}
+        several = {n: row for n, row in rows.items() if row is not None and n not in apart}
+        sizes = {n: g.size for n, g in groups.items()}
+        cases = cases_of(whole, several, memory, sizes, levels)
         given = (cases, apart, self._device, self._preparation)
         self.chosen = choose_algorithms(*given, memory=memory, gather=gather)
 
@@ -167,7 +171,7 @@ class Fitting:
                 Demotable(
                     key=kind,
                     what=f"{spec.op} with {sum(sizes):,} bytes",
-                    algorithm="copy engine" if node in self.chosen.engines else "symmetric",
+                    algorithm=self.chosen.placed(node),
                     calls=1,
                     nbytes=sum(sizes),
                     buffers=frozenset(names),

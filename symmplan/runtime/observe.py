@@ -23,6 +23,7 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS, locate
 from symmplan.memory.topology import Topology, known
+from symmplan.memory.two_levels import SHOWN
 from symmplan.process import PROCESS
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.collectives import NCCL
@@ -408,6 +409,10 @@ def _algorithm(expected: Expected, kinds: set[str], ops: Iterable[str]) -> Algor
         return "copy engine" if "copy engines" in kinds else None
     own = {name for name in ops if name.startswith(_OWN)}
     if own:  # shared memory has one way for what a device has several
+        if SHOWN in own:
+            return "two-level"
+        if expected.algorithm == "two-level":
+            return "symmetric"
         pushed = f"{_OWN}push" in own
         return expected.algorithm if pushed is (expected.algorithm == "push") else "symmetric"
     # Its own collectives always show; past the dispatcher those of a process group may not.
@@ -420,7 +425,7 @@ def _why(expected: Expected, algorithm: AlgorithmName | None, topology: Topology
     if algorithm is None:
         return "nothing was seen of it: a CUDA graph or another thread may have launched it"
     memory = expected.memory
-    apart = topology.why_not(memory)
+    apart = topology.why_ordinary(memory)
     if apart:
         return f"topology: {apart}"
     if memory != "nccl":

@@ -18,7 +18,7 @@ from symmplan.runtime.concurrent import concurrent_with
 from symmplan.runtime.work import flops_beside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import fx
 
@@ -73,7 +73,8 @@ class OpCase(Case):
         acts = {"ordinary": self._in_its_own_algorithm(*given)}
         if self.row is not None:
             placed = self._cut(places)
-            acts["symmetric"] = self._in_placements(self.row, self.group, given, placed)
+            within = "two-level" if "two-level" in self.algorithms else "symmetric"
+            acts[within] = self._in_placements(self.row, self.group, given, placed)
             if engines is not None and self.row.engine:
                 over = engines.name(self.row.engine)
                 acts["copy engine"] = self._in_placements(self.row, over, given, placed)
@@ -146,6 +147,7 @@ def cases_of(
     rows: Mapping[fx.Node, Lowering],
     memory: str,
     ranks: Mapping[str, int],
+    levels: Collection[str] = (),
 ) -> dict[fx.Node, OpCase]:
     """The kind of each collective of a program, with what is concurrent with it there.
 
@@ -154,9 +156,14 @@ def cases_of(
         rows: Its collectives, and how they are run.
         memory: Name of the memory backend.
         ranks: How many ranks each group has.
+        levels: The groups that are served in two levels.
     """
     flops = flops_beside(list(rows))
     cases = {n: _case(captured, n, row, memory, ranks, flops[n]) for n, row in rows.items()}
+    cases = {
+        n: evolve(case, algorithms=("two-level",)) if case.group in levels else case
+        for n, case in cases.items()
+    }
     groups = {n: case.group for n, case in cases.items()}
     found = concurrent_with(captured, groups, {n: (c, c.nbytes) for n, c in cases.items()})
     return {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from symmplan.capture.sites import Captured, CopyKind, Site
     from symmplan.model import AlgorithmName, Barrier, OpSpec, Plan
     from symmplan.runtime.algorithms import Lowering, Lowerings
+    from symmplan.runtime.chooser import Chosen
 
 __all__ = ["Instruction", "PlacedCall", "PlacedProgram", "place"]
 
@@ -154,14 +155,15 @@ class PlacedProgram:
     def _algorithm(self, node: fx.Node) -> AlgorithmName:
         if node not in self.calls:
             return "ordinary"
-        return "copy engine" if self.calls[node].engine else "symmetric"
+        expected = self.calls[node].expected
+        return "symmetric" if expected is None else expected.algorithm
 
 
 def place(
     captured: Captured,
     plan: Plan,
     lowerings: Lowerings,
-    engines: Mapping[fx.Node, str],
+    chosen: Chosen[fx.Node],
     barriers: Iterable[Barrier],
 ) -> PlacedProgram:
     """Put a plan into practice.
@@ -170,7 +172,7 @@ def place(
         captured: The program.
         plan: A plan whose problem contains the captured one.
         lowerings: How ops run on the memory backend.
-        engines: ``{node: name of the communicator}`` of the collectives that copy engines run.
+        chosen: How its collectives run.
         barriers: Those of the plan, and more if the program needs more. What is for another program
             of the plan is left out.
 
@@ -179,13 +181,13 @@ def place(
     return PlacedProgram(
         captured,
         plan,
-        _calls(captured, lowerings, engines),
+        _calls(captured, lowerings, chosen),
         tuple(_instructions(captured, barriers)),
     )
 
 
 def _calls(
-    captured: Captured, lowerings: Lowerings, engines: Mapping[fx.Node, str]
+    captured: Captured, lowerings: Lowerings, chosen: Chosen[fx.Node]
 ) -> dict[fx.Node, PlacedCall]:
     sites: dict[fx.Node, list[Site]] = {}
     for site in captured.sites:
@@ -210,12 +212,12 @@ def _calls(
             overload=overload,
             row=row,
             group=group,
-            engine=engines.get(node, ""),
+            engine=chosen.engines.get(node, ""),
             sites=tuple(mine),
             paths=tuple(path for _, path in captured.values.of_node(node)),
             results={**made.get(node, {}), **results},
             prefix=captured.prefix,
-            expected=_expected(captured, node, row, lowerings.memory, group, engines),
+            expected=_expected(captured, node, row, lowerings.memory, group, chosen),
         )
     return found
 
@@ -226,7 +228,7 @@ def _expected(
     row: Lowering | None,
     memory: str,
     group: str,
-    engines: Mapping[fx.Node, str],
+    chosen: Chosen[fx.Node],
 ) -> Expected | None:
     overload = overload_of(node.target)
     if row is None or overload is None:
@@ -242,7 +244,7 @@ def _expected(
         memory=memory,
         nbytes=sum((bound_of(f.numel()) or 0) * f.element_size() for f in fakes),
         dtype=str(fakes[0].dtype).removeprefix("torch."),
-        algorithm="copy engine" if node in engines else "symmetric",
+        algorithm=chosen.placed(node),
         reduction=reduction if isinstance(reduction, str) else "",
         target=row.target,
         launches=len(given),

@@ -22,7 +22,7 @@ from symmplan.errors import SymmplanError
 from symmplan.process import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
 __all__ = ["Life", "RankError", "mark", "root_of", "serve"]
@@ -44,6 +44,7 @@ class Life:
         copy_engines: Let NCCL use no processors for what copy engines can do.
         quiet: Keep what ranks print, for `symmplan.testing.ranks.RankOutcome.stack`.
         forked: Whether they have the memory of the process that started them.
+        enter: Called with its rank by each before all else, while it has one thread.
     """
 
     init: Literal["gloo", "nccl"] | None = "gloo"
@@ -55,6 +56,7 @@ class Life:
     copy_engines: bool = False
     quiet: bool = False
     forked: bool = False
+    enter: Callable[[int], None] | None = None
 
 
 @frozen
@@ -124,6 +126,8 @@ def serve(
 ) -> None:
     """Be a rank: meet the others, then do what the parent says until it is done."""
     _settle(connection, life, log)
+    if life.enter is not None:
+        life.enter(rank)
     try:
         answer = ("value", _begin(rank, world_size, life, connection.recv(), first))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent says it

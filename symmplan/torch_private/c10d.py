@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import importlib
 import sys
@@ -199,6 +200,29 @@ def starter_of(op: Any, given: Mapping[str, Any], *, asynchronous: bool) -> Call
     if "out" in given:
         return lambda source, out: start(out, source, options)
     return lambda source: start([source], options)
+
+
+def gloo_group(store: Store, prefix: str, rank: int, size: int, timeout: float) -> Any:
+    """A group that torch does not know: its methods are all there is. It ends with its object.
+
+    Args:
+        store: Of its ranks.
+        prefix: Of its keys in there, of no other group's.
+        rank: This process's rank in it.
+        size: How many ranks it has.
+        timeout: Seconds that a collective may take.
+
+    Collective: yes, over those ranks.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    limit = dt.timedelta(seconds=timeout)
+    return ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, limit)
+
+
+def start_all_gather(outputs: list[Any], source: Any, group: Any) -> Any:
+    """Start to gather into each rank's output; returns the work. Collective."""
+    return group.allgather([outputs], [source])
 
 
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> None:

@@ -157,7 +157,7 @@ class CompiledGraph:
             captured = fitting.captured
             if not captured.sites and not captured.problem.unplanned:
                 return None
-            lowerings, engines = fitting.lowerings, fitting.chosen.engines
+            lowerings, chosen = fitting.lowerings, fitting.chosen
             plan, captured = self._fit(fitting, captured, room)
             self.record.add(captured)
             self.record.plans[name] = plan
@@ -171,10 +171,10 @@ class CompiledGraph:
             alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
             kept = self.pinned_inputs.barriers(name)
             points = in_turn(*map(points_of, (plan.barriers, alone, kept)))
-            self.engines.update(engines.values())
+            self.engines.update(chosen.engines.values())
             self._reserve(module, captured, plan)
             barriers = [Barrier(before, group) for before, group in points]
-            program = place(captured, plan, lowerings, engines, barriers)
+            program = place(captured, plan, lowerings, chosen, barriers)
             inputs = rewrite(module, program, fake_mode)
             self.parts[name] = PlannedPart.of(
                 name, self.record, module.graph, program, points, inputs, fixed=fixed

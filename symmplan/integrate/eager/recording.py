@@ -226,7 +226,7 @@ class IterationRecording:
         captured, plan = prepared.captured, prepared.plan
         chosen, arena = prepared.chosen, prepared.arena
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
-            program = place(captured, plan, lowerings, chosen.engines, plan.barriers)
+            program = place(captured, plan, lowerings, chosen, plan.barriers)
         preparation.log(plan, program.algorithms)
         return Frozen(
             plan,

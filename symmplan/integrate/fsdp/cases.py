@@ -73,8 +73,9 @@ class CallCase(Case):
     ) -> dict[str, Callable[[], Any] | None]:
         group = self._group
         algorithms: dict[str, tuple[str, torch.Tensor, Any]] = {"ordinary": ("local", plain, group)}
-        if "symmetric" in self.algorithms:
-            algorithms["symmetric"] = self.memory, placed, group
+        within = _within(self.algorithms)
+        if within in self.algorithms:
+            algorithms[within] = self.memory, placed, group
         if engines is not None:
             algorithms["copy engine"] = self.memory, placed, engines.gather
         gather, _ = fsdp2.comms(None)
@@ -99,7 +100,7 @@ class CallCase(Case):
         acts: dict[str, Callable[[], Any] | None] = {}
         for algorithm, memory, tensor, source in (
             ("ordinary", "local", plain, placed),
-            ("symmetric", self.memory, placed, plain),
+            (_within(self.algorithms), self.memory, placed, plain),
         ):
             act = scatters(memory, scatter, output, tensor, group, op, async_op=False)
             acts[algorithm] = _copied_in(tensor, source, act)
@@ -111,7 +112,9 @@ class CallCase(Case):
         return acts
 
 
-def case_of(call: Call, memory: str, device: torch.device, ranks: int) -> CallCase:
+def case_of(
+    call: Call, memory: str, device: torch.device, ranks: int, *, levels: bool = False
+) -> CallCase:
     """What a collective is to the measurement.
 
     Args:
@@ -119,10 +122,13 @@ def case_of(call: Call, memory: str, device: torch.device, ranks: int) -> CallCa
         memory: Name of the memory backend.
         device: Where its buffer lies.
         ranks: How many ranks its group has.
+        levels: Whether that is served in two levels.
     """
     gathers = call.key.kind == "all_gather"
     algorithms: tuple[AlgorithmName, ...] = ("symmetric", "copy engine")
-    if gathers and on_device(device) and not is_whole_words(call.nbytes // ranks):
+    if levels:
+        algorithms = ("two-level",)
+    elif gathers and on_device(device) and not is_whole_words(call.nbytes // ranks):
         algorithms = ("copy engine",)
     elif not gathers and _pushes(call, memory):
         algorithms = ("symmetric", "copy engine", "push")
@@ -140,6 +146,11 @@ def case_of(call: Call, memory: str, device: torch.device, ranks: int) -> CallCa
     )
 
 
+def _within(algorithms: Sequence[AlgorithmName]) -> AlgorithmName:
+    """The algorithm that runs the memory backend's own op."""
+    return "two-level" if "two-level" in algorithms else "symmetric"
+
+
 def _pushes(call: Call, memory: str) -> bool:
     """Whether a reduction can be made of pushes: FSDP2 divides others before it reduces."""
     backend = BACKENDS[memory]
@@ -152,7 +163,7 @@ def _pushes(call: Call, memory: str) -> bool:
 
 def why_not_measured(case: Case, device: torch.device) -> str:
     """Why a collective is ordinary and need not be measured; empty if it must be."""
-    if "symmetric" not in case.algorithms and not nccl.has_copy_engine_policy():
+    if _within(case.algorithms) not in case.algorithms and not nccl.has_copy_engine_policy():
         return SPLIT_WORDS
     if device.type == "cuda" and case.nbytes < _SMALL:
         return f"less than {_SMALL} bytes gain nothing in symmetric memory"

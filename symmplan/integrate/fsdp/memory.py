@@ -67,6 +67,7 @@ class Memory:
 
     Attributes:
         groups: ``{name: process group}`` in the order of first use.
+        levels: Those that are served in two levels.
         unreached: ``{name: why}`` of those that no segment can serve.
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
@@ -80,6 +81,7 @@ class Memory:
 
     def __init__(self, options: Options) -> None:
         self.groups: dict[str, Any] = {}
+        self.levels: frozenset[str] = frozenset()
         self.unreached: Mapping[str, str] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0

@@ -19,7 +19,7 @@ from symmplan.integrate.fsdp.drops import merged
 from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 from symmplan.integrate.fsdp.schedule import Schedule
 from symmplan.integrate.fsdp.step_plans import StepPlan, StepProblem
-from symmplan.memory.topology import unreached
+from symmplan.memory.topology import served
 from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
 from symmplan.runtime.chooser import Chosen, choose_algorithms
@@ -155,7 +155,7 @@ class Planning:
         memory = self._memory
         device, groups = memory.device, memory.groups
         name = memory.preparation.agree(device, groups, unsharded_modules=self.live)
-        memory.unreached = unreached(groups, name, device, self._options.timeout)
+        memory.levels, memory.unreached = served(groups, name, device, self._options.timeout)
         return name
 
     def _choose(self, recordings: Sequence[Recording]) -> Chosen[Call]:
@@ -170,7 +170,8 @@ class Planning:
         measures = self._options.chosen(device) == "measure"
 
         def case(call: Call) -> CallCase:
-            return case_of(call, preparation.memory, device, memory.groups[call.group].size())
+            ranks, levels = memory.groups[call.group].size(), call.group in memory.levels
+            return case_of(call, preparation.memory, device, ranks, levels=levels)
 
         concurrent: dict[Case, tuple[Case, float]] = {}
         for recording in recordings:

@@ -1,0 +1,223 @@
+"""What goes from host to host: the upper of the two levels of a group on several hosts.
+
+[Note: two levels]
+    A group on several hosts, with equally many ranks on each, is served in two levels. A segment's
+    rendezvous with it is that of the ranks of each host among themselves. Between hosts each rank
+    exchanges bytes with the ranks of the same number on the other hosts, which are its
+    *counterparts*, through a process group of their own; from there they go on within the host. So
+    every byte crosses the network once per host, and all of a host's ranks take part in that.
+
+    What the memory model asks of a collective holds as on one host. Nobody but ranks of the same
+    host touches a rank's bytes, and those meet on entry and on exit. And a rank ends no sooner than
+    all others have begun: what it gets from another host comes from a counterpart, of it or of a
+    rank of its host, that has met its own host before.
+
+[Note: who waits]
+    A rank that waits for a counterpart looks after its own host meanwhile, as it does in a barrier:
+    a peer that ended or gave up ends the wait. A rank that gives up closes its connections, which
+    its counterparts notice, and they tell their hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.coordination.groups import listed
+from symmplan.errors import PeerLostError
+from symmplan.memory.kernels import as_bytes
+from symmplan.process import PROCESS
+from symmplan.torch_private import c10d
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import Group
+
+__all__ = ["Crossing", "counterparts_of", "crossing_of"]
+
+_YIELD_SECONDS = 0.002
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.0005
+_LOOK_PERIOD = 0.05
+
+
+class Crossing:
+    """A rank's connections with its counterparts.
+
+    Args:
+        group: The group on several hosts.
+        ranks: The counterparts, this rank among them, in an order that is the same on all.
+        number: The how-many-th that these ranks make.
+        timeout: Seconds that they wait for each other.
+
+    Attributes:
+        ranks: The same.
+        number: The same.
+
+    Collective: yes, over ``ranks``.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int], number: int, timeout: float) -> None:
+        self.ranks = tuple(ranks)
+        self.number = number
+        self._group = group
+        prefix = f"symmplan/crossing/{number}/{self.ranks[0]}"
+        self._connections: Any = c10d.gloo_group(
+            group.store, prefix, self.ranks.index(group.rank), len(self.ranks), timeout
+        )
+        self._pending: list[Any] = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can no longer be used."""
+        return self._connections is None
+
+    def close(self, _: Sequence[int] = ()) -> None:
+        """Close the connections, which counterparts notice."""
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            # It waits for what is going on, which may take until the timeout.
+            threading.Thread(target=_end, args=([connections],), daemon=True).start()
+            del connections
+
+    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> Any:
+        """Start to gather each counterpart's bytes; returns a work for `wait`. Collective."""
+        flat = [as_bytes(x) for x in outputs]
+        return self._started(c10d.start_all_gather(flat, as_bytes(source), self._open))
+
+    def exchange(self, output: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start to send a row to each counterpart; returns a work for `wait`. Collective."""
+        flat = as_bytes(output), as_bytes(source)
+        return self._started(c10d.start_all_to_all(*flat, self._open))
+
+    def meet(self) -> Any:
+        """Start to meet the counterparts; returns a work for `wait`. Collective."""
+        word = torch.zeros(1, dtype=torch.uint8)
+        return self.gather([torch.empty_like(word) for _ in self.ranks], word)
+
+    def wait(self, work: Any, look: Callable[[], None], timeout: float) -> None:
+        """Wait for what was started.
+
+        Args:
+            work: What it is.
+            look: Called now and then; what it raises ends the wait.
+            timeout: Seconds that it may take.
+
+        Raises:
+            PeerLostError: A counterpart ended or gave up.
+            PeerTimeoutError: They did not come within the timeout.
+        """
+        began = time.monotonic()
+        next_look, pause = began + _LOOK_PERIOD, _SHORTEST_SLEEP
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - began < _YIELD_SECONDS:
+                os.sched_yield()
+                continue
+            if now >= next_look:
+                look()
+                next_look = now + _LOOK_PERIOD
+            if now - began >= timeout:
+                raise self._group.timed_out(self._others, "for ranks of other hosts", timeout)
+            time.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_SLEEP)
+        self._pending.remove(work)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                where = "for ranks of other hosts"
+                raise self._group.timed_out(self._others, where, timeout) from None
+            look()
+            raise self._lost(str(error).splitlines()[0]) from None
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.ranks if rank != self._group.rank]
+
+    @property
+    def _open(self) -> Any:
+        if self._connections is None:
+            raise self._lost("they were closed")
+        return self._connections
+
+    def _started(self, work: Any) -> Any:
+        self._pending.append(work)  # with its tensors, which it must not outlive
+        return work
+
+    def _lost(self, said: str) -> PeerLostError:
+        others = self._others
+        return PeerLostError(
+            f"the connections with rank {listed(others)} of other hosts are lost: {said}",
+            fix="see why a rank there ended or gave up; its own output says more",
+            **self._group.here,
+            lost_rank=others[0] if len(others) == 1 else None,
+        )
+
+
+def counterparts_of(hosts: Sequence[str], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks of a rank's host, and those of the same number on each host, itself among both.
+
+    Args:
+        hosts: Of each rank of the group.
+        rank: Which.
+
+    >>> counterparts_of(["a", "b", "a", "b"], 2)
+    ((0, 2), (2, 3))
+    """
+    there: dict[str, list[int]] = {}
+    for r, host in enumerate(hosts):
+        there.setdefault(host, []).append(r)
+    near = there[hosts[rank]]
+    number = near.index(rank)
+    return tuple(near), tuple(ranks[number] for ranks in there.values() if number < len(ranks))
+
+
+def crossing_of(
+    group: Group, ranks: Sequence[int], exchange: Exchange, phase: str, timeout: float
+) -> Crossing:
+    """A rank's connections with its counterparts: made once for a group, and again once closed.
+
+    Args:
+        group: The group.
+        ranks: The counterparts.
+        exchange: Among all ranks of the group.
+        phase: Name of a round of it.
+        timeout: Seconds that ranks wait for each other.
+
+    Raises:
+        PeerLostError: Counterparts cannot be reached.
+
+    Collective: yes, over the group.
+    """
+    found: Crossing | None = PROCESS.crossings.get(group.process_group)
+    mine = [0 if found is None else found.number, found is not None and not found.closed]
+    said = exchange.round(phase, json.dumps(mine).encode(), groups=[group.name])[group.name]
+    theirs = [json.loads(text) for text in said]
+    if found is not None and all(open_ for _, open_ in theirs):
+        return found
+    number = 1 + max(number for number, _ in theirs)
+    try:
+        made = Crossing(group, ranks, number, timeout)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {listed(ranks)} cannot connect: {str(error).splitlines()[0]}",
+            fix="see that the hosts reach each other over the interface that "
+            "GLOO_SOCKET_IFNAME names",
+            **group.here,
+            lost_rank=None,
+        ) from error
+    PROCESS.crossings[group.process_group] = made
+    return made
+
+
+def _end(connections: list[Any]) -> None:
+    with contextlib.suppress(Exception):
+        connections.clear()

@@ -1,0 +1,163 @@
+"""Collectives of a group on several hosts; see [Note: two levels] in `symmplan.memory.crossing`.
+
+Each is what an op of `symmplan.memory.ops` does between its handshake and its release. Both levels
+work at a time, part by part: what has come from another host is sent on while more is under way.
+
+[Note: sums over hosts]
+    The ranks of a host are summed first, in their order, each rank of it summing the parts of all
+    its counterparts; then the hosts, in the order of their first ranks. What is narrower than
+    float32 is summed in float32 and crosses so, and is rounded once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from symmplan.memory.calls import parts_of
+from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
+from symmplan.torch_private import autograd
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.memory.calls import OpCall
+    from symmplan.memory.segment import Levels
+
+__all__ = ["SHOWN", "gather_parts", "reduce_parts", "reduce_shares"]
+
+#: Under this name they show in a profile, beside the op's.
+SHOWN = "symmplan::between hosts"
+
+#: Parts of a shard that cross at a time, in bytes at least, and how many there are at most.
+_PART, _PARTS = 1 << 20, 4
+
+
+def gather_parts(call: OpCall, levels: Levels, pieces: Sequence[tuple[int, int]]) -> None:
+    """All-gathers inside the segment; each rank's part of each is in place.
+
+    Args:
+        call: The call.
+        levels: How its group meets.
+        pieces: Where each begins in the segment, and the bytes of each rank's part.
+    """
+    mine = levels.peers[levels.near.index(call.rank)]
+    ranks = levels.crossing.ranks
+    with autograd.shown(SHOWN):
+        started = []
+        for begin, count in pieces:
+            for low, high in _cut(count):
+                spans = [(begin + r * count + low, begin + r * count + high) for r in ranks]
+                views = [mine[a:b] for a, b in spans]
+                work = levels.crossing.gather(views, views[ranks.index(call.rank)])
+                started.append((work, spans))
+        for begin, count in pieces:
+            _push(call, levels, begin + call.rank * count, begin + (call.rank + 1) * count)
+        for work, spans in started:
+            levels.wait(work)
+            for rank, (low, high) in zip(ranks, spans, strict=True):
+                if rank != call.rank:
+                    _push(call, levels, low, high)
+
+
+def reduce_parts(
+    call: OpCall, levels: Levels, like: torch.Tensor, out: torch.Tensor, reduction: str
+) -> None:
+    """A reduce-scatter: this rank's part of the sum of what all have at the call's offset.
+
+    Args:
+        call: The call.
+        levels: How its group meets.
+        like: Of the elements' type.
+        out: This rank's part, flat.
+        reduction: The reduction.
+    """
+    nbytes = out.numel() * like.element_size()
+    spans = [(r * nbytes, (r + 1) * nbytes) for r in levels.crossing.ranks]
+    with autograd.shown(SHOWN):
+        _reduce(call, levels, spans, out, like, reduction)
+
+
+def reduce_shares(
+    call: OpCall,
+    levels: Levels,
+    like: torch.Tensor,
+    nbytes: int,
+    targets: Sequence[torch.Tensor],
+    out_offset: int,
+    reduction: str,
+) -> None:
+    """An all-reduce: each rank of a host sees to one share of it.
+
+    Args:
+        call: The call.
+        levels: How its group meets.
+        like: Of the elements' type.
+        nbytes: Bytes of the input.
+        targets: The segment of the result on each rank of the host.
+        out_offset: Where the result begins there.
+        reduction: The reduction.
+    """
+    place, hosts = levels.near.index(call.rank), len(levels.crossing.ranks)
+    # Shares are whole cache lines, which ranks never share, and so are the parts of a share.
+    share = -(-nbytes // (len(levels.near) * 64)) * 64
+    begin, end = min(place * share, nbytes), min((place + 1) * share, nbytes)
+    step = -(-(end - begin) // (hosts * 64)) * 64
+    cuts = [min(begin + i * step, end) for i in range(hosts + 1)]
+    spans = list(itertools.pairwise(cuts))
+    index = levels.crossing.ranks.index(call.rank)
+    low, high = spans[index]
+    total = torch.zeros(step // like.element_size(), dtype=like.dtype)
+    with autograd.shown(SHOWN):
+        _reduce(call, levels, spans, total[: (high - low) // like.element_size()], like, reduction)
+        whole = torch.empty((hosts, total.numel()), dtype=like.dtype)
+        levels.wait(levels.crossing.gather(list(whole), total))
+    for row, (low, high) in zip(whole, spans, strict=True):
+        for target in targets:
+            copy_bytes(target, out_offset + low, as_bytes(row)[: high - low], high - low)
+
+
+def _reduce(
+    call: OpCall,
+    levels: Levels,
+    spans: Sequence[tuple[int, int]],
+    out: torch.Tensor,
+    like: torch.Tensor,
+    reduction: str,
+) -> None:
+    """The reduction of this rank's span, of those that it and its counterparts are to have.
+
+    Args:
+        call: The call.
+        levels: How its group meets.
+        spans: Where each lies behind the call's offset, in bytes.
+        out: This rank's, flat.
+        like: Of the elements' type.
+        reduction: The reduction.
+    """
+    narrow = like.dtype.is_floating_point and like.dtype.itemsize < 4
+    wide = torch.float32 if narrow else like.dtype
+    size = max(high - low for low, high in spans) // like.element_size()
+    here, received = (torch.zeros((len(spans), size), dtype=wide) for _ in range(2))
+    within = "sum" if reduction == "avg" else reduction
+    for row, (low, high) in zip(here, spans, strict=True):
+        parts = parts_of(levels.peers, call.offset, low, high, like)
+        reduce_into([row[: parts[0].numel()]], parts, within)
+    levels.wait(levels.crossing.exchange(received, here))
+    reduce_into([out], [row[: out.numel()] for row in received], reduction, ranks=call.size)
+
+
+def _cut(nbytes: int) -> list[tuple[int, int]]:
+    """Bytes in parts that are worth a message."""
+    step = max(_PART, -(-nbytes // _PARTS))
+    return [(low, min(low + step, nbytes)) for low in range(0, nbytes, step)]
+
+
+def _push(call: OpCall, levels: Levels, low: int, high: int) -> None:
+    """Copy bytes of this rank's segment to the others of its host."""
+    place, size = levels.near.index(call.rank), len(levels.near)
+    source = levels.peers[place][low:high]
+    for shift in range(1, size):
+        copy_bytes(levels.peers[(place + shift) % size], low, source, high - low)
