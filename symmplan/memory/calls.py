@@ -110,7 +110,7 @@ class OpCall:
                 got=f"rank {listed(self.levels.near)} of {self.size} on this host",
                 fix="let the plan leave it in ordinary memory",
             )
-        self.peers = self.rendezvous.peers if self.levels is None else self.levels.peers
+        self.peers = self.rendezvous.peers if self.levels is None else self.levels.near_peers
         self.check_inside(tensor, where, self.offset)
 
     def running(

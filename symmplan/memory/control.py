@@ -28,13 +28,13 @@ import os
 import platform
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from symmplan.coordination.groups import ProcessIdentity, is_gone, listed
-from symmplan.errors import BackendError, PeerLostError, RunError
-from symmplan.memory.segment import Levels, Rendezvous
+from symmplan.errors import PeerLostError, RunError
+from symmplan.memory.segment import Rendezvous
 
 if TYPE_CHECKING:
     import mmap
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import torch
 
     from symmplan.coordination.groups import Group
-    from symmplan.memory.crossing import Crossing
     from symmplan.memory.races import Meetings
 
 __all__ = ["ControlArea", "Meeting", "layout"]
@@ -142,8 +141,8 @@ class ControlArea:
 class Meeting(Rendezvous):
     """A meeting in shared memory: of every rank its bytes, its control area and its process.
 
-    Of a group on several hosts those of this host meet, with the ranks ``near``; ``crossing`` joins
-    them with the others. In each area the group's part begins at the word that ``starts`` says.
+    Of a group on several hosts those of this host meet, with the ranks ``near``. In
+    each area the group's part begins at the word that ``starts`` says.
     ``on_failure`` is called with the error of a failed barrier, and with the keys of the processes
     that were waited for in vain. ``order`` is told of arrivals and meetings, if the segment is
     watched for races.
@@ -162,13 +161,9 @@ class Meeting(Rendezvous):
         on_failure: Callable[[BaseException, Sequence[int]], None],
         order: Meetings | None = None,
         near: tuple[int, ...] = (),
-        crossing: Crossing | None = None,
     ) -> None:
         super().__init__(group, tuple(peers))
-        near = near or tuple(range(group.size))
-        self._levels = None
-        if crossing is not None:
-            self._levels = Levels(near, tuple(peers), crossing, self._wait_for_counterparts)
+        self.near = near = near or tuple(range(group.size))
         size = len(near)
         parts = [area.part(start, size) for area, start in zip(areas, starts, strict=True)]
         self._place = near.index(group.rank)
@@ -192,48 +187,11 @@ class Meeting(Rendezvous):
         self._count = int(self._mine[0])
         self._fence = _MemoryBarrier()
 
-    @property
-    def peers(self) -> tuple[torch.Tensor, ...]:
-        """See `Rendezvous.peers`.
-
-        Raises:
-            BackendError: Some rank is on another host.
-        """
-        if self._levels is not None:
-            raise BackendError(
-                "memory='shm': no rank of this group reaches the bytes of all others",
-                expected="a group within one host",
-                got=f"rank {listed(self._levels.near)} on this host",
-                fix="use groups within one host for ops that reach into their peers' memory",
-                **self.group.here,
-            )
-        return self._peers
-
-    @property
-    def levels(self) -> Levels | None:
-        """See `Rendezvous.levels`."""
-        return self._levels
-
     def barrier(self, timeout: float | None = None) -> None:
         """See `Rendezvous.barrier`: wait until every rank arrived as often as this one."""
-        self._barrier_here(timeout)
-        if self._levels is not None:
-            self._wait_for_counterparts(self._levels.crossing.meet())
-            self._barrier_here(timeout)
+        self._meet(timeout)
 
-    def leave(self) -> None:
-        """See `Rendezvous.leave`. Nobody of another host has touched anything."""
-        self._barrier_here()
-
-    def _wait_for_counterparts(self, work: Any) -> None:
-        assert self._levels is not None
-        try:
-            self._levels.crossing.wait(work, self._look_for_the_dead, self._timeout)
-        except BaseException as error:
-            self._on_failure(error, self._because)
-            raise
-
-    def _barrier_here(self, timeout: float | None = None) -> None:
+    def _meet(self, timeout: float | None = None) -> None:
         self._arrive()
         self._wait(self._timeout if timeout is None else timeout)
         if self._order is not None:
@@ -249,7 +207,7 @@ class Meeting(Rendezvous):
         padded = self._write(call)
         if free:
             self._free[slot][self._place][: len(free)] = free
-        self._barrier_here()
+        self._meet()
         for other, theirs in self._notes[slot]:
             if theirs != padded:
                 raise self._mismatch(other, padded, bytes(theirs))
@@ -275,9 +233,7 @@ class Meeting(Rendezvous):
 
     def told(self) -> list[tuple[int, ...]]:
         """See `Rendezvous.told`."""
-        found: list[tuple[int, ...]] = []
-        if self._levels is not None:  # those of other hosts are not seen
-            return found
+        found = []
         for words in self._progress:
             last = []
             for i in reversed(range(len(words))):
@@ -318,8 +274,7 @@ class Meeting(Rendezvous):
     def _close(self) -> None:
         self._mine = np.zeros(1, dtype=np.int64)
         for held in (self._areas, self._progress, self._others, self._notes, self._free):
-            held.clear()  # type: ignore[attr-defined]
-        self._levels = None
+            held.clear()
         self._looks.clear()
         self._order = None
 

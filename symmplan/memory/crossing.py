@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.coordination.groups import listed
-from symmplan.errors import PeerLostError
+from symmplan.errors import BackendError, PeerLostError, RunError
+from symmplan.memory.control import Meeting
 from symmplan.memory.kernels import as_bytes
 from symmplan.process import PROCESS
 from symmplan.torch_private import c10d
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
 
-__all__ = ["Crossing", "counterparts_of", "crossing_of"]
+__all__ = ["Crossing", "HostsMeeting", "counterparts_of", "crossing_of"]
 
 _YIELD_SECONDS = 0.002
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.0005
@@ -160,6 +161,92 @@ class Crossing:
             **self._group.here,
             lost_rank=others[0] if len(others) == 1 else None,
         )
+
+
+class HostsMeeting(Meeting):
+    """The meeting of a group on several hosts: of the ranks of this host, joined to the others.
+
+    Args:
+        given: Of `Meeting`.
+        crossing: Connections with the counterparts.
+        options: Of `Meeting`.
+
+    Attributes:
+        near: The ranks of this host, in the order of the group.
+        place: Which of them is this one.
+        crossing: The same.
+    """
+
+    def __init__(self, *given: Any, crossing: Crossing, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.crossing = crossing
+        self.place = self.near.index(self.group.rank)
+
+    @property
+    def levels(self) -> HostsMeeting:
+        """See `Rendezvous.levels`."""
+        return self
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        """See `Rendezvous.peers`.
+
+        Raises:
+            BackendError: Always: some rank is on another host.
+        """
+        raise BackendError(
+            "memory='shm': no rank of this group reaches the bytes of all others",
+            expected="a group within one host",
+            got=f"rank {listed(self.near)} on this host",
+            fix="use groups within one host for ops that reach into their peers' memory",
+            **self.group.here,
+        )
+
+    @property
+    def near_peers(self) -> tuple[torch.Tensor, ...]:
+        """The bytes of the segment of each rank of this host, as one-dimensional uint8."""
+        return self._peers
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """See `Rendezvous.barrier`."""
+        self._meet(timeout)
+        self.wait(self.crossing.meet())
+        self._meet(timeout)
+
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        """See `Rendezvous.enter`: of the ranks of this host alone."""
+        try:
+            super().enter(call, free)
+        except RunError as error:  # other hosts may see no difference, and wait
+            self._on_failure(error, [])
+            raise
+
+    def refuse(self, call: bytes) -> None:
+        """See `Rendezvous.refuse`."""
+        super().refuse(call)
+        self.crossing.close()
+
+    def leave(self) -> None:
+        """See `Rendezvous.leave`. Nobody of another host has touched anything."""
+        self._meet()
+
+    def told(self) -> list[tuple[int, ...]]:
+        """See `Rendezvous.told`; zeros of ranks of other hosts, which are not seen."""
+        found = super().told()
+        seen = dict(zip(self.near, found, strict=bool(found)))
+        return [seen.get(rank, (0, 0, 0)) for rank in range(self.group.size)] if found else []
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was started with the counterparts.
+
+        Raises:
+            PeerLostError, PeerTimeoutError: As `Crossing.wait`.
+        """
+        try:
+            self.crossing.wait(work, self._look_for_the_dead, self._timeout)
+        except BaseException as error:
+            self._on_failure(error, self._because)
+            raise
 
 
 def counterparts_of(hosts: Sequence[str], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

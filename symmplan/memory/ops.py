@@ -79,7 +79,7 @@ def all_gather_out(
         source = _plain(input)
         levels = call.levels
         if levels is not None:
-            own = levels.peers[levels.near.index(call.rank)]
+            own = levels.near_peers[levels.place]
             if source.data_ptr() != out.data_ptr() + mine:
                 copy_bytes(own, call.offset + mine, source, nbytes)
             gather_parts(call, levels, [(call.offset, nbytes)])
@@ -205,11 +205,16 @@ def all_reduce_out(
     call.apart(input, out.data_ptr(), out, 0)
     nbytes = input.numel() * input.element_size()
     met = out_segment.meeting(group_name)
-    kind, words = f"{input.dtype} {reduction}", {"in_offset": call.offset, "out_offset": out_offset}
+    running = functools.partial(
+        call.running,
+        kind=f"{input.dtype} {reduction}",
+        in_offset=call.offset,
+        out_offset=out_offset,
+        nbytes=nbytes,
+    )
     if call.levels is not None and met.levels is not None:
-        near, levels = met.levels.peers, call.levels
-        more = levels, input, nbytes, near, out_offset, reduction
-        return call.running(lambda _: reduce_shares(call, *more), kind, **words, nbytes=nbytes)
+        more = call.levels, input, nbytes, met.levels.near_peers, out_offset, reduction
+        return running(lambda _: reduce_shares(call, *more))
     low, high, targets = 0, nbytes, [out.view(-1)]
     # Where a rank's input is its output, peers must have read it before it is overwritten.
     if nbytes > ONE_SHOT_BYTES or out.data_ptr() == input.data_ptr():
@@ -219,8 +224,7 @@ def all_reduce_out(
         low, high = min(call.rank * share, nbytes), min((call.rank + 1) * share, nbytes)
         targets = parts_of(met.peers, out_offset, low, high, input)
     sources = parts_of(call.peers, call.offset, low, high, input)
-    reduce = functools.partial(reduce_into, targets, sources, reduction)
-    return call.running(lambda _: reduce(), kind, **words, nbytes=nbytes)
+    return running(lambda _: reduce_into(targets, sources, reduction))
 
 
 def all_to_all_single_out(

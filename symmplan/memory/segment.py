@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.memory.crossing import Crossing
+    from symmplan.memory.crossing import HostsMeeting
     from symmplan.model import SegmentSpec
 
     #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
     Allocation: TypeAlias = tuple[torch.Tensor, Callable[[], None] | None]
 
-__all__ = ["Health", "Levels", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
+__all__ = ["Health", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
 
 
 @define(eq=False)
@@ -65,23 +65,6 @@ class Health:
                 act(because)
 
 
-@frozen(eq=False)
-class Levels:
-    """How a group on several hosts meets; see [Note: two levels] in `symmplan.memory.crossing`.
-
-    Attributes:
-        near: The ranks of this host, in the order of the group.
-        peers: The bytes of the segment of each, also this one's.
-        crossing: Connections with the counterparts.
-        wait: Waits for what was started there.
-    """
-
-    near: tuple[int, ...]
-    peers: tuple[torch.Tensor, ...]
-    crossing: Crossing
-    wait: Callable[[Any], None]
-
-
 class Rendezvous:
     """The one-time association of a segment with a group; this class is that of a rank alone.
 
@@ -103,8 +86,8 @@ class Rendezvous:
         return self._peers
 
     @property
-    def levels(self) -> Levels | None:
-        """How the group meets if it is on several hosts; None if it is on one."""
+    def levels(self) -> HostsMeeting | None:
+        """Itself if the group is on several hosts."""
         return None
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -138,7 +121,7 @@ class Rendezvous:
     def told(self) -> list[tuple[int, ...]]:
         """What each rank said last, each number at least as new as those behind it.
 
-        Empty if ranks cannot say so here.
+        Empty if ranks cannot say so here; zeros of a rank that cannot be seen.
         """
         return []
 

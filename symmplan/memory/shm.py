@@ -6,6 +6,7 @@ the same user on the same host, and checks what was opened: see `symmplan.memory
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -18,7 +19,7 @@ from attrs import asdict, define, evolve, field, frozen
 from symmplan.coordination.groups import ProcessIdentity, is_gone, this_process
 from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
-from symmplan.memory.crossing import counterparts_of, crossing_of
+from symmplan.memory.crossing import HostsMeeting, counterparts_of, crossing_of
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.shm_file import (
@@ -33,7 +34,7 @@ from symmplan.memory.shm_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
@@ -267,7 +268,10 @@ class ShmBackend:
         order = None
         if own.watched is not None:
             order = Meetings(own.watched, group.torch_name, [o.world_rank for o in offers.values()])
-        meeting = Meeting(
+        make: Callable[..., Meeting] = Meeting
+        if crossing is not None:
+            make = functools.partial(HostsMeeting, crossing=crossing)
+        meeting = make(
             group,
             peers,
             areas,
@@ -278,7 +282,6 @@ class ShmBackend:
             on_failure=segment.health.break_,
             order=order,
             near=tuple(offers),
-            crossing=crossing,
         )
         segment.add_rendezvous(meeting)
 

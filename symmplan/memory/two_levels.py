@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.memory.calls import OpCall
-    from symmplan.memory.segment import Levels
+    from symmplan.memory.crossing import HostsMeeting
 
 __all__ = ["SHOWN", "gather_parts", "reduce_parts", "reduce_shares"]
 
@@ -35,7 +35,7 @@ SHOWN = "symmplan::between hosts"
 _PART, _PARTS = 1 << 20, 4
 
 
-def gather_parts(call: OpCall, levels: Levels, pieces: Sequence[tuple[int, int]]) -> None:
+def gather_parts(call: OpCall, levels: HostsMeeting, pieces: Sequence[tuple[int, int]]) -> None:
     """All-gathers inside the segment; each rank's part of each is in place.
 
     Args:
@@ -43,7 +43,7 @@ def gather_parts(call: OpCall, levels: Levels, pieces: Sequence[tuple[int, int]]
         levels: How its group meets.
         pieces: Where each begins in the segment, and the bytes of each rank's part.
     """
-    mine = levels.peers[levels.near.index(call.rank)]
+    mine = levels.near_peers[levels.place]
     ranks = levels.crossing.ranks
     with autograd.shown(SHOWN):
         started = []
@@ -54,16 +54,16 @@ def gather_parts(call: OpCall, levels: Levels, pieces: Sequence[tuple[int, int]]
                 work = levels.crossing.gather(views, views[ranks.index(call.rank)])
                 started.append((work, spans))
         for begin, count in pieces:
-            _push(call, levels, begin + call.rank * count, begin + (call.rank + 1) * count)
+            _push(levels, begin + call.rank * count, begin + (call.rank + 1) * count)
         for work, spans in started:
             levels.wait(work)
             for rank, (low, high) in zip(ranks, spans, strict=True):
                 if rank != call.rank:
-                    _push(call, levels, low, high)
+                    _push(levels, low, high)
 
 
 def reduce_parts(
-    call: OpCall, levels: Levels, like: torch.Tensor, out: torch.Tensor, reduction: str
+    call: OpCall, levels: HostsMeeting, like: torch.Tensor, out: torch.Tensor, reduction: str
 ) -> None:
     """A reduce-scatter: this rank's part of the sum of what all have at the call's offset.
 
@@ -82,7 +82,7 @@ def reduce_parts(
 
 def reduce_shares(
     call: OpCall,
-    levels: Levels,
+    levels: HostsMeeting,
     like: torch.Tensor,
     nbytes: int,
     targets: Sequence[torch.Tensor],
@@ -100,7 +100,7 @@ def reduce_shares(
         out_offset: Where the result begins there.
         reduction: The reduction.
     """
-    place, hosts = levels.near.index(call.rank), len(levels.crossing.ranks)
+    place, hosts = levels.place, len(levels.crossing.ranks)
     # Shares are whole cache lines, which ranks never share, and so are the parts of a share.
     share = -(-nbytes // (len(levels.near) * 64)) * 64
     begin, end = min(place * share, nbytes), min((place + 1) * share, nbytes)
@@ -121,7 +121,7 @@ def reduce_shares(
 
 def _reduce(
     call: OpCall,
-    levels: Levels,
+    levels: HostsMeeting,
     spans: Sequence[tuple[int, int]],
     out: torch.Tensor,
     like: torch.Tensor,
@@ -143,7 +143,7 @@ def _reduce(
     here, received = (torch.zeros((len(spans), size), dtype=wide) for _ in range(2))
     within = "sum" if reduction == "avg" else reduction
     for row, (low, high) in zip(here, spans, strict=True):
-        parts = parts_of(levels.peers, call.offset, low, high, like)
+        parts = parts_of(levels.near_peers, call.offset, low, high, like)
         reduce_into([row[: parts[0].numel()]], parts, within)
     levels.wait(levels.crossing.exchange(received, here))
     reduce_into([out], [row[: out.numel()] for row in received], reduction, ranks=call.size)
@@ -155,9 +155,9 @@ def _cut(nbytes: int) -> list[tuple[int, int]]:
     return [(low, min(low + step, nbytes)) for low in range(0, nbytes, step)]
 
 
-def _push(call: OpCall, levels: Levels, low: int, high: int) -> None:
+def _push(levels: HostsMeeting, low: int, high: int) -> None:
     """Copy bytes of this rank's segment to the others of its host."""
-    place, size = levels.near.index(call.rank), len(levels.near)
-    source = levels.peers[place][low:high]
+    place, size = levels.place, len(levels.near)
+    source = levels.near_peers[place][low:high]
     for shift in range(1, size):
-        copy_bytes(levels.peers[(place + shift) % size], low, source, high - low)
+        copy_bytes(levels.near_peers[(place + shift) % size], low, source, high - low)

@@ -214,10 +214,9 @@ def gloo_group(store: Store, prefix: str, rank: int, size: int, timeout: float) 
 
     Collective: yes, over those ranks.
     """
-    from torch.distributed import ProcessGroupGloo
-
     limit = dt.timedelta(seconds=timeout)
-    return ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, limit)
+    network: Any = dist  # whose stores have no types
+    return network.ProcessGroupGloo(network.PrefixStore(prefix, store), rank, size, limit)
 
 
 def start_all_gather(outputs: list[Any], source: Any, group: Any) -> Any:
