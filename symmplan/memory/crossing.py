@@ -14,13 +14,12 @@
 
 [Note: who waits]
     A rank that waits for a counterpart looks after its own host meanwhile, as it does in a barrier:
-    a peer that ended or gave up ends the wait. A rank that gives up closes its connections, which
-    its counterparts notice, and they tell their hosts.
+    a peer that ended or gave up ends the wait. A rank that gives up says why in the group's store,
+    where all that wait long look for it, and closes its connections.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.coordination.groups import listed
+from symmplan.coordination.sessions import post_error, posted_error
 from symmplan.errors import BackendError, PeerLostError, RunError
 from symmplan.memory.control import Meeting
 from symmplan.memory.kernels import as_bytes
@@ -47,6 +47,7 @@ __all__ = ["Crossing", "HostsMeeting", "counterparts_of", "crossing_of"]
 _YIELD_SECONDS = 0.002
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.0005
 _LOOK_PERIOD = 0.05
+_END_PERIOD = 0.1
 
 
 class Crossing:
@@ -69,10 +70,10 @@ class Crossing:
         self.ranks = tuple(ranks)
         self.number = number
         self._group = group
-        prefix = f"symmplan/crossing/{number}/{self.ranks[0]}"
-        self._connections: Any = c10d.gloo_group(
-            group.store, prefix, self.ranks.index(group.rank), len(self.ranks), timeout
-        )
+        self._key = f"symmplan/crossing/{number}"
+        prefix, place = f"{self._key}/{self.ranks[0]}", self.ranks.index(group.rank)
+        size = len(self.ranks)
+        self._connections: Any = c10d.gloo_group(group.store, prefix, place, size, timeout)
         self._pending: list[Any] = []
 
     @property
@@ -80,13 +81,29 @@ class Crossing:
         """Whether it can no longer be used."""
         return self._connections is None
 
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks of all hosts why this one gives up."""
+        post_error(self._group, f"{self._key}/error", error)
+
+    def look(self) -> None:
+        """Raise what another rank gave up for.
+
+        Raises:
+            SymmplanError: It.
+            PeerLostError: The store did not answer.
+        """
+        try:
+            error = posted_error(self._group, f"{self._key}/error")
+        except RuntimeError as failed:
+            raise self._lost(str(failed).splitlines()[0]) from None
+        if error is not None:
+            raise error
+
     def close(self, _: Sequence[int] = ()) -> None:
         """Close the connections, which counterparts notice."""
         connections, self._connections = self._connections, None
-        if connections is not None:
-            # It waits for what is going on, which may take until the timeout.
-            threading.Thread(target=_end, args=([connections],), daemon=True).start()
-            del connections
+        if connections is not None and self._pending:
+            threading.Thread(target=_end, args=([connections], self._pending), daemon=True).start()
 
     def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> Any:
         """Start to gather each counterpart's bytes; returns a work for `wait`. Collective."""
@@ -112,8 +129,9 @@ class Crossing:
             timeout: Seconds that it may take.
 
         Raises:
-            PeerLostError: A counterpart ended or gave up.
+            PeerLostError: A counterpart ended.
             PeerTimeoutError: They did not come within the timeout.
+            SymmplanError: What ``look`` raises.
         """
         began = time.monotonic()
         next_look, pause = began + _LOOK_PERIOD, _SHORTEST_SLEEP
@@ -180,6 +198,8 @@ class HostsMeeting(Meeting):
     def __init__(self, *given: Any, crossing: Crossing, **options: Any) -> None:
         super().__init__(*given, **options)
         self.crossing = crossing
+        self._break = self._on_failure
+        self._on_failure = self._fail
         self.place = self.near.index(self.group.rank)
 
     @property
@@ -236,11 +256,19 @@ class HostsMeeting(Meeting):
         seen = dict(zip(self.near, found, strict=bool(found)))
         return [seen.get(rank, (0, 0, 0)) for rank in range(self.group.size)] if found else []
 
+    def _fail(self, error: BaseException, because: Sequence[int]) -> None:
+        self.crossing.fail(error)
+        self._break(error, because)
+
+    def _look_for_the_dead(self) -> None:
+        self.crossing.look()  # what the first rank gave up for says more than that one did
+        super()._look_for_the_dead()
+
     def wait(self, work: Any) -> None:
         """Wait for what was started with the counterparts.
 
         Raises:
-            PeerLostError, PeerTimeoutError: As `Crossing.wait`.
+            SymmplanError: As `Crossing.wait`.
         """
         try:
             self.crossing.wait(work, self._look_for_the_dead, self._timeout)
@@ -305,6 +333,8 @@ def crossing_of(
     return made
 
 
-def _end(connections: list[Any]) -> None:
-    with contextlib.suppress(Exception):
-        connections.clear()
+def _end(connections: list[Any], pending: Sequence[Any]) -> None:
+    """Let go of connections once nothing goes on there: before, that would stop the process."""
+    while not all(work.is_completed() for work in pending):
+        time.sleep(_END_PERIOD)
+    connections.clear()
