@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 
 import fsdp_models
 import torch
@@ -126,12 +128,21 @@ class Hoard:
         self.intact.append(bool(torch.equal(*self._kept.pop(0))))
 
 
+@functools.cache
+def _hosts(group):
+    """The host of each rank of a group."""
+    hosts = [""] * group.size()
+    dist.all_gather_object(hosts, os.environ.get("NCCL_HOSTID", ""), group=group)
+    return tuple(hosts)
+
+
 @contextlib.contextmanager
 def in_order_of_ranks():
     """The process group sums in the order of its ranks, in which symmplan does.
 
     Which order torch's collectives take is open, and shows in the last bits of more than two
-    summands. Types narrower than float32 are summed in it and rounded once.
+    summands. Types narrower than float32 are summed in it and rounded once. On several hosts those
+    of each are summed first.
     """
 
     names = [n for n in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, n)]
@@ -141,11 +152,15 @@ def in_order_of_ranks():
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         rows = input.new_empty(ranks * input.numel())
         gather(rows, input.contiguous().view(-1), group=group)
-        first, *others = rows.view(ranks, ranks, -1)[:, rank].float()
+        mine = rows.view(ranks, ranks, -1)[:, rank].float()
+        there = {}
+        for row, host in zip(mine, _hosts(group or dist.group.WORLD), strict=True):
+            there[host] = there[host] + row if host in there else row
+        first, *others = there.values()
         for other in others:
-            first += other
+            first = first + other
         if op == dist.ReduceOp.AVG:
-            first /= ranks
+            first = first / ranks
         output.view(-1).copy_(first)
 
     before = {name: getattr(dist, name) for name in names}

@@ -164,7 +164,8 @@ def verdict(results):
 class Judge:
     """Runs programs on ranks, which it keeps for the next program of as many."""
 
-    def __init__(self):
+    def __init__(self, pool=RankPool):
+        self._pool = pool
         self._ranks = None
 
     def __enter__(self):
@@ -177,7 +178,7 @@ class Judge:
         """What is wrong with a program, and what ranks return if they do."""
         if self._ranks is None or self._ranks.world_size != program.ranks:
             self._stop()
-            self._ranks = RankPool(program.ranks, timeout=90.0)
+            self._ranks = self._pool(program.ranks, timeout=90.0)
             self._ranks.run(_begin)
         try:
             results = self._ranks.run(compared, program)

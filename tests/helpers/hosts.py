@@ -124,8 +124,11 @@ def why_no_hosts() -> str:
     return ""
 
 
-def hosts_pool(*shapes, **options):
-    """A fixture: a pool for all tests of a module, for several shapes one after the other."""
+def hosts_pool(*shapes, setup=None, **options):
+    """A fixture: a pool for all tests of a module, for several shapes one after the other.
+
+    ``setup(rank, world_size)`` runs on each rank before the tests; ``options`` are of `HostPool`.
+    """
     import pytest
 
     @pytest.fixture(scope="module", params=shapes, ids=str)
@@ -133,6 +136,8 @@ def hosts_pool(*shapes, **options):
         if why_no_hosts():
             pytest.skip(why_no_hosts())
         with HostPool(request.param, **options) as pool:
+            if setup is not None:
+                pool.run(setup)
             yield pool
 
     return hosts

@@ -1,0 +1,401 @@
+"""Groups on several hosts: each integration, on hosts that are mount namespaces of this machine.
+
+Programs give what they give without symmplan, however ranks are late; what cannot be served runs in
+torch's own way, with the reason; and who fails is named on all ranks of all hosts.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import attrs
+import fault_programs
+import pytest
+import torch
+from fsdp_machine import Judge
+from fsdp_programs import drawn
+from hosts import HostPool, hosts_pool, why_no_hosts
+from hypothesis import given
+from hypothesis import strategies as st
+from one_sided_programs import one_sided_programs
+from test_right_numbers import MANY, PAUSES, SEEDS, _check, _compiled, _eager, _setup
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"),
+]
+F = torch.ops._c10d_functional
+STEPS = 5
+
+pool = hosts_pool((2, 2), (2, 2, 2), (3, 3))
+four = hosts_pool((2, 2), setup=_setup, timeout=180.0)
+
+
+# ---- hosts --------------------------------------------------------------------------------------
+
+
+def _left_behind(rank, size):
+    """What is in /dev/shm once every rank has left a file there, and this rank's host."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from symmplan.coordination.groups import host
+
+    mine = Path(f"/dev/shm/left-by-{rank}")
+    mine.touch()
+    dist.barrier()
+    found = sorted(p.name for p in mine.parent.iterdir())
+    dist.barrier()
+    mine.unlink()
+    return host(), found
+
+
+def test_hosts_share_no_memory(pool):
+    said = pool.run(_left_behind)
+    for host, found in said:
+        mine = [f"left-by-{r}" for r, (other, _) in enumerate(said) if other == host]
+        assert found == mine
+    assert len({host for host, _ in said}) == len(pool.hosts)
+
+
+# ---- programs -----------------------------------------------------------------------------------
+
+
+def _late(rank, step):
+    time.sleep(random.Random(100 * step + rank).choice([0.0, 0.0, 0.01]))
+
+
+def _program(x, group, size):
+    gathered = F.wait_tensor(F.all_gather_into_tensor(x + 1, size, group))
+    scattered = F.wait_tensor(F.reduce_scatter_tensor(gathered * 2, "sum", size, group))
+    return F.wait_tensor(F.all_reduce(scattered + x, "sum", group)), gathered
+
+
+def _inputs(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(-9, 9, (12, 8), generator=generator).float()
+
+
+def compiled(rank, size):
+    """What differs from the plain program, how the calls ran, and what was counted."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    program = torch.compile(_program, backend=backend, fullgraph=True)
+    wrong = []
+    for step in range(STEPS):
+        x = _inputs(rank, step)
+        _late(rank, step)
+        pairs = zip(program(x, group, size), _program(x, group, size), strict=True)
+        wrong += [step for got, want in pairs if not torch.equal(got, want)]
+    checked = backend.check(lambda: program(_inputs(rank, 0), group, size))
+    stats = backend.stats
+    backend.release()
+    return _told(wrong, checked, stats)
+
+
+def eager(rank, size):
+    """As `compiled`."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    wrong = []
+    with symmplan.eager(timeout=30.0) as session:
+
+        def iteration(step):
+            x = _inputs(rank, step)
+            pairs = zip(_program(x, group, size), expected[step], strict=True)
+            wrong.extend(step for got, want in pairs if not torch.equal(got, want))
+            session.step()
+
+        expected = _expected_alone(size)
+        expected = [[part(rank) for part in parts] for parts in expected]
+        for step in range(STEPS):
+            _late(rank, step)
+            iteration(step)
+        checked = session.check(lambda: iteration(0))
+        return _told(wrong, checked, session.stats)
+
+
+def _expected_alone(size):
+    """For each step what `_program` gives, by the inputs of all ranks."""
+    found = []
+    for step in range(STEPS):
+        inputs = [_inputs(r, step) for r in range(size)]
+        gathered = torch.cat([x + 1 for x in inputs])
+        scattered = (gathered * 2 * size).view(size, *inputs[0].shape)
+        total = sum(scattered[r] + inputs[r] for r in range(size))
+        found.append((lambda _, total=total: total, lambda _, gathered=gathered: gathered))
+    return found
+
+
+def _model():
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+    for block in blocks:
+        block.weight.data.mul_(8).round_()
+    return torch.nn.Sequential(*blocks)
+
+
+def fsdp(rank, size):
+    """As `compiled`: whole numbers, so that the order of sums shows nowhere."""
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+
+    def step(model, number):
+        model.zero_grad()
+        _late(rank, number)
+        loss = (model(_inputs(rank, number)[:4]) * (rank + 1)).sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.to_local().clone() * size for p in model.parameters())]
+
+    models = _model(), _model()
+    for model in models:
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+    plain, planned = models
+    handle = symmplan.fsdp.apply(planned, timeout=30.0)
+    wrong = []
+    for number in range(STEPS):
+        pairs = zip(step(planned, number), step(plain, number), strict=True)
+        wrong += [number for got, want in pairs if not torch.allclose(got, want, rtol=1e-6)]
+    checked = handle.check(lambda: step(planned, 0))
+    stats = handle.stats
+    handle.remove()
+    return _told(wrong, checked, stats)
+
+
+def _told(wrong, checked, stats):
+    ran = sorted((s.planned.algorithm, s.algorithm) for s in checked.calls)
+    reasons = sorted(reason for reason, _ in stats.reasons)
+    return {**attrs.asdict(_Told(wrong, ran, stats.placed, stats.rendezvous, reasons))}
+
+
+@attrs.frozen
+class _Told:
+    wrong: list
+    ran: list
+    placed: int
+    rendezvous: int
+    reasons: list
+
+
+PROGRAMS = {"compile": compiled, "eager": eager, "FSDP2": fsdp}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("integration", PROGRAMS)
+def test_programs_run_in_two_levels(pool, integration):
+    first, *others = pool.run(PROGRAMS[integration])
+    assert all(other == first for other in others)
+    assert not first["wrong"]
+    assert first["placed"] > 0
+    assert first["rendezvous"] == 1
+    assert {*first["ran"]} == {("two-level", "two-level")}
+    assert all(not host.left() for host in pool.hosts)
+
+
+def _all(rank, size):
+    return [program(rank, size) for program in PROGRAMS.values()]
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("per_host", "why"),
+    [((2, 1), "equally many ranks on each host"), ((1, 1, 1), "several ranks on each host")],
+    ids=str,
+)
+def test_what_two_levels_do_not_serve_is_ordinary(per_host, why):
+    with HostPool(per_host, timeout=120.0) as ranks:
+        for told in ranks.run(_all):
+            for said in told:
+                assert not said["wrong"]
+                assert (said["placed"], said["rendezvous"]) == (0, 0)
+                assert all(
+                    "hosts without NVLink between them, farther" in r and why in r
+                    for r in said["reasons"]
+                )
+
+
+def test_ranks_need_not_be_in_the_order_of_hosts():
+    with HostPool((2, 2), mixed=True, timeout=120.0) as ranks:
+        assert ranks.of == [0, 1, 0, 1]
+        for told in ranks.run(_all):
+            for said in told:
+                assert not said["wrong"]
+                assert {*said["ran"]} == {("two-level", "two-level")}
+
+
+@MANY
+@given(data=st.data())
+def test_random_eager_programs(four, data):
+    program = data.draw(one_sided_programs(4))
+    _check(four, _eager, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
+
+
+@pytest.mark.further
+@MANY
+@given(data=st.data())
+def test_random_compiled_programs(four, data):
+    program = data.draw(one_sided_programs(4, in_place=False))
+    _check(four, _compiled, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
+
+
+def _seeds(count):
+    return [seed for seed in range(count) if drawn(seed).ranks == 4]
+
+
+def _on_two_hosts(ranks, timeout):
+    return HostPool((2, ranks - 2), timeout=timeout)
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.further)])
+@pytest.mark.timeout(900)
+def test_random_fsdp_programs(count):
+    with Judge(_on_two_hosts) as judge:
+        wrong = {seed: said for seed in _seeds(count) if (said := judge(drawn(seed))[0])}
+    assert not wrong
+
+
+# ---- algorithms ---------------------------------------------------------------------------------
+
+
+def _measured(rank, size, choose):
+    """The times that FSDP2's collectives were chosen by, and how they run."""
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+    from symmplan.runtime import trials
+
+    trials.forget()
+    model = _model()
+    for block in model:
+        fully_shard(block)
+    handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
+    for step in range(3):
+        model(_inputs(rank, step)[:4]).sum().backward()
+    choices = handle.choices
+    found = [(sorted(c.seconds), c.algorithm) for c in choices], handle.stats.placed
+    handle.remove()
+    return found
+
+
+def test_two_levels_are_measured_beside_the_ordinary_way(pool):
+    first, *others = pool.run(_measured, "measure")
+    assert all(other == first for other in others)
+    choices, _ = first
+    assert choices
+    for measured, chosen in choices:
+        assert measured == ["ordinary", "two-level"]
+        assert chosen in measured
+
+
+@pytest.mark.parametrize("choose", ["two-level", "symmetric", "push", "copy engine", "placed"])
+def test_an_algorithm_of_one_host_is_two_levels_on_several(pool, choose):
+    for _, placed in pool.run(_measured, choose):
+        assert placed > 0
+
+
+def _narrow(rank, size):
+    """Sums of bfloat16 over hosts, and the exact sums rounded once."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    torch._dynamo.reset()
+
+    def program(x):
+        return F.wait_tensor(F.reduce_scatter_tensor(x, "sum", size, group)), F.wait_tensor(
+            F.all_reduce(x, "avg", group)
+        )
+
+    run = torch.compile(program, backend=backend, fullgraph=True)
+    inputs = [
+        torch.randn(size * 33, generator=torch.Generator().manual_seed(r)).to(torch.bfloat16)
+        for r in range(size)
+    ]
+    exact = sum(x.double() for x in inputs)
+    part, mean = run(inputs[rank])
+    placed = backend.stats.placed
+    backend.release()
+    want = exact.to(torch.bfloat16).view(size, -1)[rank], (exact / size).to(torch.bfloat16)
+    return torch.equal(part, want[0]), torch.equal(mean, want[1]), placed
+
+
+def test_narrow_sums_are_rounded_once(pool):
+    for part, mean, placed in pool.run(_narrow):
+        assert part
+        assert mean
+        assert placed > 0
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+#: What happens to the last rank, when, and the errors of the ranks of the other host.
+FAULTS = [
+    ("killed", "planned", "PeerLostError"),
+    ("raises", "planned", "PeerLostError"),
+    ("order", "end", "RunError"),
+    ("stopped", "planned", "PeerTimeoutError"),
+]
+
+
+@pytest.mark.parametrize(("what", "moment", "kind"), FAULTS)
+@pytest.mark.parametrize("integration", ["FSDP2", "compile"])
+def test_a_fault_on_one_host_is_named_on_all(what, moment, kind, integration):
+    with HostPool((2, 2), timeout=55.0) as ranks:
+        ranks.start(fault_programs.run, integration, what, moment, 6.0 if what == "stopped" else 40)
+        found = ranks.collect(ranks=range(3))
+        if what == "stopped":
+            ranks.kill(3, signal.SIGCONT)
+        ranks.collect(ranks=[3])
+    for outcome in found[:3]:
+        assert outcome.error is not None, outcome.describe()
+        assert outcome.error.root.kind == kind, outcome.describe()
+        assert outcome.seconds < 30
+
+
+def test_a_host_without_room_makes_all_do_without():
+    with HostPool((2, 2), mib=[64, 1], timeout=120.0) as ranks:
+        for wrong, placed, reasons in ranks.run(_large):
+            assert not wrong
+            assert placed == 0
+            assert reasons
+
+
+def _large(rank, size):
+    """A gather for which one host has no room."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+
+    def program(x):
+        return F.wait_tensor(F.all_gather_into_tensor(x + 1, size, group))
+
+    run = torch.compile(program, backend=backend, fullgraph=True)
+    x = torch.full((1 << 18,), float(rank))
+    got = [run(x + step) for step in range(3)]
+    stats, plans = backend.stats, backend.plans
+    backend.release()
+    want = [
+        torch.cat([torch.full_like(x, r + step + 1.0) for r in range(size)]) for step in range(3)
+    ]
+    wrong = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.equal(a, b)]
+    return wrong, stats.placed, [u.reason for plan in plans for u in plan.unplanned]
