@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="nccl",
         help="memory backend for which is planned (default: %(default)s)",
     )
+    parser.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="ranks on each host (default: one host)"
+    )
+    parser.add_argument(
+        "--ranks-per-domain", type=int, metavar="N", help="ranks that NVLink joins across hosts"
+    )
     parser.add_argument("--choices", metavar="FILE", help="algorithms that were measured elsewhere")
     parser.add_argument("--html", metavar="OUT", type=Path, help="write the report as a page")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write it as JSON")
@@ -52,6 +58,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ranks=args.ranks,
         rank=args.rank,
         memory=args.memory,
+        ranks_per_host=args.ranks_per_host,
+        ranks_per_domain=args.ranks_per_domain,
         choices=args.choices,
         progress=ProgressLine().mark,
     )

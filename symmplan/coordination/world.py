@@ -61,6 +61,8 @@ class World:
         memory: Name of the memory backend for which is planned.
         devices: Whether that is a device's memory.
         choices: Path of a tuning table, None for rules alone.
+        ranks_per_host: How many of them are on each host, one behind the other; None if all are.
+        ranks_per_domain: How many NVLink joins, those of whole hosts; None if no hosts are joined.
         planners: Who plans, in the order of their making.
         calls: ``(who plans it, what that knows it by, the collective)`` of each that ran.
         buffers: ``(who plans it, what that knows it by, what `seen` gave)`` of what lies in a
@@ -77,6 +79,8 @@ class World:
     memory: str
     devices: bool
     choices: str | None = None
+    ranks_per_host: int | None = None
+    ranks_per_domain: int | None = None
     planners: list[Planner] = field(factory=list)
     calls: list[tuple[Planner, Any, SimulatedCall]] = field(factory=list)
     quiet: bool = False

@@ -24,7 +24,7 @@ from symmplan.coordination.groups import host
 from symmplan.coordination.world import current
 from symmplan.memory.backends import BACKENDS, REACHES
 from symmplan.process import PROCESS
-from symmplan.torch_private import nccl
+from symmplan.torch_private import c10d, nccl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from symmplan.memory.backends import Reach
 
-__all__ = ["Topology", "facts_of", "known", "served", "survey", "topology_of", "unreached"]
+__all__ = ["Topology", "facts_of", "known", "served", "simulated", "survey", "topology_of"]
+__all__ += ["unreached"]
 
 
 @frozen(kw_only=True)
@@ -154,12 +155,10 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
     Raises:
         PeerTimeoutError: A rank did not come within the timeout.
 
-    Collective: yes, over the groups that were not asked before. A simulated world is not asked: it
-    is on one host, which every backend serves that it may have.
+    Collective: yes, over the groups that were not asked before. A simulated world is not asked.
     """
     if current() is not None:
-        sizes = {n: 1 if g is None else g.size() for n, g in groups.items()}
-        return {n: Topology(ranks=size, device=device.type) for n, size in sizes.items()}
+        return {n: simulated(g, device.type) for n, g in groups.items()}
     alone = {n for n, g in groups.items() if g is None or g.size() == 1}
     asked = {n: g for n, g in groups.items() if n not in alone}
     new = {n: g for n, g in asked.items() if device.type not in PROCESS.topologies.get(g, {})}
@@ -172,6 +171,30 @@ def survey(groups: Mapping[str, Any], device: torch.device, timeout: float) -> d
     here = Topology(ranks=1, device=device.type)
     found = PROCESS.topologies
     return {n: here if n in alone else found[g][device.type] for n, g in groups.items()}
+
+
+def simulated(group: Any, device: str = "cpu") -> Topology:
+    """What a process group of the simulated world is.
+
+    Args:
+        group: The group, None for one of this process alone.
+        device: Kind of device of its tensors.
+    """
+    world = current()
+    assert world is not None
+    if group is None or world.ranks_per_host is None:
+        return Topology(ranks=1 if group is None else group.size(), device=device)
+    domain = world.ranks_per_domain
+    return topology_of(
+        [
+            {
+                "host": rank // world.ranks_per_host,
+                "device": device,
+                "fabric": "" if domain is None else str(rank // domain),
+            }
+            for rank in c10d.ranks_of(group)
+        ]
+    )
 
 
 def known(groups: Mapping[str, Any], device: torch.device) -> dict[str, Topology]:

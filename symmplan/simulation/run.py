@@ -15,6 +15,7 @@ from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
 from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
+from symmplan.memory.topology import simulated
 from symmplan.runtime.algorithms import is_target
 from symmplan.runtime.options import whole
 from symmplan.runtime.tuning_table import read_table, ruled
@@ -44,6 +45,8 @@ def simulate(
     ranks: int,
     rank: int = 0,
     memory: str = "nccl",
+    ranks_per_host: int | None = None,
+    ranks_per_domain: int | None = None,
     choices: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SimulationReport:
@@ -62,6 +65,10 @@ def simulate(
         rank: Which of them the program is.
         memory: The memory backend for which is planned, whatever the program asks for: its
             alignments, algorithms and rules. ``"nccl"``, ``"cuda"``, ``"nvshmem"`` or ``"shm"``.
+        ranks_per_host: How many ranks are on each host, one behind the other: then collectives run
+            as a group on several hosts lets them. None for one host.
+        ranks_per_domain: How many ranks NVLink joins, those of whole hosts. None if it joins no
+            hosts.
         choices: A table of algorithms that were measured elsewhere, as ``symmplan bench comm -o``
             writes it. What it has no row for follows rules: in shared memory all is symmetric; in a
             device's, what is smaller than 1 MiB is ordinary, gathers run on copy engines where
@@ -74,7 +81,8 @@ def simulate(
     Raises:
         SimulationError: The program reads values of tensors, or uses a device that is not there;
             ``rank`` is out of range; a mesh has not all ranks; or the process has process groups.
-        OptionError: ``ranks`` or ``rank`` is no whole number.
+        OptionError: ``ranks``, ``rank`` or how many are together is no whole number, or a domain
+            has no whole number of hosts.
         BackendError: There is no such memory backend, or no such table.
         MissingSeamError: This torch lacks what a simulation rests on.
 
@@ -96,11 +104,20 @@ def simulate(
     True
     """
     _check(program, ranks, rank, memory, progress)
+    _check_hosts(ranks_per_host, ranks_per_domain)
     path = None if choices is None else str(choices)
     if path is not None:
         read_table(path)
     require("simulate")
-    world = World(ranks, rank, memory, devices=BACKENDS[memory].devices, choices=path)
+    world = World(
+        ranks,
+        rank,
+        memory,
+        devices=BACKENDS[memory].devices,
+        choices=path,
+        ranks_per_host=ranks_per_host,
+        ranks_per_domain=ranks_per_domain,
+    )
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
     world.reads_values = fake_world.reads_values
@@ -173,9 +190,9 @@ def _report(
         if placed:
             algorithm = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
             algorithm = "symmetric" if algorithm == "ordinary" else algorithm
-        rows[call, algorithm] += many
+        rows[call, _in_levels(call, algorithm, world)] += many
     for planner, known_by, call in world.calls:
-        rows[call, planner.algorithm(known_by)] += 1
+        rows[call, _in_levels(call, planner.algorithm(known_by), world)] += 1
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,
@@ -189,6 +206,15 @@ def _report(
             for (c, algorithm), n in rows.items()
         ),
     )
+
+
+def _in_levels(call: SimulatedCall, algorithm: AlgorithmName, world: World) -> AlgorithmName:
+    """How a collective runs, with the hosts of its group."""
+    if algorithm != "symmetric" or not simulated(group_by_name(call.group)).two_levels(
+        world.memory
+    ):
+        return algorithm
+    return "two-level"
 
 
 def _size(group: str) -> int:
@@ -252,6 +278,21 @@ def _check(program: object, ranks: int, rank: int, memory: str, progress: object
             expected="a process that is no rank",
             got="a default process group",
             fix="call symmplan.simulate in a process of its own, or after destroy_process_group()",
+        )
+
+
+def _check_hosts(ranks_per_host: int | None, ranks_per_domain: int | None) -> None:
+    if ranks_per_host is not None:
+        whole("ranks_per_host", ranks_per_host)
+    if ranks_per_domain is None:
+        return
+    whole("ranks_per_domain", ranks_per_domain)
+    if ranks_per_host is None or ranks_per_domain % ranks_per_host:
+        raise OptionError(
+            f"ranks_per_domain is {ranks_per_domain}",
+            expected="a multiple of ranks_per_host",
+            got=f"ranks_per_host={ranks_per_host}",
+            fix="pass how many ranks NVLink joins, of whole hosts",
         )
 
 

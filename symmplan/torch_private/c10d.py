@@ -81,7 +81,12 @@ def group_name(group: ProcessGroup) -> str:
 
 def group_ranks(name: str) -> list[int]:
     """The ranks of a group in the default process group, in the group's order."""
-    return [int(rank) for rank in dist.get_process_group_ranks(group_by_name(name))]
+    return ranks_of(group_by_name(name))
+
+
+def ranks_of(group: ProcessGroup) -> list[int]:
+    """Its ranks in the default process group, in its order."""
+    return [int(rank) for rank in dist.get_process_group_ranks(group)]
 
 
 def is_registered(group: ProcessGroup) -> bool:

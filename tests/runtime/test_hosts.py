@@ -399,3 +399,64 @@ def _large(rank, size):
     ]
     wrong = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.equal(a, b)]
     return wrong, stats.placed, [u.reason for plan in plans for u in plan.unplanned]
+
+
+# ---- simulated ----------------------------------------------------------------------------------
+
+
+def _trained():
+    """What a training script does."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = _model()
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    handle = symmplan.fsdp.apply(model, timeout=30.0)
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+    return handle
+
+
+def _planned(rank, size):
+    handle = _trained()
+    found = handle.plan.fingerprint, handle.plan.peak_bytes
+    handle.remove()
+    return found
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("per_host", [(2, 2), (2, 1)], ids=str)
+def test_a_simulation_chooses_as_hosts_do(per_host):
+    import symmplan
+
+    with HostPool(per_host, timeout=120.0) as ranks:
+        (real, *_) = ranks.run(_planned)
+    report = symmplan.simulate(_trained, ranks=sum(per_host), ranks_per_host=2, memory="shm")
+    assert (report.plans[0].fingerprint, report.peak_bytes) == real
+    ran = {c.algorithm for c in report.collectives if c.op in ("all_gather", "reduce_scatter")}
+    assert ran == ({"two-level"} if per_host == (2, 2) else {"ordinary"})
+
+
+@pytest.mark.parametrize(
+    ("domain", "algorithms"), [(None, {"ordinary"}), (8, {"copy engine", "push"})]
+)
+def test_a_simulation_knows_what_nvlink_joins(domain, algorithms):
+    import symmplan
+
+    def program():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = torch.nn.Linear(2048, 2048, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+        symmplan.fsdp.apply(model)
+        model(torch.ones(4, 2048)).sum().backward()
+
+    report = symmplan.simulate(program, ranks=8, ranks_per_host=4, ranks_per_domain=domain)
+    ran = {c.algorithm for c in report.collectives if c.op in ("all_gather", "reduce_scatter")}
+    assert ran == algorithms
