@@ -297,6 +297,11 @@ class Decider:
         site = evolve(request.site, how="stage", buffer=buffer.name, reason=reason)
         self.sites.append(evolve(site, by_producer=by_producer))
 
+    def _write_of(self, node: fx.Node) -> Write | None:
+        """How a node can write into given memory; what is left out runs as it is."""
+        write = self.producer(node)
+        return None if write == "declared" and node in self.refused else write
+
     def _settle(self, request: Request, root: Value) -> str:
         """Let a storage live in a placement from its first byte; the buffer's name."""
         origin = node, path = self._origin(root)
@@ -305,7 +310,7 @@ class Decider:
             self.kept[root] = Kept(node, request.group, request.spec.op, request.site.where)
             self.buffers[buffer.name] = evolve(buffer, persistent=True)
         else:
-            write = self.producer(node)
+            write = self._write_of(node)
             assert write is not None
             self.placed_storages[root] = PlacedStorage(buffer.name, node, path, write)
         return buffer.name
@@ -349,7 +354,7 @@ class Decider:
     def _why_not_written(self, root: Value) -> str | None:
         """Why what makes a storage cannot make it in a placement, or None if it can."""
         origin = self._origin(root)
-        if self.producer(origin[0]) is None:
+        if self._write_of(origin[0]) is None:
             return f"its producer {target_name(origin[0])} cannot write into given memory"
         made = self.values.tensors[origin]
         numel = made.numel() * made.element_size()

@@ -28,6 +28,7 @@ from symmplan.integrate.compile import ops
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.model import Barrier
 from symmplan.runtime.algorithms import Lowerings
+from symmplan.runtime.chooser import Chosen
 from symmplan.runtime.program import place
 from symmplan.testing.explorer.graph import GraphOp, explore_graph
 from symmplan.torch_private.compilers import fake_mode_of
@@ -277,7 +278,7 @@ def rewritten(
     plan.verify()
     barriers = kept([(b.before, b.group) for b in plan.barriers])
     fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    program = place(captured, plan, lowerings, {}, [Barrier(*point) for point in barriers])
+    program = place(captured, plan, lowerings, Chosen(), [Barrier(*point) for point in barriers])
     inputs = rewrite(module, program, fake_mode_of(fakes))
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"][len(fakes) :]
     segments = {name: (i.segment, i.begin or 0) for name, i in zip(names, inputs, strict=True)}
