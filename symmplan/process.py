@@ -120,8 +120,9 @@ class Process:
     #: read by `engines_of`.
     engines: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
     engines_made: dict[tuple[int, ...], Any] = field(factory=dict)
-    #: ``{group: its Crossing}`` of groups on several hosts: written and read by `crossing_of`.
-    crossings: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
+    #: ``{group: its Counterparts}`` of groups on several hosts: written and read by
+    #: `connections_of`.
+    counterparts: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
     #: ``{group: {what a Trial is found under: Choice}}``: written and read by `measure`.
     measured: WeakKeyDictionary[Any, dict[Any, Any]] = field(factory=WeakKeyDictionary)
     #: ``{path: Table}`` of choices, each read once, so that all plans are made of the same: written

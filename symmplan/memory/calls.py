@@ -38,7 +38,8 @@ OPS = (
 )
 #: Those that run over several hosts, too; see `symmplan.memory.two_levels`.
 TWO_LEVELS = frozenset(
-    {"all_gather_out", "all_gather_parts_", "reduce_scatter_out", "all_reduce_out"}
+    f"symmplan::{op}"
+    for op in ("all_gather_out", "all_gather_parts_", "reduce_scatter_out", "all_reduce_out")
 )
 _FORMAT = struct.Struct("<7q")
 _REFUSED_CODE = -1
@@ -103,7 +104,7 @@ class OpCall:
         self.size = self.rendezvous.group.size
         #: How ranks meet that are on several hosts; ``peers`` are those of this one then.
         self.levels = self.rendezvous.levels
-        if self.levels is not None and op not in TWO_LEVELS:
+        if self.levels is not None and f"symmplan::{op}" not in TWO_LEVELS:
             self.fail(
                 f"it runs within one host, and group {group_name!r} is on several",
                 expected="a group within one host",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.memory.crossing import HostsMeeting
     from symmplan.model import SegmentSpec
 
     #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
@@ -86,8 +85,8 @@ class Rendezvous:
         return self._peers
 
     @property
-    def levels(self) -> HostsMeeting | None:
-        """Itself if the group is on several hosts."""
+    def levels(self) -> Any:
+        """Itself if the group is on several hosts, a `HostsMeeting`; else None."""
         return None
 
     def barrier(self, timeout: float | None = None) -> None:

@@ -19,7 +19,7 @@ from attrs import asdict, define, evolve, field, frozen
 from symmplan.coordination.groups import ProcessIdentity, is_gone, this_process
 from symmplan.errors import BackendError
 from symmplan.memory.control import ControlArea, Meeting, layout
-from symmplan.memory.crossing import HostsMeeting, counterparts_of, crossing_of
+from symmplan.memory.counterparts import HostsMeeting, connections_of, counterparts_of
 from symmplan.memory.race_log import RaceLog, log_nbytes
 from symmplan.memory.races import Meetings, RaceDetector, WatchedSegment
 from symmplan.memory.shm_file import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
-    from symmplan.memory.crossing import Crossing
+    from symmplan.memory.counterparts import Counterparts
     from symmplan.memory.segment import Allocation, Health, Segment
     from symmplan.model import SegmentSpec
 
@@ -160,7 +160,7 @@ class ShmBackend:
         phase = f"segment {segment.spec.name!r}"
         texts = exchange.round(phase, offer.to_json(), groups=[group.name])[group.name]
         offers = [_Offer.from_json(text, group, rank) for rank, text in enumerate(texts)]
-        near, counterparts = _levels(offers, group)
+        near, across = _levels(offers, group)
         refused = b""
         try:
             for rank, theirs in enumerate(offers):
@@ -173,12 +173,12 @@ class ShmBackend:
         answers = exchange.round(f"{phase} mapped", refused, groups=[group.name])[group.name]
         if any(answers):
             self._map_by_name(own, offers, near, group, exchange, phase)
-        crossing = None
+        counterparts = None
         if len(near) < group.size:
-            more = group, counterparts, exchange, f"{phase} crossing"
-            crossing = crossing_of(*more, segment.timeout)
-            segment.health.on_break.append(crossing.close)
-        self._meet(segment, own, {rank: offers[rank] for rank in near}, group, crossing)
+            more = group, across, exchange, f"{phase} counterparts"
+            counterparts = connections_of(*more, segment.timeout)
+            segment.health.on_break.append(counterparts.close)
+        self._meet(segment, own, {rank: offers[rank] for rank in near}, group, counterparts)
 
     def settle(self) -> None:
         """Close the descriptors through which peers came in."""
@@ -249,7 +249,7 @@ class ShmBackend:
         own: _Own,
         offers: Mapping[int, _Offer],
         group: Group,
-        crossing: Crossing | None,
+        counterparts: Counterparts | None,
     ) -> None:
         peers = []
         areas = []
@@ -269,8 +269,8 @@ class ShmBackend:
         if own.watched is not None:
             order = Meetings(own.watched, group.torch_name, [o.world_rank for o in offers.values()])
         make: Callable[..., Meeting] = Meeting
-        if crossing is not None:
-            make = functools.partial(HostsMeeting, crossing=crossing)
+        if counterparts is not None:
+            make = functools.partial(HostsMeeting, counterparts=counterparts)
         meeting = make(
             group,
             peers,

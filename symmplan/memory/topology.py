@@ -5,7 +5,7 @@
     the host's; devices of one host reach each other over NVLink or PCIe, where they have peer
     access; devices of several hosts do where NVLink joins the hosts to one domain. What lies
     farther apart is served by no backend but NVSHMEM, or in two levels: see
-    [Note: two levels] in `symmplan.memory.crossing`. What neither serves is torch's own.
+    [Note: two levels] in `symmplan.memory.counterparts`. What neither serves is torch's own.
 
     So before anything is planned for a group, each of its ranks says what it is, once in a process
     and for each kind of device, and all of them conclude the same. A host is what NCCL takes for

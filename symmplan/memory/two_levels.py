@@ -1,4 +1,6 @@
-"""Collectives of a group on several hosts; see [Note: two levels] in `symmplan.memory.crossing`.
+"""Collectives of a group on several hosts.
+
+See [Note: two levels] in `symmplan.memory.counterparts`.
 
 Each is what an op of `symmplan.memory.ops` does between its handshake and its release. Both levels
 work at a time, part by part: what has come from another host is sent on while more is under way.
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from symmplan.memory.calls import OpCall
-    from symmplan.memory.crossing import HostsMeeting
+    from symmplan.memory.counterparts import HostsMeeting
 
 __all__ = ["SHOWN", "gather_parts", "reduce_parts", "reduce_shares"]
 
@@ -44,14 +46,14 @@ def gather_parts(call: OpCall, levels: HostsMeeting, pieces: Sequence[tuple[int,
         pieces: Where each begins in the segment, and the bytes of each rank's part.
     """
     mine = levels.near_peers[levels.place]
-    ranks = levels.crossing.ranks
+    ranks = levels.counterparts.ranks
     with autograd.shown(SHOWN):
         started = []
         for begin, count in pieces:
             for low, high in _cut(count):
                 spans = [(begin + r * count + low, begin + r * count + high) for r in ranks]
                 views = [mine[a:b] for a, b in spans]
-                work = levels.crossing.gather(views, views[ranks.index(call.rank)])
+                work = levels.counterparts.gather(views, views[ranks.index(call.rank)])
                 started.append((work, spans))
         for begin, count in pieces:
             _push(levels, begin + call.rank * count, begin + (call.rank + 1) * count)
@@ -75,7 +77,7 @@ def reduce_parts(
         reduction: The reduction.
     """
     nbytes = out.numel() * like.element_size()
-    spans = [(r * nbytes, (r + 1) * nbytes) for r in levels.crossing.ranks]
+    spans = [(r * nbytes, (r + 1) * nbytes) for r in levels.counterparts.ranks]
     with autograd.shown(SHOWN):
         _reduce(call, levels, spans, out, like, reduction)
 
@@ -100,20 +102,20 @@ def reduce_shares(
         out_offset: Where the result begins there.
         reduction: The reduction.
     """
-    place, hosts = levels.place, len(levels.crossing.ranks)
+    place, hosts = levels.place, len(levels.counterparts.ranks)
     # Shares are whole cache lines, which ranks never share, and so are the parts of a share.
     share = -(-nbytes // (len(levels.near) * 64)) * 64
     begin, end = min(place * share, nbytes), min((place + 1) * share, nbytes)
     step = -(-(end - begin) // (hosts * 64)) * 64
     cuts = [min(begin + i * step, end) for i in range(hosts + 1)]
     spans = list(itertools.pairwise(cuts))
-    index = levels.crossing.ranks.index(call.rank)
+    index = levels.counterparts.ranks.index(call.rank)
     low, high = spans[index]
     total = torch.zeros(step // like.element_size(), dtype=like.dtype)
     with autograd.shown(SHOWN):
         _reduce(call, levels, spans, total[: (high - low) // like.element_size()], like, reduction)
         whole = torch.empty((hosts, total.numel()), dtype=like.dtype)
-        levels.wait(levels.crossing.gather(list(whole), total))
+        levels.wait(levels.counterparts.gather(list(whole), total))
     for row, (low, high) in zip(whole, spans, strict=True):
         for target in targets:
             copy_bytes(target, out_offset + low, as_bytes(row)[: high - low], high - low)
@@ -145,7 +147,7 @@ def _reduce(
     for row, (low, high) in zip(here, spans, strict=True):
         parts = parts_of(levels.near_peers, call.offset, low, high, like)
         reduce_into([row[: parts[0].numel()]], parts, within)
-    levels.wait(levels.crossing.exchange(received, here))
+    levels.wait(levels.counterparts.exchange(received, here))
     reduce_into([out], [row[: out.numel()] for row in received], reduction, ranks=call.size)
 
 

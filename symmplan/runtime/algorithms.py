@@ -66,8 +66,8 @@ class Lowering:
 
     @property
     def two_levels(self) -> bool:
-        """Whether it runs over several hosts, too; see `symmplan.memory.crossing`."""
-        return self.target.removeprefix("symmplan::") in TWO_LEVELS
+        """Whether it runs over several hosts, too; see `symmplan.memory.counterparts`."""
+        return self.target in TWO_LEVELS
 
 
 _PUSHES = "the shm collective writes its peers' results, so this side may lie anywhere"

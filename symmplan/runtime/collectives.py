@@ -112,6 +112,8 @@ def algorithms_of(collective: str, memory: str) -> tuple[AlgorithmName, ...]:
         algorithms.append("copy engine")
     if collective == "reduce-scatter" and (kind.devices or kind.collectives):
         algorithms.append("push")
+    if kind.collectives and any(row.two_levels for row in rows):
+        algorithms.append("two-level")
     return tuple(algorithms)  # type: ignore[arg-type]
 
 
@@ -144,10 +146,12 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
         if apart or topology.ranks == 1:
             found.append(Support(collective, ("ordinary",), apart or "there is one rank"))
             continue
-        if levels:
-            found.append(_in_two_levels(collective, memory))
-            continue
         algorithms, why = list(algorithms_of(collective, memory)), []
+        if levels:
+            algorithms = [name for name in algorithms if name in ("ordinary", "two-level")]
+            why = [ONE_HOST] if len(algorithms) == 1 else []
+        elif "two-level" in algorithms:
+            algorithms.remove("two-level")
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):
             algorithms.remove("symmetric")
             why.append(reason)
@@ -160,14 +164,6 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
             why.append("pushes are FSDP2's")
         found.append(Support(collective, tuple(algorithms), "; ".join(why)))
     return found
-
-
-def _in_two_levels(collective: str, memory: str) -> Support:
-    """How a collective runs on a group of several hosts that is served in two levels."""
-    rows = Lowerings(memory).table.items()
-    if any(row.two_levels for op, row in rows if collective_of(op) == collective):
-        return Support(collective, ("ordinary", "two-level"), "its ranks are on several hosts")
-    return Support(collective, ("ordinary",), ONE_HOST)
 
 
 def by_collective() -> list[dict[str, Any]]:

@@ -45,9 +45,10 @@ class Options:
             be is in symmetric memory. ``"ordinary"``: no collective is, only ops that need it.
             ``"copy engine"``: collectives that have it run without kernels where the memory backend
             has copy engines, the others in symmetric memory. ``"push"``: the same, but FSDP2's
-            reduce-scatters are pushes of gradients into peers' memory. ``"auto"``: measured on
-            devices, placed elsewhere, as shared memory between processes is always faster. The path
-            of a file that ends with ``.json``: as it was measured elsewhere, see
+            reduce-scatters are pushes of gradients into peers' memory. ``"two-level"``: all in
+            symmetric memory; groups on several hosts have no other way there. ``"auto"``: measured
+            on devices, placed elsewhere, as shared memory between processes is always faster. The
+            path of a file that ends with ``.json``: as it was measured elsewhere, see
             `symmplan.runtime.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for

@@ -6,18 +6,16 @@ torch's own way, with the reason; and who fails is named on all ranks of all hos
 
 from __future__ import annotations
 
-import random
 import signal
-import time
 
-import attrs
 import fault_programs
 import pytest
 import torch
 from fsdp_machine import Judge
 from fsdp_programs import drawn
+from host_programs import PROGRAMS, built, given
 from hosts import HostPool, hosts_pool, why_no_hosts
-from hypothesis import given
+from hypothesis import given as for_all
 from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
 from test_right_numbers import MANY, PAUSES, SEEDS, _check, _compiled, _eager, _setup
@@ -27,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"),
 ]
 F = torch.ops._c10d_functional
-STEPS = 5
 
 pool = hosts_pool((2, 2), (2, 2, 2), (3, 3))
 four = hosts_pool((2, 2), setup=_setup, timeout=180.0)
@@ -62,136 +59,6 @@ def test_hosts_share_no_memory(pool):
 
 
 # ---- programs -----------------------------------------------------------------------------------
-
-
-def _late(rank, step):
-    time.sleep(random.Random(100 * step + rank).choice([0.0, 0.0, 0.01]))
-
-
-def _program(x, group, size):
-    gathered = F.wait_tensor(F.all_gather_into_tensor(x + 1, size, group))
-    scattered = F.wait_tensor(F.reduce_scatter_tensor(gathered * 2, "sum", size, group))
-    return F.wait_tensor(F.all_reduce(scattered + x, "sum", group)), gathered
-
-
-def _inputs(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(-9, 9, (12, 8), generator=generator).float()
-
-
-def compiled(rank, size):
-    """What differs from the plain program, how the calls ran, and what was counted."""
-    import torch.distributed as dist
-
-    import symmplan
-
-    group = dist.group.WORLD.group_name
-    torch._dynamo.reset()
-    backend = symmplan.backend(inner="eager", timeout=30.0)
-    program = torch.compile(_program, backend=backend, fullgraph=True)
-    wrong = []
-    for step in range(STEPS):
-        x = _inputs(rank, step)
-        _late(rank, step)
-        pairs = zip(program(x, group, size), _program(x, group, size), strict=True)
-        wrong += [step for got, want in pairs if not torch.equal(got, want)]
-    checked = backend.check(lambda: program(_inputs(rank, 0), group, size))
-    stats = backend.stats
-    backend.release()
-    return _told(wrong, checked, stats)
-
-
-def eager(rank, size):
-    """As `compiled`."""
-    import torch.distributed as dist
-
-    import symmplan
-
-    group = dist.group.WORLD.group_name
-    wrong = []
-    with symmplan.eager(timeout=30.0) as session:
-
-        def iteration(step):
-            x = _inputs(rank, step)
-            pairs = zip(_program(x, group, size), expected[step], strict=True)
-            wrong.extend(step for got, want in pairs if not torch.equal(got, want))
-            session.step()
-
-        expected = _expected_alone(size)
-        expected = [[part(rank) for part in parts] for parts in expected]
-        for step in range(STEPS):
-            _late(rank, step)
-            iteration(step)
-        checked = session.check(lambda: iteration(0))
-        return _told(wrong, checked, session.stats)
-
-
-def _expected_alone(size):
-    """For each step what `_program` gives, by the inputs of all ranks."""
-    found = []
-    for step in range(STEPS):
-        inputs = [_inputs(r, step) for r in range(size)]
-        gathered = torch.cat([x + 1 for x in inputs])
-        scattered = (gathered * 2 * size).view(size, *inputs[0].shape)
-        total = sum(scattered[r] + inputs[r] for r in range(size))
-        found.append((lambda _, total=total: total, lambda _, gathered=gathered: gathered))
-    return found
-
-
-def _model():
-    torch.manual_seed(0)
-    blocks = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
-    for block in blocks:
-        block.weight.data.mul_(8).round_()
-    return torch.nn.Sequential(*blocks)
-
-
-def fsdp(rank, size):
-    """As `compiled`: whole numbers, so that the order of sums shows nowhere."""
-    from torch.distributed.fsdp import fully_shard
-
-    import symmplan
-
-    def step(model, number):
-        model.zero_grad()
-        _late(rank, number)
-        loss = (model(_inputs(rank, number)[:4]) * (rank + 1)).sum()
-        loss.backward()
-        return [loss.detach(), *(p.grad.to_local().clone() * size for p in model.parameters())]
-
-    models = _model(), _model()
-    for model in models:
-        for block in model:
-            fully_shard(block)
-        fully_shard(model)
-    plain, planned = models
-    handle = symmplan.fsdp.apply(planned, timeout=30.0)
-    wrong = []
-    for number in range(STEPS):
-        pairs = zip(step(planned, number), step(plain, number), strict=True)
-        wrong += [number for got, want in pairs if not torch.allclose(got, want, rtol=1e-6)]
-    checked = handle.check(lambda: step(planned, 0))
-    stats = handle.stats
-    handle.remove()
-    return _told(wrong, checked, stats)
-
-
-def _told(wrong, checked, stats):
-    ran = sorted((s.planned.algorithm, s.algorithm) for s in checked.calls)
-    reasons = sorted(reason for reason, _ in stats.reasons)
-    return {**attrs.asdict(_Told(wrong, ran, stats.placed, stats.rendezvous, reasons))}
-
-
-@attrs.frozen
-class _Told:
-    wrong: list
-    ran: list
-    placed: int
-    rendezvous: int
-    reasons: list
-
-
-PROGRAMS = {"compile": compiled, "eager": eager, "FSDP2": fsdp}
 
 
 @pytest.mark.all_cases
@@ -238,7 +105,7 @@ def test_ranks_need_not_be_in_the_order_of_hosts():
 
 
 @MANY
-@given(data=st.data())
+@for_all(data=st.data())
 def test_random_eager_programs(four, data):
     program = data.draw(one_sided_programs(4))
     _check(four, _eager, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
@@ -246,7 +113,7 @@ def test_random_eager_programs(four, data):
 
 @pytest.mark.further
 @MANY
-@given(data=st.data())
+@for_all(data=st.data())
 def test_random_compiled_programs(four, data):
     program = data.draw(one_sided_programs(4, in_place=False))
     _check(four, _compiled, program, "auto", data.draw(PAUSES), data.draw(SEEDS))
@@ -279,12 +146,12 @@ def _measured(rank, size, choose):
     from symmplan.runtime import trials
 
     trials.forget()
-    model = _model()
+    model = built()
     for block in model:
         fully_shard(block)
     handle = symmplan.fsdp.apply(model, choose=choose, timeout=30.0)
     for step in range(3):
-        model(_inputs(rank, step)[:4]).sum().backward()
+        model(given(rank, step)[:4]).sum().backward()
     choices = handle.choices
     found = [(sorted(c.seconds), c.algorithm) for c in choices], handle.stats.placed
     handle.remove()
@@ -413,7 +280,7 @@ def _trained():
     import symmplan
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = _model()
+    model = built()
     for block in model:
         fully_shard(block, mesh=mesh)
     handle = symmplan.fsdp.apply(model, timeout=30.0)

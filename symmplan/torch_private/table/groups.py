@@ -83,16 +83,6 @@ GROUP_METHODS = Seam(
     only_with=_BUILT,
 )
 
-BETWEEN_HOSTS = Seam(
-    "a process group that torch does not know",
-    "correctness",
-    "that groups on several hosts are served",
-    RUNS,
-    names("torch.distributed", "PrefixStore")
-    + names(f"{_C10D}:ProcessGroup", "allgather alltoall_base"),
-    only_with=_BUILT,
-)
-
 COALESCED = Seam(
     "one gather of several tensors",
     "correctness",
@@ -103,6 +93,16 @@ COALESCED = Seam(
         f"{_C10D}:ProcessGroup",
         "allgather_into_tensor_coalesced alltoall_base",
     ),
+    only_with=_BUILT,
+)
+
+BETWEEN_HOSTS = Seam(
+    "a process group that torch does not know",
+    "correctness",
+    "that groups on several hosts are served",
+    RUNS,
+    names("torch.distributed", "PrefixStore")
+    + names(f"{_C10D}:ProcessGroup", "allgather"),
     only_with=_BUILT,
 )
 

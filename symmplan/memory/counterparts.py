@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
 
-__all__ = ["Crossing", "HostsMeeting", "counterparts_of", "crossing_of"]
+__all__ = ["Counterparts", "HostsMeeting", "connections_of", "counterparts_of"]
 
 _YIELD_SECONDS = 0.002
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00002, 0.0005
@@ -50,7 +50,7 @@ _LOOK_PERIOD = 0.05
 _END_PERIOD = 0.1
 
 
-class Crossing:
+class Counterparts:
     """A rank's connections with its counterparts.
 
     Args:
@@ -70,7 +70,7 @@ class Crossing:
         self.ranks = tuple(ranks)
         self.number = number
         self._group = group
-        self._key = f"symmplan/crossing/{number}"
+        self._key = f"symmplan/counterparts/{number}"
         prefix, place = f"{self._key}/{self.ranks[0]}", self.ranks.index(group.rank)
         size = len(self.ranks)
         self._connections: Any = c10d.gloo_group(group.store, prefix, place, size, timeout)
@@ -186,18 +186,18 @@ class HostsMeeting(Meeting):
 
     Args:
         given: Of `Meeting`.
-        crossing: Connections with the counterparts.
+        counterparts: Connections with the counterparts.
         options: Of `Meeting`.
 
     Attributes:
         near: The ranks of this host, in the order of the group.
         place: Which of them is this one.
-        crossing: The same.
+        counterparts: The same.
     """
 
-    def __init__(self, *given: Any, crossing: Crossing, **options: Any) -> None:
+    def __init__(self, *given: Any, counterparts: Counterparts, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.crossing = crossing
+        self.counterparts = counterparts
         self._break = self._on_failure
         self._on_failure = self._fail
         self.place = self.near.index(self.group.rank)
@@ -230,7 +230,7 @@ class HostsMeeting(Meeting):
     def barrier(self, timeout: float | None = None) -> None:
         """See `Rendezvous.barrier`."""
         self._meet(timeout)
-        self.wait(self.crossing.meet())
+        self.wait(self.counterparts.meet())
         self._meet(timeout)
 
     def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
@@ -244,7 +244,7 @@ class HostsMeeting(Meeting):
     def refuse(self, call: bytes) -> None:
         """See `Rendezvous.refuse`."""
         super().refuse(call)
-        self.crossing.close()
+        self.counterparts.close()
 
     def leave(self) -> None:
         """See `Rendezvous.leave`. Nobody of another host has touched anything."""
@@ -257,21 +257,21 @@ class HostsMeeting(Meeting):
         return [seen.get(rank, (0, 0, 0)) for rank in range(self.group.size)] if found else []
 
     def _fail(self, error: BaseException, because: Sequence[int]) -> None:
-        self.crossing.fail(error)
+        self.counterparts.fail(error)
         self._break(error, because)
 
     def _look_for_the_dead(self) -> None:
-        self.crossing.look()  # what the first rank gave up for says more than that one did
+        self.counterparts.look()  # what the first rank gave up for says more than that one did
         super()._look_for_the_dead()
 
     def wait(self, work: Any) -> None:
         """Wait for what was started with the counterparts.
 
         Raises:
-            SymmplanError: As `Crossing.wait`.
+            SymmplanError: As `Counterparts.wait`.
         """
         try:
-            self.crossing.wait(work, self._look_for_the_dead, self._timeout)
+            self.counterparts.wait(work, self._look_for_the_dead, self._timeout)
         except BaseException as error:
             self._on_failure(error, self._because)
             raise
@@ -295,9 +295,9 @@ def counterparts_of(hosts: Sequence[str], rank: int) -> tuple[tuple[int, ...], t
     return tuple(near), tuple(ranks[number] for ranks in there.values() if number < len(ranks))
 
 
-def crossing_of(
+def connections_of(
     group: Group, ranks: Sequence[int], exchange: Exchange, phase: str, timeout: float
-) -> Crossing:
+) -> Counterparts:
     """A rank's connections with its counterparts: made once for a group, and again once closed.
 
     Args:
@@ -312,7 +312,7 @@ def crossing_of(
 
     Collective: yes, over the group.
     """
-    found: Crossing | None = PROCESS.crossings.get(group.process_group)
+    found: Counterparts | None = PROCESS.counterparts.get(group.process_group)
     mine = [0 if found is None else found.number, found is not None and not found.closed]
     said = exchange.round(phase, json.dumps(mine).encode(), groups=[group.name])[group.name]
     theirs = [json.loads(text) for text in said]
@@ -320,7 +320,7 @@ def crossing_of(
         return found
     number = 1 + max(number for number, _ in theirs)
     try:
-        made = Crossing(group, ranks, number, timeout)
+        made = Counterparts(group, ranks, number, timeout)
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {listed(ranks)} cannot connect: {str(error).splitlines()[0]}",
@@ -329,7 +329,7 @@ def crossing_of(
             **group.here,
             lost_rank=None,
         ) from error
-    PROCESS.crossings[group.process_group] = made
+    PROCESS.counterparts[group.process_group] = made
     return made
 
 

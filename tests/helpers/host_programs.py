@@ -1,0 +1,136 @@
+"""Programs of each integration for groups on several hosts, and what they say of themselves.
+
+They compute with whole numbers, so that the order of sums shows nowhere.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+F = torch.ops._c10d_functional
+STEPS = 5
+
+
+def _late(rank, step):
+    time.sleep(random.Random(100 * step + rank).choice([0.0, 0.0, 0.01]))
+
+
+def _program(x, group, size):
+    gathered = F.wait_tensor(F.all_gather_into_tensor(x + 1, size, group))
+    scattered = F.wait_tensor(F.reduce_scatter_tensor(gathered * 2, "sum", size, group))
+    return F.wait_tensor(F.all_reduce(scattered + x, "sum", group)), gathered
+
+
+def given(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(-9, 9, (12, 8), generator=generator).float()
+
+
+def compiled(rank, size):
+    """What differs from the plain program, how the calls ran, and what was counted."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    program = torch.compile(_program, backend=backend, fullgraph=True)
+    wrong = []
+    for step in range(STEPS):
+        x = given(rank, step)
+        _late(rank, step)
+        pairs = zip(program(x, group, size), _program(x, group, size), strict=True)
+        wrong += [step for got, want in pairs if not torch.equal(got, want)]
+    checked = backend.check(lambda: program(given(rank, 0), group, size))
+    stats = backend.stats
+    backend.release()
+    return _told(wrong, checked, stats)
+
+
+def eager(rank, size):
+    """As `compiled`."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+    wrong = []
+    with symmplan.eager(timeout=30.0) as session:
+
+        def iteration(step):
+            x = given(rank, step)
+            wanted = _expected(size, step)
+            pairs = zip(_program(x, group, size), wanted, strict=True)
+            wrong.extend(step for got, want in pairs if not torch.equal(got, want))
+            session.step()
+
+        for step in range(STEPS):
+            _late(rank, step)
+            iteration(step)
+        checked = session.check(lambda: iteration(0))
+        return _told(wrong, checked, session.stats)
+
+
+def _expected(size, step):
+    """What `_program` gives, by the inputs of all ranks."""
+    all_given = [given(r, step) for r in range(size)]
+    gathered = torch.cat([x + 1 for x in all_given])
+    scattered = (gathered * 2 * size).view(size, *all_given[0].shape)
+    return sum(scattered[r] + all_given[r] for r in range(size)), gathered
+
+
+def built():
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+    for block in blocks:
+        block.weight.data.mul_(8).round_()
+    return torch.nn.Sequential(*blocks)
+
+
+def fsdp(rank, size):
+    """As `compiled`: whole numbers, so that the order of sums shows nowhere."""
+    from torch.distributed.fsdp import fully_shard
+
+    import symmplan
+
+    def step(model, number):
+        model.zero_grad()
+        _late(rank, number)
+        loss = (model(given(rank, number)[:4]) * (rank + 1)).sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.to_local().clone() * size for p in model.parameters())]
+
+    models = built(), built()
+    for model in models:
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+    plain, planned = models
+    handle = symmplan.fsdp.apply(planned, timeout=30.0)
+    wrong = []
+    for number in range(STEPS):
+        pairs = zip(step(planned, number), step(plain, number), strict=True)
+        wrong += [number for got, want in pairs if not torch.allclose(got, want, rtol=1e-6)]
+    checked = handle.check(lambda: step(planned, 0))
+    stats = handle.stats
+    handle.remove()
+    return _told(wrong, checked, stats)
+
+
+def _told(wrong, checked, stats):
+    ran = sorted((s.planned.algorithm, s.algorithm) for s in checked.calls)
+    reasons = sorted(reason for reason, _ in stats.reasons)
+    return {
+        "wrong": wrong,
+        "ran": ran,
+        "placed": stats.placed,
+        "rendezvous": stats.rendezvous,
+        "reasons": reasons,
+    }
+
+
+PROGRAMS = {"compile": compiled, "eager": eager, "FSDP2": fsdp}
