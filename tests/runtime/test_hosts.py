@@ -209,6 +209,38 @@ def test_narrow_sums_are_rounded_once(pool):
         assert placed > 0
 
 
+def _crossed(rank, size):
+    """Bytes that this rank sends to each of its counterparts, for a gather of parts of 1 KiB."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.memory.counterparts import Counterparts
+
+    sent = []
+    gather = Counterparts.gather
+    Counterparts.gather = lambda self, outputs, source: (
+        sent.append(source.nbytes) or gather(self, outputs, source)
+    )
+    part, whole = torch.full((256,), float(rank)), torch.empty(256 * size)
+    try:
+        with symmplan.eager(timeout=30.0) as session:
+            for _ in range(2):
+                dist.all_gather_into_tensor(whole, part)
+                session.step()
+            sent.clear()
+            dist.all_gather_into_tensor(whole, part)
+            session.step()
+    finally:
+        Counterparts.gather = gather
+    return sum(sent), whole.view(size, -1)[:, 0].tolist() == [*map(float, range(size))]
+
+
+def test_every_byte_crosses_once_to_each_host(pool):
+    for sent, right in pool.run(_crossed):
+        assert sent == 1024
+        assert right
+
+
 # ---- faults -------------------------------------------------------------------------------------
 
 #: What happens to the last rank, when, and the errors of the ranks of the other host.
