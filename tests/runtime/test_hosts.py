@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from one_sided_programs import one_sided_programs
 from test_right_numbers import MANY, PAUSES, SEEDS, _check, _compiled, _eager, _setup
 
+from symmplan.runtime.algorithms import ONE_HOST
+
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts on one machine: {why_no_hosts()}"),
@@ -102,6 +104,38 @@ def test_ranks_need_not_be_in_the_order_of_hosts():
             for said in told:
                 assert not said["wrong"]
                 assert {*said["ran"]} == {("two-level", "two-level")}
+
+
+def _mixed(rank, size):
+    """A sum of what a broadcast makes, which has no form in two levels."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    group = dist.group.WORLD.group_name
+
+    def program(x):
+        same = F.wait_tensor(F.broadcast(x, 0, group))
+        return F.wait_tensor(F.reduce_scatter_tensor(same, "sum", size, group))
+
+    torch._dynamo.reset()
+    backend = symmplan.backend(inner="eager", timeout=30.0)
+    run = torch.compile(program, backend=backend, fullgraph=True)
+    whole = [torch.arange(8.0 * size) + 100 * rank + step for step in range(3)]
+    right = [
+        torch.equal(run(x), size * (torch.arange(8.0) + 8 * rank + step))
+        for step, x in enumerate(whole)
+    ]
+    (plan,) = backend.plans
+    backend.release()
+    return all(right), len(plan.placements), {u.reason for u in plan.unplanned}
+
+
+def test_what_has_no_form_in_two_levels_is_ordinary_beside_what_has(pool):
+    for right, placed, reasons in pool.run(_mixed):
+        assert right
+        assert placed > 0
+        assert ONE_HOST in reasons
 
 
 @MANY
