@@ -136,3 +136,22 @@ def test_the_pictures_are_those_that_the_script_draws(tmp_path):
     script["main"]()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert drawn == {path.name: path.read_text() for path in (ROOT / "docs").glob("*.svg")}
+
+
+def test_the_workflow_runs_what_the_page_of_versions_calls_tested():
+    page = (ROOT / "docs" / "support" / "versions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (2\.\d+) ((?:\| \w+ )+)\|", page, re.MULTILINE)
+    pythons = ("3.10", "3.11", "3.12", "3.13")
+    said = {
+        (torch, python)
+        for torch, cells in rows
+        for python, cell in zip(pythons, cells.replace("|", " ").split(), strict=False)
+        if cell == "tested"
+    }
+    from symmplan.cli.doctor import _TESTED
+
+    assert {torch for torch, _ in said} == {f"{a}.{b}" for a, b in _TESTED}
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert "run: .ci/run\n" in workflow
+    ran = re.findall(r'python: "([\d.]+)", torch: "(2\.\d+)\.\d+"', workflow)
+    assert said <= {(torch, python) for python, torch in ran}

@@ -368,10 +368,13 @@ def test_the_notebook_plans_and_draws(capsys):
     assert "<iframe" in space["plan"]._repr_html_()
 
 
-def test_the_changelog_has_an_unreleased_section_with_a_plan_format():
+def test_the_changelog_has_this_version_with_a_date_and_a_plan_format():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    unreleased = text.partition("## [Unreleased]")[2].partition("\n## [")[0]
-    assert "### Plan format" in unreleased
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{symmplan.__version__}\] - \d{{4}}-\d\d-\d\d", headings[1])
+    this = text.partition(f"## {headings[1]}")[2].partition("\n## [")[0]
+    assert "### Plan format" in this
 
 
 def test_tests_lie_in_the_folders_of_the_package():

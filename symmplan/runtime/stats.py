@@ -103,6 +103,18 @@ class Stats:
     disengaged: tuple[tuple[str, str], ...] = ()
     copied: tuple[Copy, ...] = ()
 
+    def metrics(self) -> dict[str, int]:
+        """The counters by name, ``{"symmplan/served": 36, ...}``, for a logger of numbers.
+
+        Always the same names. Of what is listed with reasons (``reasons``, ``flat``,
+        ``disengaged``, ``copied``) it is how many there are; sizes are bytes.
+        """
+        counted = asdict(self, recurse=False).items()
+        return {
+            f"symmplan/{name}": len(value) if isinstance(value, tuple) else value
+            for name, value in counted
+        }
+
     def __repr__(self) -> str:
         """Without what there is none of."""
         counted = asdict(self, recurse=False).items()

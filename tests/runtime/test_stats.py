@@ -69,3 +69,16 @@ def test_they_show_what_there_is():
     from symmplan.runtime.stats import Stats
 
     assert repr(Stats(plans=1, reasons=(("late", 2),))) == "Stats(plans=1, reasons=(('late', 2),))"
+
+
+def test_metrics_are_numbers_under_names_that_stay():
+    from symmplan.runtime.stats import Stats
+
+    none, some = Stats().metrics(), Stats(served=3, reasons=(("late", 2), ("flat", 1))).metrics()
+    assert none.keys() == some.keys()
+    assert set(none.values()) == {0}
+    assert {name: n for name, n in some.items() if n} == {
+        "symmplan/served": 3,
+        "symmplan/reasons": 2,
+    }
+    assert all(type(value) is int for value in some.values())

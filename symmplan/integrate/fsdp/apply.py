@@ -113,6 +113,13 @@ class Handle:
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
         )
 
+    def metrics(self) -> dict[str, int]:
+        """The numbers of `stats` by name, for a logger; see `Stats.metrics`.
+
+        Collective: no; it waits for nothing, also not for a device.
+        """
+        return self.stats.metrics()
+
     def freeze(self) -> None:
         """Plan what was recorded so far, instead of at the end of the first step.
 
