@@ -22,7 +22,6 @@ from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
 from symmplan.report.format import count
 from symmplan.runtime.tuning_table import Table, TuningRow
-from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,11 +154,10 @@ def _choices(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 def _times(_rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """What one rank measures."""
     rows = []
-    for op in OPS:
-        for size in settings["sizes"]:
-            mark(f"{op} of {size} bytes")
-            found = compare(op, size, settings["dtype"], settings["repetitions"])
-            rows.append({"op": op, "bytes": size, **found})
+    kinds = [(op, size) for op in OPS for size in settings["sizes"]]
+    for op, size in timing.marked(kinds, lambda kind: f"{kind[0]} of {kind[1]} bytes"):
+        found = compare(op, size, settings["dtype"], settings["repetitions"])
+        rows.append({"op": op, "bytes": size, **found})
     return {"rows": rows}
 
 

@@ -16,7 +16,6 @@ from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
 from symmplan.runtime.choice import CHOOSE
-from symmplan.testing.ranks import mark
 from symmplan.torch_private.benches import inductor_settings
 
 if TYPE_CHECKING:
@@ -163,7 +162,8 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     mesh = init_device_mesh(settings["device"], (settings["ranks"],))
     with inductor_settings().patch({**settings["inductor"], "force_disable_caches": True}):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))  # load the compiler
-        return {name: _case(name, settings, mesh, device) for name in settings["cases"]}
+        cases = timing.marked(settings["cases"], str)
+        return {name: _case(name, settings, mesh, device) for name in cases}
 
 
 def _sides(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -189,7 +189,6 @@ def _case(name: str, settings: dict[str, Any], mesh: Any, device: torch.device) 
 
     from symmplan.bench.parts.compiled_programs import CASES
 
-    mark(name)
     compiles: list[dict[str, float]] = []
     own: list[float] = []
     programs: dict[str, Any] = {}

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.report.format import count
-from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     import argparse
@@ -91,8 +90,9 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     if settings["device"] == "cuda":
         dist.barrier(group=other, device_ids=[rank])
     groups, device = (dist.group.WORLD, other), timing.device_of(settings, rank)
-    kinds = ((program, n) for program in settings["programs"] for n in settings["tokens"])
-    return {"rows": [_compare(*kind, groups, device, settings) for kind in kinds]}
+    kinds = [(program, n) for program in settings["programs"] for n in settings["tokens"]]
+    shown = timing.marked(kinds, lambda kind: f"{kind[0]}, {kind[1]} tokens")
+    return {"rows": [_compare(*kind, groups, device, settings) for kind in shown]}
 
 
 def _compare(
@@ -110,7 +110,6 @@ def _compare(
     from symmplan.bench.parts.two_groups import FORCED, TwoGroups
     from symmplan.errors import SymmplanError
 
-    mark(f"{program}, {tokens} tokens")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(tokens, settings["width"], generator=generator).to(device, dtype)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
-from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     import argparse
@@ -98,9 +97,10 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("symmplan").setLevel(logging.ERROR)
     device = timing.device_of(settings, rank)
     with torch.inference_mode():
-        host = [_host(name, device, settings) for name in _PROGRAMS]
+        host = [_host(name, device, settings) for name in timing.marked([*_PROGRAMS], str)]
         timing.meet()
-        rows = [_message(nbytes, device, settings) for nbytes in settings["messages"]]
+        messages = timing.marked(settings["messages"], lambda n: f"an all-reduce of {n} bytes")
+        rows = [_message(nbytes, device, settings) for nbytes in messages]
     return {"host": host, "rows": rows}
 
 
@@ -216,7 +216,6 @@ def _host(name: str, device: torch.device, settings: dict[str, Any]) -> dict[str
     import symmplan
     from symmplan.memory import realize
 
-    mark(name)
     program, by_hand = _PROGRAMS[name]
     x = torch.ones(64, 64, device=device)
     memory, calls = _memory(device), settings["calls"]
@@ -262,7 +261,6 @@ def _message(nbytes: int, device: torch.device, settings: dict[str, Any]) -> dic
 
     import symmplan
 
-    mark(f"an all-reduce of {nbytes} bytes")
     cuda, calls = device.type == "cuda", max(1, min(20, settings["calls"]))
     dtype = torch.bfloat16 if cuda else torch.float32
     x = torch.ones(nbytes // dtype.itemsize, device=device, dtype=dtype)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.report.format import count, size
-from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
     import argparse
@@ -77,8 +76,9 @@ def render(result: dict[str, Any]) -> str:
 
 def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
-    kinds = ((what, n) for n in settings["tokens"] for what in ("exchange", "layers"))
-    return {"rows": [_compare(what, tokens, rank, settings) for what, tokens in kinds]}
+    kinds = [(what, n) for n in settings["tokens"] for what in ("exchange", "layers")]
+    shown = timing.marked(kinds, lambda kind: f"{kind[0]} of {kind[1]} tokens")
+    return {"rows": [_compare(what, tokens, rank, settings) for what, tokens in shown]}
 
 
 def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,6 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
 
     import symmplan
 
-    mark(f"{what} of {tokens} tokens")
     width, device = settings["width"], timing.device_of(settings, rank)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(rank)

@@ -25,6 +25,7 @@ from symmplan.model import Placement, Problem
 from symmplan.planner import plan
 from symmplan.planner.items import conflicts_of, items_of
 from symmplan.planner.packing.task import task_of
+from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
     import argparse
@@ -78,7 +79,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # Files all at once: a bad one must not cost the minutes of those before it.
     files = [(Path(path).name, Problem.from_csv(path)) for path in args.csv or ()]
     others = _others(args.omnimalloc_seconds)
-    found = [_instance(*given, efforts, others) for given in files or _generated(sizes)]
+    progress, found = ProgressLine(), []
+    instances = files or list(_generated(sizes))
+    for i, given in enumerate(instances):
+        progress.mark(f"{given[0]}, {len(given[1].buffers):,} buffers", i / len(instances))
+        found.append(_instance(*given, efforts, others))
+    progress.mark("programs and scale")
     result: dict[str, Any] = {
         "command": command.words_of("planner", args),
         "machine": {**command.hardware(), "versions": _versions()},

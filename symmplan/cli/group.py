@@ -9,18 +9,22 @@ from attrs import asdict
 
 from symmplan.errors import CommandError
 from symmplan.report.format import table
+from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
+    from symmplan.model import AlgorithmName
     from symmplan.runtime.collectives import Support
 
 __all__ = ["examine", "render"]
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = 60.0
+#: The algorithms that are tried.
+_TRIED: tuple[AlgorithmName, ...] = ("symmetric", "copy engine", "two-level")
 #: Bytes of each rank's part.
 _NBYTES = 1 << 20
 
@@ -106,14 +110,19 @@ def _row(verdict: Support, said: Iterable[Mapping[str, list[str]]]) -> dict[str,
 
 def _tried(found: Iterable[Support], device: torch.device) -> dict[str, dict[str, list[str]]]:
     """``{collective: {algorithm: (how it ran, why not so)}}``, by profiled steps."""
+    import torch.distributed as dist
+
     import symmplan
     from symmplan.registry.catalogue import collective_of
 
     tried: dict[str, dict[str, list[str]]] = {}
-    for algorithm in ("symmetric", "copy engine", "two-level"):
+    progress = None if dist.get_rank() else ProgressLine()
+    for number, algorithm in enumerate(_TRIED):
         names = [v.collective for v in found if algorithm in v.algorithms]
         if not names:
             continue
+        if progress is not None:
+            progress.mark(f"{algorithm}: {', '.join(names)}", number / len(_TRIED))
         acts = _acts(names, device)
         with symmplan.eager(choose=algorithm, timeout=_TIMEOUT) as session:
 

@@ -18,12 +18,31 @@ class ProgressLine:
         self._live, self._open = sys.stderr.isatty(), False
         self._begin = self._since = self._last = time.monotonic()
         self._where = ""
+        self._part, self._marked = 0.0, self._begin
 
-    def mark(self, where: str) -> None:
-        """From now on ``where`` is what is being done."""
+    def mark(self, where: str, part: float = 0.0) -> None:
+        """From now on ``where`` is what is being done.
+
+        Args:
+            where: For people.
+            part: How much of all is done, from 0 to 1, for an estimate of what is left; 0 if that
+                is not known.
+        """
         self._since = time.monotonic()
         self._where = where
+        if part:
+            # What came before the first part, such as the start of ranks, does not come again.
+            if not self._part:
+                self._marked, self._part = self._since, part
+            where += f" ({100 * part:.0f}% done{self._left(part)})"
         self._show(where)
+
+    def _left(self, part: float) -> str:
+        done = part - self._part
+        if done <= 0:
+            return ""
+        seconds = (self._since - self._marked) / done * (1 - part)
+        return f", about {seconds:.0f} s left"
 
     def beat(self) -> None:
         """Nothing new: say now and then that it goes on, so that a long wait is not a silence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,8 @@ __all__ = ["simulate"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "symmplan")
 _MEMORIES = ("nccl", "cuda", "nvshmem", "shm")
+#: Seconds between two lines that say how far a simulation is.
+_TELL = 2.0
 _ITEM = "read values where the program is not simulated: return tensors, and log them outside"
 
 
@@ -122,13 +125,17 @@ def simulate(
     world.seen, world.on_join = storages.seen, storages.begin
     world.reads_values = fake_world.reads_values
     others: Counter[tuple[SimulatedCall, bool]] = Counter()
-    ops = 0
+    ops, begin = 0, time.monotonic()
+    told = begin
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
-        nonlocal ops
+        nonlocal ops, told
         ops += 1
-        if ops % 20_000 == 0:
-            progress(f"{ops:,} ops, {len(world.calls):,} planned collectives")
+        if ops % 100 == 0 and time.monotonic() - told >= _TELL:
+            told = time.monotonic()
+            rate = ops / (told - begin)
+            calls = len(world.calls)
+            progress(f"{ops:,} ops, {rate:,.0f} a second; {calls:,} planned collectives")
         storages.results(results)
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)

@@ -98,10 +98,15 @@ class RankError:
         return line if "SymmplanError" in self.kinds else f"{self.kind}: {line}"
 
 
-def mark(where: str) -> None:
-    """Let the parent know what this rank does next; nothing in a process that is no rank."""
+def mark(where: str, part: float = 0.0) -> None:
+    """Let the parent know what this rank does next; nothing in a process that is no rank.
+
+    Args:
+        where: What it does, for people.
+        part: How much of all its work is done, from 0 to 1; 0 if that is not known.
+    """
     if PROCESS.parent is not None:
-        PROCESS.parent.send_bytes(pickle.dumps(("mark", where)))
+        PROCESS.parent.send_bytes(pickle.dumps(("mark", (where, part))))
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -287,9 +287,9 @@ class RankPool:
             return self._dead[rank]
         if kind != "mark":
             return self._outcome(rank, **{kind: told})
-        self._marks[rank] = told
+        self._marks[rank], part = told
         if rank == 0 and self._progress is not None:
-            self._progress.mark(told)
+            self._progress.mark(self._marks[rank], part)
         return None
 
     def _give_up(self, pending: set[int]) -> dict[int, RankOutcome]:

@@ -326,6 +326,28 @@ def test_out_must_be_a_folder(tmp_path, capsys):
 # ---- whose error is told ---------------------------------------------------------------------
 
 
+def test_what_is_left_is_estimated_from_what_was_done(monkeypatch, capsys):
+    from symmplan.report import progress as module
+
+    progress, now = module.ProgressLine(), time.monotonic()
+    for later, what, part in (
+        (5.0, "start 2 ranks", 0.0),
+        (10.0, "first", 0.2),  # what came before says nothing of what is to come
+        (16.0, "third", 0.4),
+        (22.0, "fourth", 0.7),
+        (23.0, "write", 0.0),
+    ):
+        monkeypatch.setattr(module.time, "monotonic", lambda later=later: now + later)
+        progress.mark(what, part)
+    assert [line.partition("s  ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "start 2 ranks",
+        "first (20% done)",
+        "third (40% done, about 18 s left)",
+        "fourth (70% done, about 7 s left)",
+        "write",
+    ]
+
+
 def test_a_long_wait_is_no_silence(monkeypatch, capsys):
     from symmplan.report import progress as module
 

@@ -120,7 +120,9 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
         for side in sides.values():
             side.advance()
         if turn >= _SETTLE:
-            mark(f"{tokens} tokens, {turn - _SETTLE + 1}/{options['steps']}")
+            step, steps = turn - _SETTLE + 1, options["steps"]
+            part = (options["tokens"].index(tokens) + step / steps) / len(options["tokens"])
+            mark(f"{tokens} tokens, {step}/{steps}", part)
     found: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         found[name] = {"times": side.times, "losses": side.losses, "collectives": side.collectives}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from symmplan.testing.ranks import mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
-__all__ = ["alternate", "device_of", "in_turns", "median_ms", "meet", "slowest", "timed"]
+__all__ = ["alternate", "device_of", "in_turns", "marked", "median_ms", "meet", "slowest", "timed"]
 
 
 def device_of(settings: Mapping[str, Any], rank: int) -> torch.device:
@@ -31,6 +33,16 @@ def meet() -> None:
 
     cuda = dist.get_backend() == "nccl"
     dist.barrier(device_ids=[torch.cuda.current_device()] if cuda else None)
+
+
+T = TypeVar("T")
+
+
+def marked(items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:
+    """The items one by one; the command says which it is, how much is done and what is left."""
+    for i, item in enumerate(items):
+        mark(name(item), i / len(items))
+        yield item
 
 
 def in_turns(names: Sequence[str], rounds: int) -> list[list[str]]:

@@ -25,6 +25,8 @@ from symmplan.testing.ranks import mark
 __all__ = ["LargestDifference", "relative", "run_rank"]
 
 _REPEATS = 25
+#: The part of the demo's time that its steps take, about.
+_TRAINING = 0.7
 _COUNTED = ("segment_bytes", "rendezvous", "placed", "bound", "staged")
 
 #: Something real to learn from: the opening of Lewis Carroll's Alice's Adventures in Wonderland.
@@ -58,7 +60,8 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
     for step, (inputs, targets) in enumerate(_batches(config, setup["steps"]), start=1):
         compiling = f", compile with {inner}" if step == 1 else ""
         for trainee, how in ((plain, "without"), (planned, "with")):
-            mark(f"step {step} of {setup['steps']} {how} symmplan{compiling}")
+            part = _TRAINING * (step - 1) / setup["steps"]
+            mark(f"step {step} of {setup['steps']} {how} symmplan{compiling}", part)
             trainee.step(inputs, targets)
         difference.losses(plain.losses[-1], planned.losses[-1])
         difference.tensors(plain.gradients(), planned.gradients())

@@ -53,7 +53,8 @@ class Improver:
         self.space = space
         self.task = space.task
         self.offset, self.peak, self.bound, self.work = offset, peak, bound, work
-        self._given, self._said = work, time.monotonic()
+        self._given = work
+        self._begun = self._said = time.monotonic()
         self._hull = space.align is None and not space.blocked
         self._hull = self._hull and bool((space.high == space.hull_high).all())
         self._orders = _orders(space)
@@ -88,7 +89,9 @@ class Improver:
         if time.monotonic() - self._said >= _SAID:
             self._said, part = time.monotonic(), 1 - max(0, self.work) / self._given
             found = f"{len(self.space):,} buffers, peak {self.peak / self.bound:.4f} x its bound"
-            _LOG.info("search: %s, %.0f%% of the work done", found, 100 * part)
+            left = (self._said - self._begun) * (1 - part) / max(part, 1e-3)
+            text = "search: %s, %.0f s left at most, %.0f%% of the work done"
+            _LOG.info(text, found, left, 100 * part)
 
     def _squeak(self) -> None:
         count = len(self.space)
