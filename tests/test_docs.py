@@ -16,6 +16,8 @@ from paths import HELPERS, ROOT
 from symmplan import errors
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+#: Pages whose commands are those of the project's own work.
+OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "tests/README.md")]
 _ALL = re.MULTILINE | re.DOTALL
 #: Run by another test.
 ELSEWHERE = {"declaring-an-op.md"}
@@ -59,12 +61,20 @@ def test_a_page_that_prints_something_else_fails(tmp_path):
         pages.run(page)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=_name)
+@pytest.mark.parametrize("path", [*PAGES, *OTHERS], ids=_name)
 def test_what_a_page_links_to_is_there(path):
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=_ALL)
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     targets += re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert [t for t in targets if not (path.parent / t).exists()] == []
+    parts = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text)
+    assert [p for p in parts if p[1] not in _headings(path.parent / p[0] if p[0] else path)] == []
+
+
+def _headings(page):
+    """The parts of a page to which a link may go, as GitHub and Sphinx call them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in found}
 
 
 def _texts():
