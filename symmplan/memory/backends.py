@@ -74,8 +74,8 @@ class Backend(Protocol):
     """Where segments come from.
 
     `realize` calls `allocate` once for each segment and then `rendezvous` once for each of its
-    groups, in the same order on every rank. Whatever a method allocated when it raises, it has
-    released; what it returned, `realize` releases.
+    groups, in the same order on every rank. A method that
+    raises has released what it allocated; `realize` releases what a method returned.
 
     Attributes:
         name: A name in `BACKENDS`.

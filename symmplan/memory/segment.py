@@ -65,7 +65,7 @@ class Health:
 
 
 class Rendezvous:
-    """The one-time association of a segment with a group; this class is that of a rank alone.
+    """The one-time association of a segment with a group. This class serves a group of one rank.
 
     Attributes:
         group: The group.
@@ -132,14 +132,14 @@ class Rendezvous:
         """Call ``look`` now and then while a barrier waits; what it raises ends the wait."""
 
     def unwatch(self, look: Callable[[], None]) -> None:
-        """Do so once less, if it was watched."""
+        """Undo one `watch` of ``look``; no error if there was none."""
 
     def release(self) -> None:
         """Let go of the peers' memory."""
         self._peers = ()
 
     def forked(self) -> None:
-        """This process was forked from the rank: it may not meet anybody, nor seem to."""
+        """Called in a forked child: it takes no part in what the rank does with its peers."""
 
 
 class Segment:
@@ -152,7 +152,7 @@ class Segment:
         health: Shared by the segments of an arena.
         address: Where this rank's bytes begin; 0 in a simulation.
         nbytes: Its size.
-        begin: Where it begins in its allocation: for parts of segments another byte.
+        begin: Where it begins in its allocation, in bytes; more than 0 in a suballocation.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
         leases: ``(begin, end, lease)`` in bytes; see `symmplan.runtime.leases`.
     """

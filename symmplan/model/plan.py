@@ -68,11 +68,11 @@ class SegmentSpec:
 
 @frozen
 class Bound:
-    """What several segments need together, however their buffers are dealt to them.
+    """Proven minimum of several segments together, whichever of them holds each buffer.
 
-    Where signal pads or pairs kept apart split the buffers of some groups into several segments,
-    or groups that could share a segment do not, the sum of the segments' own bounds may be more
-    than the best plan needs; this is not.
+    Signal pads and pairs kept apart can split the buffers of some groups into several segments,
+    and groups that could share a segment need not. Then the sum of the segments' own bounds may be
+    more than the best plan needs. This bound never is.
 
     Attributes:
         groups: The process groups that the segments serve, sorted.

@@ -213,7 +213,7 @@ class Problem:
 
     @staticmethod
     def from_csv(path: str | os.PathLike[str]) -> Problem:
-        """The same from a CSV file with the columns ``id,lower,upper,size``, half-open.
+        """A totally ordered problem from a CSV file: columns ``id,lower,upper,size``, half-open.
 
         This is the format of the public static-allocation benchmarks.
 

@@ -91,12 +91,12 @@ class CompileBackend:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What was measured of the graphs' collectives."""
+        """What was measured of each kind of collective, and the algorithm that was chosen."""
         return tuple(dict.fromkeys(c for record in self._records for c in record.choices))
 
     @property
     def stats(self) -> Stats:
-        """What was done so far."""
+        """The counters of all graphs of this backend."""
         records, plans, kept = self._records, self._plans, self._kept
         how = [how for record in records for *_, how, _ in record.sites]
         # Plans of one structure take turns in one set of segments.
@@ -163,7 +163,7 @@ class CompileBackend:
         return (*staged, *self._pool.places.away)
 
     def evacuated(self) -> tuple[tuple[int, str], ...]:
-        """How often a tensor that crosses into a backward was copied, why, and what avoids it."""
+        """``(count, text)``: copies of tensors that a forward saved, why, and what avoids them."""
         return reasons(self._pool.copies)
 
     def release(self) -> None:
@@ -172,7 +172,8 @@ class CompileBackend:
         Inputs that lie in symmetric memory move back to ordinary memory. One that shares its
         storage with other tensors stays, and with it its segment, until they are gone.
 
-        Collective: no; but a rank that releases leaves the others' next collective to time out.
+        Collective: no. But if one rank alone releases, the others' next collective ends in a
+        timeout.
         """
         self._pool.release()
         self._pool = _pool(self.settings)
@@ -266,39 +267,38 @@ def backend(
         memory: ``"auto"``, ``"nccl"``, ``"cuda"``, ``"nvshmem"``, ``"shm"`` or ``"local"``.
         effort: ``"fast"``, or ``"optimal"`` for a search with a proof; see `Plan.search`.
         timeout: Seconds that ranks wait for each other before they raise.
-        choose: How the algorithms of collectives are chosen. ``"placed"``, the same as
-            ``"symmetric"``, to put every declared tensor into symmetric memory; ``"measure"`` to
-            time each kind and size of collective in every way there is when it is first compiled,
-            and leave out of the plan what is not clearly faster in symmetric memory; ``"copy
-            engine"`` to let copy engines run all-gathers, without kernels, over communicators of
-            their own (``memory="nccl"``); ``"ordinary"`` to plan no collective, only ops that need
-            symmetric memory; ``"auto"`` to measure on devices only, and place all elsewhere. The
-            path of a ``.json`` file to take what was measured elsewhere, see `symmplan.simulate`.
+        choose: How the algorithms of collectives are chosen. ``"placed"``, also called
+            ``"symmetric"``: every declared tensor is in symmetric memory. ``"measure"``: each kind
+            and size of collective is timed by each algorithm when it is first compiled, and stays
+            ordinary if symmetric memory is not clearly faster. ``"copy engine"``: copy engines run
+            all-gathers, without kernels, over communicators of their own (``memory="nccl"``).
+            ``"ordinary"``: only ops that need symmetric memory are planned. ``"auto"``: measured on
+            devices, placed elsewhere. The path of a ``.json`` file: as measured elsewhere, see
+            `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
-            ``"40GiB"``, equal on all ranks or the least counts; None for what is free, less a
-            tenth, when a graph of some groups is first compiled. Collectives that save least for
-            their bytes are demoted, after inputs that ``bind`` would keep; ``Plan.summary`` of the
-            plans says which.
-        bind: Move parameters, buffers and inputs marked with ``torch._dynamo.mark_static_address``
-            into symmetric memory for good when a graph first passes them to a declared op, so that
-            they need not be copied there on each run. The tensor objects stay the same (with
-            gradients, hooks and optimizer state) and may be updated in place; a barrier at the
-            graph's end makes peers finish reading where their op does not. All graphs of the
-            backend share one placement for one tensor. Its bytes move from ordinary to symmetric
-            memory and count in ``stats.segment_bytes``; `CompileBackend.release` moves them back.
-            A tensor that cannot move (it shares its storage, or torch does not own its memory), or
-            that was replaced and cannot take its place again, is copied in on each run, counted
-            in ``stats.missed`` and named by `CompileBackend.staged`. Not by default, because
-            whoever remembers the address of such a tensor (a CUDA graph captured by hand, another
-            process) would be left with the old memory; and not for parameters whose storage is
+            ``"40GiB"``. All ranks use the smallest value of any rank. None for what is free when a
+            graph of some groups is first compiled, less a tenth. Inputs that ``bind`` would pin
+            give way first, then collectives that gain least for their bytes. ``Plan.summary`` lists
+            them.
+        bind: Pin inputs: move parameters, buffers and inputs marked with
+            ``torch._dynamo.mark_static_address`` into symmetric memory when a graph first passes
+            them to a declared op, so that no run copies them. The tensor objects stay the same,
+            with gradients, hooks and optimizer state, and may be updated in place. If a peer may
+            still read them after its op, the graph ends with a barrier. All graphs of the backend
+            share one placement for a tensor. Its bytes count in ``stats.segment_bytes``, and
+            `CompileBackend.release` moves them back. Some tensors cannot move: those that share
+            their storage, whose memory torch does not own, or that were replaced. Each run copies
+            them in, ``stats.missed`` counts them and `CompileBackend.staged` names them. Off by
+            default, because code that keeps the address of a tensor (a CUDA graph captured by hand,
+            another process) would use the old memory. Do not use it for parameters whose storage is
             resized, as FSDP2 does.
-        debug: Overwrite every placement when its buffer dies (with NaN, for floats), so that a
-            wrong lifetime shows in the results; and, in shared memory, find races: each access of
-            placement bytes, by whichever rank and also inside declared ops, is compared with the
-            last ones of the other ranks, and one that nothing orders behind them ends in a
-            `RaceError` that names both. So that each op is seen, graphs in shared memory then run
-            op by op, as rewritten, also with ``inner="inductor"``. Slow. ``"poison"`` does only
-            the former, and runs what Inductor compiled.
+        debug: Overwrite every placement when its buffer is no longer live (floats with NaN), so
+            that a wrong live range shows in the results. In shared memory also find races: each
+            access of placement bytes, by any rank and also inside declared ops, is compared with
+            the other ranks' last accesses. If nothing orders it behind them, it ends in a
+            `RaceError` that names both. Graphs in shared memory then run op by op, also with
+            ``inner="inductor"``, so that each op is seen. Slow. ``"poison"`` only overwrites, and
+            runs what Inductor compiled.
         collectives: ``"process group"`` lets the process group's own collectives run on the
             placements, as they do on devices; ``"auto"`` takes those of the memory backend where
             it has any (``"shm"`` has).
@@ -321,9 +321,9 @@ def backend(
         it again without a plan and run that; one warning says why, ``stats.reasons`` counts it, and
         later graphs have no plan.
 
-        What fails while a graph is compiled arrives inside ``torch._dynamo.exc``'s
-        ``BackendCompilerFailed``, as with every backend: its text has symmplan's, its
-        ``inner_exception`` is symmplan's error. What fails in a run arrives as it is.
+        An error while a graph is compiled arrives inside ``torch._dynamo.exc``'s
+        ``BackendCompilerFailed``, as with every backend. Its text contains symmplan's, and its
+        ``inner_exception`` is symmplan's error. An error in a run arrives as it is.
     """
     return CompileBackend(
         CompileOptions(

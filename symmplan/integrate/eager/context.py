@@ -40,39 +40,37 @@ def eager(
     Args:
         group: Torch's process group of all ranks that run the program; the default one if None.
         memory: Name of a memory backend.
-        choose: How the algorithms of collectives are chosen. ``"placed"``, the same as
-            ``"symmetric"``, puts every declared tensor into symmetric memory; ``"measure"`` times
-            each kind and size of collective in every way there is when the iteration is planned,
-            and leaves out of the plan what is not clearly faster in symmetric memory; ``"copy
-            engine"`` lets copy engines run all-gathers (``memory="nccl"``); ``"ordinary"`` plans no
-            collective, only ops that need symmetric memory; ``"auto"`` measures on devices and
-            places all elsewhere. The path of a ``.json`` file takes what was measured elsewhere,
-            see `symmplan.simulate`.
+        choose: How the algorithms of collectives are chosen. ``"placed"``, also called
+            ``"symmetric"``: every declared tensor is in symmetric memory. ``"measure"``: each kind
+            and size of collective is timed by each algorithm when the iteration is planned, and
+            stays ordinary if symmetric memory is not clearly faster. ``"copy engine"``: copy
+            engines run all-gathers (``memory="nccl"``). ``"ordinary"``: only ops that need
+            symmetric memory are planned. ``"auto"``: measured on devices, placed elsewhere. The
+            path of a ``.json`` file: as measured elsewhere, see `symmplan.simulate`.
         capacity: Most bytes that the segments may take on any rank, as a number or as text such as
-            ``"40GiB"``. None for what is free when the iteration is planned, less a tenth. Ranks
-            take the least that one of them has. Collectives that save least for their bytes give
-            algorithm; ``session.plan.summary()`` says which.
+            ``"40GiB"``. None for what is free when the iteration is planned, less a tenth. All
+            ranks use the smallest value of any rank. Collectives that gain least for their bytes
+            are demoted, and ``session.plan.summary()`` lists them.
         device: Where declared tensors lie; the current CUDA device if the group has NCCL, else the
             CPU.
         effort: How hard the planner tries.
         timeout: Seconds that ranks wait for each other before they raise.
-        debug: Overwrite every placement when its buffer dies, so that a late reader shows; and, in
-            shared memory, find races: each access of placement bytes, by whichever rank and also
-            inside declared ops, is compared with the last ones of the other ranks, and one that
-            nothing orders behind them ends in a `RaceError` that names both. Slow. ``"poison"``
-            does only the former.
+        debug: Overwrite every placement when its buffer is no longer live, so that a late reader
+            shows in the results. In shared memory also find races: each access of placement bytes,
+            by any rank and also inside declared ops, is compared with the other ranks' last
+            accesses. If nothing orders it behind them, it ends in a `RaceError` that names both.
+            Slow. ``"poison"`` only overwrites.
         collectives: ``"process group"`` lets the process group's own collectives run on the
             placements, as they do on devices; ``"auto"`` takes those of the memory backend where
             it has any (``"shm"`` has).
 
     Raises:
         RaceError: With ``debug=True``, from any op inside the session.
-        OptionError: There is no such memory backend or device, there are no such collectives, or
-            ``timeout`` is no number of seconds.
+        OptionError: ``memory``, ``device``, ``collectives`` or ``timeout`` has a wrong value.
         PlanningError: There is no such effort, or ``capacity`` is no number of bytes.
-        BackendError: ``memory`` serves no tensors on the device; from the first declared call, or
-            `Session.step`, that the backend which was asked for by name serves no rank.
-        AgreementError: From there too, on every rank: ranks were given different options.
+        BackendError: ``memory`` serves no tensors on the device. The first declared call, or
+            `Session.step`, raises it if the backend that was asked for by name serves no rank.
+        AgreementError: Raised there, too, on every rank: ranks were given different options.
         MissingSeamError: This torch lacks what a session's numbers rest on.
 
     Collective: no; entering, `Session.step` and leaving are.

@@ -238,10 +238,10 @@ class Session:
         return self._checked
 
     def replan(self) -> None:
-        """Forget the plan; the next iteration is recorded and planned afresh.
+        """Drop the plan; the next iteration is recorded and planned.
 
-        Also the way on after an error that every rank has seen, as long as no rank was waiting on
-        its device: that ends with the group's communicators.
+        After an error that every rank has seen the session can go on with this, unless a rank was
+        waiting on its device: then the group's communicators have ended.
 
         Collective: yes.
         """

@@ -35,7 +35,7 @@ __all__ = ["Handle", "apply"]
 class Handle:
     """What `apply` did to a model, and how to undo it. Made by `apply`.
 
-    A context manager: to leave it is to `remove` it.
+    A context manager: leaving the block calls `remove`.
     """
 
     def __init__(self, runtime: Runtime, plain: list[tuple[Any, Any, Any, Any]]) -> None:
@@ -80,12 +80,12 @@ class Handle:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What was measured to choose between symmetric memory and torch's own way."""
+        """What was measured of each kind of collective, and the algorithm that was chosen."""
         return self._runtime.planning.choices
 
     @property
     def stats(self) -> Stats:
-        """What was done so far."""
+        """The counters of the model's collectives since `apply`."""
         counts = self._runtime.counts
         plan = self._runtime.planning.plan
         reasons = sorted(counts.reasons.items(), key=lambda item: (-item[1], item[0]))
@@ -162,10 +162,11 @@ class Handle:
         Raises:
             RunError: A backward pass is running, or one is still to come that would read
                 parameters in the segments. Nothing has changed then, and the step can be
-                finished. Not raised while an exception is being handled, because that ended the
-                step; its backward pass would raise.
+                finished. Not raised while an exception is being handled: it ended the step, and
+                a backward pass of that step would raise.
 
-        Collective: no; but a rank that removes leaves the others' next collective to time out.
+        Collective: no. But if one rank alone removes its handle, the others' next collective
+        ends in a timeout.
         """
         if self._plain and sys.exc_info()[0] is None:
             _check_removable(self._runtime)
@@ -217,20 +218,21 @@ def apply(
             Collectives that save least for their bytes are demoted, and ``handle.plan.summary()``
             says which.
         effort: How hard the planner tries, ``"fast"`` or ``"optimal"``.
-        unsharded_modules: How many modules may have bytes for their unsharded parameters at once,
-            the root's included; None for as many as the first step had, whose gathers all run.
-            Fewer need fewer bytes, and gathers ahead of their time begin when a module before them
-            is done. More are ``reshard_after_forward=False`` for as many of the last modules of a
-            forward pass as fit: backward does not gather these again, what forward writes to
-            their unsharded parameters is still there then, and a forward pass without a backward
-            leaves them unsharded. ``plan.summary()`` says how many there are, ``plan.advice()``
-            what one less saves and one more costs. A program always has what it needs at once.
+        unsharded_modules: How many modules may hold unsharded parameters at the same time, the
+            root included. None for as many as in the first step; then all gathers run. A smaller
+            number needs fewer bytes and delays prefetches. A larger number acts as
+            ``reshard_after_forward=False`` for the last modules of a forward pass, as many as fit:
+            backward does not gather them again, it sees what forward wrote to their unsharded
+            parameters, and a forward pass without a backward leaves them unsharded.
+            ``plan.summary()`` says how many there are. ``plan.advice()`` says what one less saves
+            and one more costs. A number that is too small for the program is raised to what the
+            program needs.
         timeout: Seconds that ranks wait for each other before they raise.
 
     Raises:
-        CaptureError: The model has no FSDP2 module, or one with custom collectives already.
-        OptionError: There is no such memory backend, ``choose`` is none of these, ``timeout`` is no
-            number of seconds, or ``unsharded_modules`` no whole number of at least 1.
+        CaptureError: The model has no FSDP2 module, or has custom collectives already.
+        OptionError: ``memory``, ``choose``, ``timeout`` or ``unsharded_modules`` has a wrong value;
+            its message names it.
         BackendError: ``memory`` serves no tensors on the model's devices.
         MissingSeamError: This torch lacks what a planned step's numbers rest on.
         PlanningError: There is no such effort, or ``capacity`` is no number of bytes.

@@ -179,7 +179,11 @@ class ExpertParallel:
             The rows in the order in which this rank dispatched them. Its backward dispatches
             gradients.
 
-        Raises and is collective as `dispatch`.
+        Raises:
+            RunError: The rows are not those of the routes, or ranks make different calls.
+            PeerTimeoutError, PeerLostError: A rank did not come.
+
+        Collective: yes, and so is its backward.
         """
         return _Exchange.apply(rows, self, routes.back)  # type: ignore[no-any-return,no-untyped-call]
 

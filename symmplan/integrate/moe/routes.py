@@ -52,17 +52,17 @@ class Routes:
 
     @property
     def received(self) -> list[int]:
-        """Rows that it gets from each rank; they lie one behind the other, in this order."""
+        """Rows that this rank receives from each rank; they lie one behind the other, in order."""
         return [row[self.rank] for row in self.table]
 
     @property
     def most(self) -> int:
-        """The most rows that any rank gets."""
+        """The largest number of rows that any rank receives."""
         return max(map(sum, zip(*self.table, strict=True)))
 
     @property
     def back(self) -> Routes:
-        """The way back."""
+        """The routes of the opposite direction: each rank sends back the rows that it received."""
         return Routes(tuple(zip(*self.table, strict=True)), self.rank)
 
     def takes(self, given: int) -> bool:
