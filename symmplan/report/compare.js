@@ -29,7 +29,7 @@ function said() {
   const peak = (plan) => plan.segments.reduce((n, s) => n + s.nbytes, 0);
   const how = (word) => changes.filter((b) => b.differs.includes(word)).length;
   const parts = ["moved", "resized", "new", "gone"].map((word) => `${number(how(word))} ${word}`);
-  return `${parts.join(", ")}; the peak is ${signed(peak(second) - peak(first))} (${size(peak(first))} → ${size(peak(second))})`;
+  return `${parts.join(", ")}; the peak changes by ${signed(peak(second) - peak(first))} (${size(peak(first))} → ${size(peak(second))})`;
 }
 
 // ---- where to look: nearer, elsewhere, at the peak, and at what a filter found ------------------

@@ -37,7 +37,10 @@ def test_two_plans_show_what_differs(browser, tmp_path):
     with Page(browser, tmp_path, one, beside=two) as shown:
         page = shown.page
         told = page.locator("#tables").inner_text()
-        assert "1 moved, 1 resized, 1 new, 1 gone; the peak is +8 KiB (12 KiB → 20 KiB)" in told
+        assert (
+            "1 moved, 1 resized, 1 new, 1 gone; the peak changes by +8 KiB (12 KiB → 20 KiB)"
+            in told
+        )
         table = page.locator("h2:has-text('Differences') + .scroll tbody tr")
         rows = {tuple(row.split("\t")) for row in table.all_inner_texts()}
         assert rows == {
