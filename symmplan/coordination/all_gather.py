@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.exchange import PlanningWatch
 
-__all__ = ["all_agree", "all_gather_json", "everywhere", "leaders", "telling"]
+__all__ = ["all_agree", "all_gather_json", "everywhere", "leaders", "least", "telling"]
 
 
 def leaders(groups: Mapping[str, Any]) -> dict[str, str]:
@@ -90,6 +90,28 @@ def all_agree(what: str, mine: Any, groups: Mapping[str, Any], timeout: float) -
         said = all_gather_json(what, dict.fromkeys(groups, mine), groups, timeout)
         mine = bool(mine) and all(x == mine for of in said.values() for x in of)
     return bool(mine)
+
+
+def least(
+    what: str, mine: Sequence[int], groups: Mapping[str, Any], timeout: float
+) -> tuple[int, ...]:
+    """Of some numbers the least that the ranks of some groups say, and of what these meet.
+
+    Asked as often as in `all_agree`.
+
+    Args:
+        what: Name of the exchange, for messages.
+        mine: What this rank says.
+        groups: ``{name: process group}``.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those groups.
+    """
+    for _ in range(3):
+        said = all_gather_json(what, {name: list(mine) for name in groups}, groups, timeout)
+        told = [x for of in said.values() for x in of if isinstance(x, list)]
+        mine = [min(each) for each in zip(mine, *told, strict=True)]
+    return tuple(mine)
 
 
 @contextlib.contextmanager

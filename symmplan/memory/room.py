@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from symmplan.coordination.all_gather import all_gather_json
+from symmplan.coordination.all_gather import least
 from symmplan.coordination.world import current
 from symmplan.memory import shm_file
 from symmplan.memory.backends import BACKENDS
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from symmplan.memory.device_memory import DeviceMemory
 
-__all__ = ["Room", "Usage", "agreed_room", "free_bytes", "room_on"]
+__all__ = ["LEFT", "Room", "Usage", "agreed_room", "free_bytes", "room_on"]
 
 #: What is left alone of the bytes that are free: one part in so many.
 _MARGIN = 10
 #: And at least so many bytes of a device: communicators and kernels take some when they come.
-_OWN = 256 << 20
+LEFT = 256 << 20
 
 
 @frozen
@@ -106,8 +106,8 @@ def room_on(there: DeviceMemory, usage: Usage | None, *, below: bool) -> Room:
     """
     need = there.most_allocated if usage is None else usage.need
     free = there.free + there.reserved - max(need, there.allocated)
-    nbytes = free - max(free // _MARGIN, _OWN)
-    at_once = there.free - max(there.free // _MARGIN, _OWN)
+    nbytes = free - max(free // _MARGIN, LEFT)
+    at_once = there.free - max(there.free // _MARGIN, LEFT)
     if usage is not None and below:
         nbytes = min(nbytes, usage.most - need)
         at_once = min(at_once, usage.most - there.reserved)
@@ -157,9 +157,4 @@ def agreed_room(
         mine = evolve(mine, nbytes=given)
     else:
         mine = evolve(mine, nbytes=besides + max(held, mine.nbytes))
-    least = [mine.nbytes, mine.at_once]
-    for _ in range(3):  # as `symmplan.coordination.all_gather.throughout`
-        said = all_gather_json("capacity", dict.fromkeys(groups, least), groups, timeout)
-        told = [x for of in said.values() for x in of if isinstance(x, list)]
-        least = [min(each) for each in zip(least, *told, strict=True)]
-    return Room(*least)
+    return Room(*least("capacity", (mine.nbytes, mine.at_once), groups, timeout))

@@ -63,6 +63,7 @@ class Choice:
             next power of two; 0 if it has none there or if they are not known.
         concurrent: The collective of another group beside which it was measured, and how that ran;
             empty if it has none. The seconds are until both are done.
+        ruled: Why it was not measured, and its algorithm is by rule; empty if it was.
     """
 
     op: str
@@ -76,6 +77,7 @@ class Choice:
     copied_out: bool = False
     beside: int = 0
     concurrent: str = ""
+    ruled: str = ""
 
     @property
     def placed(self) -> bool:
@@ -87,6 +89,8 @@ class Choice:
         """Why it stays in ordinary memory, empty if it does not."""
         if self.placed:
             return ""
+        if self.ruled:
+            return self.ruled
         others = [seconds for algorithm, seconds in self.seconds.items() if algorithm != "ordinary"]
         if not others:
             return SPLIT_WORDS

@@ -15,7 +15,7 @@ import functools
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
@@ -223,10 +223,19 @@ def _learn(
             if preparation.refusal is None:
                 timeout = preparation.options.timeout
                 given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
-                thread.submit(given, new, program, ask).result()
+                if not thread.submit(given, new, program, ask).result():
+                    for case in new:
+                        choices_of(groups[case.group])[case] = _unmeasurable(case)
 
         thread.submit(gather, ask).result()
         preparation.attempt(measured, ask)
+
+
+def _unmeasurable(case: Case) -> Choice:
+    """The choice by rule, where some rank has no room to measure."""
+    algorithm = _ruled(None, case, case.memory)
+    why = f"there was no room to measure it, and {algorithm.reason or 'by rule it gains'}"
+    return evolve(case.unmeasured, algorithm=algorithm.name, ruled=why)
 
 
 def _runs_on_engines(case: Case, groups: Mapping[str, Any]) -> bool:

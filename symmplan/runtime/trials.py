@@ -13,7 +13,10 @@
 [Note: how much memory measuring takes]
     At most `BEYOND` bytes, those of the clock and of both copies of what is measured together. A
     collective that is too large for that is measured on a part, of which the ratio of its
-    algorithms hardly depends on the size any more, and the seconds are scaled.
+    algorithms hardly depends on the size any more, and the seconds are scaled. Where a rank has
+    fewer bytes to spare the parts are smaller on all; where those would say nothing, nothing is
+    measured, and the rules of `symmplan.runtime.tuning_table` choose. All of it is given back, also
+    to the driver, before anything is planned.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders
+from symmplan.coordination.all_gather import all_agree, all_gather_json, leaders, least
 from symmplan.coordination.own import own_work
 from symmplan.errors import AgreementError
 from symmplan.memory.cache import borrowed
+from symmplan.memory.device_memory import device_memory, empty_cache
+from symmplan.memory.room import LEFT, free_bytes
 from symmplan.model import Access, Buffer, Operation, Problem
 from symmplan.planner import plan as plan_problem
 from symmplan.process import PROCESS
@@ -46,6 +51,8 @@ __all__ = ["BEYOND", "choices_of", "forget", "measure", "measure_there"]
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
+#: Parts of fewer bytes on a device are not timed: what passes once decides there.
+_LEAST = 1 << 20
 #: Collectives of fewer bytes are repeated until they come to as many: what passes once, at the
 #: begin and the end of what is timed, must not decide.
 _ENOUGH = 512 << 20
@@ -72,7 +79,7 @@ def measure(
     memory: str,
     device: torch.device,
     timeout: float,
-) -> None:
+) -> bool:
     """Time collectives by every algorithm there is, and let the slowest rank count.
 
     Args:
@@ -83,6 +90,9 @@ def measure(
         device: Where the tensors lie.
         timeout: Seconds that ranks wait for each other.
 
+    Returns:
+        Whether all ranks have room to measure; else nothing was timed.
+
     Raises:
         AgreementError: Ranks measure different collectives; raised on all of them.
         PeerTimeoutError: A rank did not come, or its part of a collective did not.
@@ -91,7 +101,21 @@ def measure(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    trials = _Trials(cases, device)
+    measured = _measured(cases, program, groups, memory, device, timeout)
+    if cases and measured:  # what it was measured on is not the program's
+        empty_cache(device)
+    return measured
+
+
+def _measured(
+    cases: Sequence[Case],
+    program: Iterable[Case],
+    groups: Mapping[str, Any],
+    memory: str,
+    device: torch.device,
+    timeout: float,
+) -> bool:
+    """As `measure`; what it took is free when it returns. Collective: yes, over those groups."""
     leader = leaders(groups)
     together: dict[str, list[Case]] = {name: [] for name in dict.fromkeys(leader.values())}
     for case in cases:
@@ -102,6 +126,7 @@ def measure(
     for name, said in all_gather_json("cases", keys, groups, timeout).items():
         _same(keys[name], said, name, groups[name])
     met = {name: groups[name] for name in together}
+    trials = _Trials(cases, device, _bytes_for(memory, device, met, timeout))
     beside = [case for case in cases if case.concurrent is not None]
     number = {name: i for i, name in enumerate(groups)}
     # Who is timed beside whom; the same on ranks that may do so together.
@@ -115,8 +140,9 @@ def measure(
     unserved = {*trials.groups} - {*trials.served}
     served = {name: group for name, group in groups.items() if name not in unserved}
     engines = engines_of(served, memory, timeout)
-    if not cases:
-        return
+    if not cases or not trials.has_room:
+        return not cases
+    trials.allocate()
     plan = plan_problem(trials.problem)
     with borrowed(plan, served, memory=memory, device=device, timeout=timeout) as (arena, there):
         register(arena, engines)
@@ -164,6 +190,19 @@ def measure(
         for case in beside:
             found = choices_of(groups[case.group])
             found[case] = found[case.by_itself]
+    return True
+
+
+def _bytes_for(memory: str, device: torch.device, groups: Mapping[str, Any], timeout: float) -> int:
+    """Bytes that measuring may take; equal on all ranks. Collective: yes, over those groups."""
+    there = device_memory(device)
+    if there is None:
+        free = free_bytes(memory)
+    else:
+        free = there.free + there.reserved - there.allocated - LEFT
+        if there.free - LEFT < BEYOND:
+            empty_cache(device)
+    return least("room to measure", (min(BEYOND, free),), groups, timeout)[0]
 
 
 def measure_there(
@@ -199,15 +238,21 @@ def measure_there(
 class _Trials:
     """The parts of collectives that are timed, and the bytes that this takes.
 
+    Args:
+        cases: What is timed.
+        device: Where.
+        nbytes: That all of it may take.
+
     Attributes:
         parts: ``{collective without concurrent collectives: what is timed of it}``, those that are
             only concurrent with another included.
         groups: Over which they run.
         served: Those that run anything in symmetric memory.
         problem: The symmetric bytes.
+        has_room: Whether the parts are large enough that their times say anything.
     """
 
-    def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
+    def __init__(self, cases: Sequence[Case], device: torch.device, nbytes: int) -> None:
         neighbours = dict.fromkeys(c.concurrent for c in cases if c.concurrent is not None)
         kinds = list(dict.fromkeys((*(c.by_itself for c in cases), *neighbours)))
         self.groups = list(dict.fromkeys(c.group for c in kinds))
@@ -216,7 +261,9 @@ class _Trials:
         # symmetric ones of each group; and what torch's own way makes.
         apart = len(self.groups) if neighbours else 1
         tensors = 2 * apart + 2 * len(self.served) + min(apart, 2)
-        largest = int((BEYOND - clock_bytes(device)) / tensors)
+        largest = (nbytes - clock_bytes(device)) // tensors
+        self.has_room = largest >= (_LEAST if device.type == "cuda" else 1)
+        largest = max(largest, 0)
         self.parts = {c: c.part(largest) for c in kinds}
         sizes = [part.sizes() for part in self.parts.values()]
         most = {w: max((s[i] for s in sizes), default=0) for i, w in enumerate(("in", "out"))}
@@ -229,13 +276,20 @@ class _Trials:
             operations=(Operation("all"),),
             accesses=tuple(Access("all", b.name, write=True) for b in buffers),
         )
-        self._plain = [
-            [torch.ones(n, dtype=torch.uint8, device=device) for n in most.values()]
-            for _ in range(apart)
+        self._most, self._apart, self._device = most, apart, device
+        self._plain: list[list[torch.Tensor]] = []
+
+    def allocate(self) -> None:
+        """Have the ordinary bytes."""
+        device = self._device
+        self._plain += [
+            [torch.ones(n, dtype=torch.uint8, device=device) for n in self._most.values()]
+            for _ in range(self._apart)
         ]
         # A rank that has no room for what torch's own way makes must not find out among its peers.
         results = [
-            torch.empty(most["out"], dtype=torch.uint8, device=device) for _ in self._plain[:2]
+            torch.empty(self._most["out"], dtype=torch.uint8, device=device)
+            for _ in self._plain[:2]
         ]
         results.clear()
 

@@ -282,6 +282,25 @@ def mesh_failing(rank, world, stage, victim):
         return fsdp(rank, world, build=build)
 
 
+def measured_nowhere(rank, world, name):
+    """Measure where one rank has no bytes to spare: no choice has seconds."""
+    from symmplan.runtime import trials
+
+    timed = []
+    free, seconds_of = trials.free_bytes, trials.seconds_of
+    trials.free_bytes = lambda _: 4096 if rank else 1 << 40
+    trials.seconds_of = lambda *args, **_: timed.append(args)
+    try:
+        result = {"fsdp": fsdp, "eager": eager, "compiled": compiled}[name](
+            rank, world, *([] if name == "fsdp" else [[None]]), "measure"
+        )
+    finally:
+        trials.free_bytes, trials.seconds_of = free, seconds_of
+    stats = result.get("stats", result)
+    wrong = result["differences"] if name == "fsdp" else result["wrong"]
+    return wrong, result["warned"], timed, stats["served"], stats["plain"]
+
+
 def measured_small(rank, world, name, room):
     """Measure with so little room that only parts fit; what was measured, and in how many bytes."""
     from symmplan.integrate.fsdp.apply import Handle

@@ -104,7 +104,7 @@ def test_what_leaves_a_device_without_room_to_register_it_is_not_there(monkeypat
     assert backend.allocate(spec, device, (), Health())[0].numel() == 4096
     group = {"g": None}
     given = {"memory": "nccl", "device": device, "timeout": 1.0}
-    monkeypatch.setattr("symmplan.memory.room.all_gather_json", lambda *_: {})
+    monkeypatch.setattr("symmplan.coordination.all_gather.all_gather_json", lambda *_: {})
     assert agreed_room(None, 0, group, **given).nbytes == 0
     left[0] = 10 << 30
     assert agreed_room(None, 0, group, **given, besides=7).nbytes == (9 << 30) + 7

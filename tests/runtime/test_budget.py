@@ -358,3 +358,13 @@ def test_what_is_too_large_to_be_measured_is_measured_on_a_part(two, name):
         assert all(seconds > 0 for _, seconds in choices)
         if name == "fsdp":
             assert max(nbytes for nbytes, _ in choices) > room / 4
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", ["fsdp", "eager", "compiled"])
+def test_where_a_rank_has_no_room_to_measure_the_rules_choose(two, name):
+    for wrong, warned, timed, served, plain in two.run(programs.measured_nowhere, name):
+        assert wrong == warned == timed == []
+        assert served > 0  # in shared memory everything is placed by rule
+        assert plain == 0
