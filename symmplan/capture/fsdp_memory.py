@@ -12,41 +12,47 @@ if TYPE_CHECKING:
 __all__ = ["needed"]
 
 
-def needed(recording: Recording, unsharded: Mapping[str, int]) -> int:
-    """The most bytes of tensors that a step had at once, FSDP2's own buffers left out.
+def needed(recording: Recording, unsharded: Mapping[str, int]) -> tuple[int, int]:
+    """The most bytes of tensors that later steps have at once, without and with FSDP2's buffers.
 
-    Between two moments at which somebody looked, tensors had as much as at either, or as many as
-    never before if that number has grown. All that the plan replaces was there meanwhile that was
-    there at both.
+    All that the plan replaces was there between two moments at which somebody looked that was there
+    at both. What a step leaves behind for later ones, such as the state of an optimizer, they have
+    from the beginning on.
 
     Args:
         recording: The step; its ``moments`` say what was allocated.
-        unsharded: ``{site: bytes}`` of unsharded parameters that FSDP2 has in tensors of its own,
-            at the latest from when a gather's flat buffer is dropped.
+        unsharded: ``{site: bytes}`` of the unsharded parameters that the plan may place.
 
     Returns:
-        0 if nobody looked.
+        Zeros if nobody looked.
     """
+    if not recording.moments:
+        return 0, 0
     live: dict[tuple[int, str], int] = {}
-    released: set[int] = set()
-    need = most = done = 0
-    for number, (count, allocated, peak) in enumerate(recording.moments):
+    need = peak = done = earlier = 0
+    last = len(recording.moments) - 1
+    left = max(0, recording.moments[-1].allocated - recording.moments[0].allocated)
+    filled = {at: index for index, at in recording.filled.items()}
+    for number, (count, allocated, most, own) in enumerate(recording.moments):
         before = sum(live.values())
-        for what, index in recording.events[done:count]:
-            if what == "tenant":
+        for at, (what, index) in enumerate([*recording.events[done:count], ("", 0)], done):
+            if at in filled:
+                gather = filled.pop(at)
+                site = recording.collectives[gather].key.site
+                live[gather, "parameters"] = unsharded.get(site, 0)
+            if what in ("", "tenant"):
                 continue
             call = recording.collectives[index]
             if what == "begin":
                 live[index, "flat"] = call.nbytes
             elif what == "drop":
                 live.pop((index, "flat"), None)
-                if call.key.kind == "all_gather" and index not in released:
-                    live[index, "parameters"] = unsharded.get(call.key.site, 0)
             elif what == "release":
                 live.pop((index, "parameters"), None)
-                released.add(index)
         done, after = count, sum(live.values())
-        grown = number > 0 and peak > most
-        most = max(most, peak)
-        need = max(need, (peak if grown else allocated) - min(before, after), allocated - after)
-    return need
+        more = left if number < last else 0
+        peak = max(peak, most + more)
+        if not own and most > max(allocated, earlier):
+            need = max(need, most - min(before, after) + more)
+        need, earlier = max(need, allocated - after + more), allocated
+    return need, peak

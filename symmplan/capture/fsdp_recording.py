@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Call", "Key", "Kind", "Moment", "Recording"]
+__all__ = ["Call", "Key", "Kind", "Look", "Moment", "Recording"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 #: How many events came before, those of tenants not counted, and how many of those since then.
@@ -61,6 +61,15 @@ class Call:
     group: str = ""
 
 
+class Look(NamedTuple):
+    """What tensors had at a moment."""
+
+    events: int  # how many had come
+    allocated: int  # bytes
+    most: int  # bytes that they had since the look before, as far as is known
+    own: bool  # whether FSDP2 alone has allocated since then, what the recording knows
+
+
 @define(eq=False)
 class Recording:
     """The events of a stretch of the program, in the order of issue.
@@ -74,8 +83,9 @@ class Recording:
             are; see `symmplan.runtime.listening`.
         after_forward: The all-gathers whose modules FSDP2 released because forward was done.
         carried: Those that ran before the stretch, and whose modules were not released since.
-        moments: Of each moment at which somebody looked how many events there were, the bytes that
-            tensors had, and the most that they had had so far.
+        moments: When somebody looked at the device's memory.
+        filled: By an all-gather's index how many events came before FSDP2 had unsharded parameters
+            of that in tensors of their own.
     """
 
     collectives: list[Call] = field(factory=list)
@@ -83,7 +93,8 @@ class Recording:
     heard: list[tuple[int, Any]] = field(factory=list)
     after_forward: set[int] = field(factory=set)
     carried: set[int] = field(factory=set)
-    moments: list[tuple[int, int, int]] = field(factory=list)
+    moments: list[Look] = field(factory=list)
+    filled: dict[int, int] = field(factory=dict)
     _launched: int = 0
 
     def begin(self, key: Key, nbytes: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from symmplan.capture.fsdp_recording import Key
@@ -41,6 +43,9 @@ class Coordinator(Protocol):
 
     def gathering(self, module: Occupant, key: Key) -> None:
         """A module's parameters are gathered where they live."""
+
+    def unsharding(self, site: str) -> AbstractContextManager[None]:
+        """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
 
     def put_off(self, key: Key, module: Occupant) -> None:
         """A module's parameters were wanted before there was room for them."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 from attrs import frozen
 
 from symmplan.capture.fsdp_memory import needed
+from symmplan.capture.fsdp_recording import Look
 from symmplan.coordination.groups import resolve_groups
 from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
@@ -32,7 +34,7 @@ from symmplan.runtime.leases import Lease, Ledger, in_use, set_aside
 from symmplan.runtime.prepare import Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from symmplan.capture.fsdp_recording import Call, Recording
     from symmplan.integrate.fsdp.schedule import ScheduledCollective
@@ -76,6 +78,7 @@ class Memory:
             in those of others.
         captured: Whether a CUDA graph may have the addresses.
         preparation: What the ranks agree on, and how they get memory.
+        recording: What is being recorded.
         usage: What the program had before the first plan; None before, and where nobody looks.
     """
 
@@ -90,6 +93,8 @@ class Memory:
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
         self.usage: Usage | None = None
+        self.recording: Recording | None = None
+        self._most = 0
         self._options = options
         self._device: torch.device | None = None
         self._arenas: list[Arena] = []
@@ -230,13 +235,38 @@ class Memory:
 
     # Segments.
 
-    def look(self, recording: Recording | None) -> None:
-        """Write down what the device has now, until the program is planned. Collective: no."""
+    def look(self, *, own: bool = False) -> None:
+        """Write down what the device has now, until the program is planned.
+
+        Args:
+            own: As in `Look`.
+
+        Collective: no.
+        """
+        recording = self.recording
         if self.usage is None and recording is not None:
             there = device_memory(self.device)
             if there is not None:
-                now = len(recording.events), there.allocated, there.most_allocated
-                recording.moments.append(now)
+                most = there.allocated
+                # Torch says only what was the most so far.
+                if recording.moments and there.most_allocated > self._most:
+                    most = there.most_allocated
+                self._most = max(self._most, there.most_allocated)
+                recording.moments.append(Look(len(recording.events), there.allocated, most, own))
+
+    @contextlib.contextmanager
+    def unsharding(self, recording: Recording | None, index: int) -> Iterator[None]:
+        """FSDP2 has parameters of its own from now on. Collective: no.
+
+        Args:
+            recording: Of their gather; None where nothing is recorded.
+            index: Of that.
+        """
+        self.look()
+        yield
+        if recording is not None:
+            recording.filled.setdefault(index, len(recording.events))
+            self.look(own=True)
 
     def had(self, recording: Recording, unsharded: Mapping[str, int]) -> None:
         """Remember what a program that is not planned yet had of its device. Collective: no.
@@ -246,8 +276,13 @@ class Memory:
             unsharded: ``{site: bytes}`` of the parameters that a plan may place.
         """
         there = device_memory(self.device)
-        if there is not None and recording.moments and self.usage is None:
-            self.usage = Usage(needed(recording, unsharded), there.most_reserved)
+        if there is not None and self.usage is None:
+            last = recording.moments[-1] if recording.moments else None
+            if last is None or last[:2] != (len(recording.events), there.allocated):
+                self.recording = recording
+                self.look()
+            need, peak = needed(recording, unsharded)
+            self.usage = Usage(need, there.most_reserved + max(0, peak - self._most))
 
     def room(self, *, below: bool) -> int:
         """How many bytes a plan may take; the same on all ranks.

@@ -32,6 +32,7 @@ from symmplan.torch_private import c10d, fsdp2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch.distributed as dist
 
@@ -151,6 +152,7 @@ class Runtime:
         slot.pushed = pushed
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
+            self.memory.look(own=True)
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
         if pushed:
@@ -166,7 +168,8 @@ class Runtime:
         """
         if self.memory.expect(device) and self.options.chosen(device) == "measure":
             listen(self._log, device)
-        self.memory.look(self._log)
+        self.memory.recording = self._log
+        self.memory.look()
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured and self.schedule is None:
             raise RunError(
@@ -198,6 +201,10 @@ class Runtime:
             self._log.run(index, unshard.group)
             self._last[key.site] = (self._log, index)
 
+    def unsharding(self, site: str) -> AbstractContextManager[None]:
+        """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
+        return self.memory.unsharding(*self._last.get(site, (None, 0)))
+
     def put_off(self, key: Key, unshard: Occupant) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is None:
@@ -220,7 +227,6 @@ class Runtime:
         """
         log, index = self._last.pop(site, (None, 0))
         if log is not None:
-            self.memory.look(log)
             log.release(index, after_forward=after_forward)
         if self.occupancy.end(site):
             self._made_room()

@@ -173,7 +173,8 @@ class ZeroCopyUnshard:
             self._start(key, storage, self._streams(async_op=False))
         result = fsdp2_in_place.result_of(group)
         if storage is None or not (result is None or isinstance(result, Gathered)):
-            self._methods.call_own(fsdp2_in_place.WAIT)
+            with self._runtime.unsharding(self.site):
+                self._methods.call_own(fsdp2_in_place.WAIT)
             return
         state = fsdp2_in_place.state_name(group)
         in_backward = state == "PRE_BACKWARD"
@@ -199,6 +200,7 @@ class ZeroCopyUnshard:
         """The module is done with the parameters."""
         group = self._group
         was = group.is_sharded
+        self._runtime.memory.look()
         self._methods.call_own(fsdp2_in_place.TO_SHARDED)
         if not was:
             self._let_go(after_forward=fsdp2_in_place.state_name(group) == "FORWARD")
