@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Kind", "Storages"]
 
-Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed"]
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "placed", "segment"]
 
 
 @define(eq=False)
@@ -136,13 +136,25 @@ class Storages:
         most, at = -1, dict(now)
         total = 0
         for index, (storage, change) in enumerate(self._changes):
-            if storage.kind in ("placed", "optimizer"):
+            if storage.kind in ("placed", "segment", "optimizer"):
                 continue
             now[storage.kind] += change
             total += change
             if total > most and index >= self._begin:
                 most, at = total, dict(now)
         return at
+
+    def most_without(self) -> int:
+        """The most bytes at once if nothing lay in a placement: all but the segments.
+
+        The same count as in `peak`.
+        """
+        most = total = 0
+        for index, (storage, change) in enumerate(self._changes):
+            if storage.kind not in ("segment", "optimizer"):
+                total += change
+                most = max(most, total if index >= self._begin else 0)
+        return most + self._most("optimizer")
 
     def _most(self, kind: Kind) -> int:
         """Most bytes of a kind at once."""

@@ -109,6 +109,8 @@ class SimulationReport:
             count also once they were left.
         lower_bound_bytes: Proven minimum of the plans' segments, in bytes.
         ordinary_bytes: Bytes of ordinary memory. What lies in placements is not among them.
+        device_bytes_without: Peak of what the rank would have without symmplan, counted as
+            `device_bytes`.
         collectives: What ran, by op, size, group and algorithm.
     """
 
@@ -119,6 +121,7 @@ class SimulationReport:
     peak_bytes: int
     lower_bound_bytes: int
     ordinary_bytes: Ordinary
+    device_bytes_without: int
     collectives: tuple[Collective, ...]
 
     def __repr__(self) -> str:
@@ -127,6 +130,11 @@ class SimulationReport:
             f"<SimulationReport: rank {self.rank:,} of {self.ranks:,}, {symmetric} symmetric and "
             f"{ordinary} ordinary memory, {count(len(self.plans), 'plan')}>"
         )
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak of what the rank has on its device, in bytes: tensors and symmetric memory."""
+        return self.peak_bytes + self.ordinary_bytes.total
 
     def to_json(self) -> str:
         """All of it as JSON; the plans by their facts and fingerprints."""
@@ -140,6 +148,8 @@ class SimulationReport:
             "memory": self.memory,
             "peak_bytes": self.peak_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
+            "device_bytes": self.device_bytes,
+            "device_bytes_without": self.device_bytes_without,
             "ordinary_bytes": {**asdict(self.ordinary_bytes), "total": self.ordinary_bytes.total},
             "collectives": [asdict(c) for c in self.collectives],
             "plans": [plan_facts(plan) for plan in self.plans],
@@ -201,6 +211,7 @@ class SimulationReport:
         facts = [
             ("symmetric memory", size(self.peak_bytes), bound),
             ("ordinary memory", size(ordinary.total), "at its peak"),
+            ("device", size(self.device_bytes), f"without {size(self.device_bytes_without)}"),
             *((name, size(nbytes), "") for name, nbytes in asdict(ordinary).items()),
         ]
         rows = "".join(
@@ -232,6 +243,8 @@ class SimulationReport:
             f"                  {size(self.lower_bound_bytes)} at least",
             f"ordinary memory   {size(ordinary.total)} at its peak",
             *table([(n, size(b)) for n, b in asdict(ordinary).items()]),
+            f"device            {size(self.device_bytes)} at its peak",
+            f"                  {size(self.device_bytes_without)} without symmplan",
             "collectives",
             *table(
                 [

@@ -189,7 +189,9 @@ def _report(
 ) -> SimulationReport:
     table = None if world.choices is None else read_table(world.choices)
     for planner, known_by, storage in world.buffers:
-        if planner is None or planner.algorithm(known_by) != "ordinary":
+        if planner is None:
+            storage.kind = "segment"
+        elif planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
     rows: Counter[tuple[SimulatedCall, AlgorithmName]] = Counter()
     for (call, placed), many in others.items():
@@ -208,6 +210,7 @@ def _report(
         peak_bytes=sum(s.nbytes for s in world.segments if not s.released),
         lower_bound_bytes=sum(p.lower_bound_bytes for p in plans),
         ordinary_bytes=Ordinary(**storages.peak()),
+        device_bytes_without=storages.most_without(),
         collectives=tuple(
             Collective(c.op, n, c.nbytes, c.group, _size(c.group), algorithm)
             for (c, algorithm), n in rows.items()
