@@ -123,6 +123,9 @@ def choose_algorithms(
     """
     options = preparation.options
     choose = options.chosen(device)
+    levels = any("two-level" in case.algorithms for case in cases.values())
+    if options.choose == "auto" and levels and current() is None:
+        choose = "measure"  # a network may be as fast
     memory = memory or preparation.memory
     fixed = {call: Algorithm("ordinary", reason) for call, reason in left_out.items()}
     if choose == "ordinary":

@@ -47,9 +47,9 @@ class Options:
             has copy engines, the others in symmetric memory. ``"push"``: the same, but FSDP2's
             reduce-scatters are pushes of gradients into peers' memory. ``"two-level"``: all in
             symmetric memory; groups on several hosts have no other way there. ``"auto"``: measured
-            on devices, placed elsewhere, as shared memory between processes is always faster. The
-            path of a file that ends with ``.json``: as it was measured elsewhere, see
-            `symmplan.runtime.tuning_table`; equal on all ranks.
+            on devices and over several hosts, placed elsewhere, as shared memory between processes
+            is always faster. The path of a file that ends with ``.json``: as it was measured
+            elsewhere, see `symmplan.runtime.tuning_table`; equal on all ranks.
         capacity: Bytes that all segments of a plan may take together on any rank, as a number or
             as text such as ``"40GiB"``; the least of what the ranks were given counts. None for
             what the program has without symmplan, less a tenth; see [Note: what the program had]

@@ -37,7 +37,7 @@ def compiled(rank, size):
 
     group = dist.group.WORLD.group_name
     torch._dynamo.reset()
-    backend = symmplan.backend(inner="eager", timeout=30.0)
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
     program = torch.compile(_program, backend=backend, fullgraph=True)
     wrong = []
     for step in range(STEPS):
@@ -59,7 +59,7 @@ def eager(rank, size):
 
     group = dist.group.WORLD.group_name
     wrong = []
-    with symmplan.eager(timeout=30.0) as session:
+    with symmplan.eager(choose="placed", timeout=30.0) as session:
 
         def iteration(step):
             x = given(rank, step)
@@ -110,7 +110,7 @@ def fsdp(rank, size):
             fully_shard(block)
         fully_shard(model)
     plain, planned = models
-    handle = symmplan.fsdp.apply(planned, timeout=30.0)
+    handle = symmplan.fsdp.apply(planned, choose="placed", timeout=30.0)
     wrong = []
     for number in range(STEPS):
         pairs = zip(step(planned, number), step(plain, number), strict=True)

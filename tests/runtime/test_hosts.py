@@ -119,7 +119,7 @@ def _mixed(rank, size):
         return F.wait_tensor(F.reduce_scatter_tensor(same, "sum", size, group))
 
     torch._dynamo.reset()
-    backend = symmplan.backend(inner="eager", timeout=30.0)
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
     run = torch.compile(program, backend=backend, fullgraph=True)
     whole = [torch.arange(8.0 * size) + 100 * rank + step for step in range(3)]
     right = [
@@ -193,13 +193,14 @@ def _measured(rank, size, choose):
 
 
 def test_two_levels_are_measured_beside_the_ordinary_way(pool):
-    first, *others = pool.run(_measured, "measure")
-    assert all(other == first for other in others)
-    choices, _ = first
-    assert choices
-    for measured, chosen in choices:
-        assert measured == ["ordinary", "two-level"]
-        assert chosen in measured
+    for choose in ("measure", "auto"):
+        first, *others = pool.run(_measured, choose)
+        assert all(other == first for other in others)
+        choices, _ = first
+        assert choices
+        for measured, chosen in choices:
+            assert measured == ["ordinary", "two-level"]
+            assert chosen in measured
 
 
 def test_an_algorithm_of_one_host_is_two_levels_on_several(pool):
@@ -243,7 +244,7 @@ def _narrow(rank, size):
     import symmplan
 
     group = dist.group.WORLD.group_name
-    backend = symmplan.backend(inner="eager", timeout=30.0)
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
     torch._dynamo.reset()
 
     def program(x):
@@ -285,7 +286,7 @@ def _crossed(rank, size):
     )
     part, whole = torch.full((256,), float(rank)), torch.empty(256 * size)
     try:
-        with symmplan.eager(timeout=30.0) as session:
+        with symmplan.eager(choose="placed", timeout=30.0) as session:
             for _ in range(2):
                 dist.all_gather_into_tensor(whole, part)
                 session.step()
@@ -347,7 +348,7 @@ def _large(rank, size):
 
     group = dist.group.WORLD.group_name
     torch._dynamo.reset()
-    backend = symmplan.backend(inner="eager", timeout=30.0)
+    backend = symmplan.backend(inner="eager", choose="placed", timeout=30.0)
 
     def program(x):
         return F.wait_tensor(F.all_gather_into_tensor(x + 1, size, group))
@@ -379,7 +380,7 @@ def _trained():
     model = built()
     for block in model:
         fully_shard(block, mesh=mesh)
-    handle = symmplan.fsdp.apply(model, timeout=30.0)
+    handle = symmplan.fsdp.apply(model, choose="placed", timeout=30.0)
     for _ in range(2):
         model(torch.ones(4, 8)).sum().backward()
     return handle

@@ -101,8 +101,7 @@ BETWEEN_HOSTS = Seam(
     "correctness",
     "that groups on several hosts are served",
     RUNS,
-    names("torch.distributed", "PrefixStore")
-    + names(f"{_C10D}:ProcessGroup", "allgather"),
+    names("torch.distributed", "PrefixStore") + names(f"{_C10D}:ProcessGroup", "allgather"),
     only_with=_BUILT,
 )
 
