@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.bench.parts.fsdp_ranks import measure, worst
-from symmplan.errors import CommandError
+from symmplan.errors import CommandError, RanksFailedError
 from symmplan.report.format import size
 from symmplan.runtime.choice import CHOOSE
 
@@ -75,6 +75,13 @@ _OPTIONS = (
         None,
         more={"type": int},
     ),
+    Option(
+        "room",
+        "GiB of each device that are left for one side alone, in processes of its own; several "
+        "are measured one after the other, behind all that there is (cuda)",
+        None,
+        more={"type": float, "nargs": "+", "metavar": "GIB"},
+    ),
     Option("cuda_graph", "replay captured steps (cuda; not of torch's pool)", False, more=_ON),
     Option("profile", "count no kernels (cuda)", True, more={**_OFF, "flag": "--no-profile"}),
     Option("memory", "count no bytes (cuda)", True, more={**_OFF, "flag": "--no-memory"}),
@@ -106,6 +113,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         CommandError: An option makes no sense here, or a rank failed or did not finish in time.
     """
     settings = _settings(args)
+    if settings["room"]:
+        return _swept(settings, args)
     about, ranks = command.measured("fsdp", measure, settings, args, connect=False)
     runs = [
         _compared([rank["runs"][i] for rank in ranks], settings)
@@ -137,6 +146,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             expected="--steps, --layers, --dim and --tokens of at least 1",
             got=", ".join(map(str, sizes)),
         )
+    room = found["room"] or ()
+    if room and (args.device != "cuda" or min(room) <= 0):
+        raise CommandError(
+            "there is no such room to measure in",
+            expected="--device cuda, and GiB above 0",
+            got=f"--device {args.device} --room {' '.join(f'{each:g}' for each in room)}",
+            fix="run it where ranks have devices: a ballast leaves only so much of each free",
+        )
     if found["model"] == "llama" and found["dim"] % 16:
         raise CommandError(
             "attention heads cannot share the width evenly",
@@ -158,6 +175,30 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "skipped": {side: reason for side, reason in why.items() if reason is not None},
         "wait": min(120.0, args.timeout),
     }
+
+
+def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Each room and each of the two sides in new processes: what one cached is not the other's."""
+    rooms: list[dict[str, Any]] = []
+    for room in (None, *settings["room"]):
+        sides = {}
+        for side in ("plain", "symmplan"):
+            given = {**settings, "sides": [side], "left": room, "profile": False}
+            try:
+                _, ranks = command.measured("fsdp", measure, given, args, connect=False)
+            except RanksFailedError as error:  # as where that is too little
+                sides[side] = {"error": str(error).splitlines()[0]}
+                continue
+            row, _ = _side([rank["runs"][0]["sides"][side] for rank in ranks], args.device)
+            sides[side] = {
+                "step_ms": row["step_ms"],
+                "retries": max(rank["retries"] for rank in ranks),
+                "device": max(rank["memory"][side].get("device", 0) for rank in ranks),
+            }
+        rooms.append({"room": room, "sides": sides})
+    runs = [each["sides"] for each in rooms]
+    right = all("error" in of["plain"] or "error" not in of["symmplan"] for of in runs)
+    return {"ok": right, "command": command.words_of("fsdp", args), **settings, "rooms": rooms}
 
 
 def _compared(ranks: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +264,8 @@ def _right(run: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 def render(result: dict[str, Any]) -> str:
     """Tables for people."""
+    if result.get("rooms"):
+        return "\n".join(_room_lines(result["rooms"]))
     what = f"{result['model']}: {result['layers']} layers of width {result['dim']}"
     lines = [command.heading(result, f"{what}, {result['dtype']}")]
     for run in result["runs"]:
@@ -233,6 +276,21 @@ def render(result: dict[str, Any]) -> str:
         lines += [f"{side}: {bytes_}"] if bytes_ else []
     lines += [line for run in result["runs"] for line in _profile_lines(run)]
     return "\n".join([*lines, *_plan_lines(result)])
+
+
+def _room_lines(rooms: list[dict[str, Any]]) -> list[str]:
+    """A row for each room: milliseconds of a step, retries of the allocator, bytes in use."""
+    rows, failed = [], []
+    for each in rooms:
+        name = "all" if each["room"] is None else f"{each['room']:g} GiB"
+        cells: list[Any] = []
+        for side, row in each["sides"].items():
+            if "error" in row:
+                failed.append(f"{side} in {name}: {row['error']}")
+            cells += [row.get("step_ms"), row.get("retries"), size(row.get("device", 0))]
+        rows.append((name, *cells))
+    heads = "room plain_ms retries device symmplan_ms retries device"
+    return [*command.cells(heads, rows), *failed]
 
 
 _ABOUT = """\

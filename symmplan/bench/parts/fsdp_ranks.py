@@ -37,6 +37,7 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
     sides: dict[str, Side] = {}
     memory = {}
+    ballast = _ballast(options.get("left"))
     for name in options["sides"]:
         mark(f"building {name}")
         sides[name], memory[name] = _built(name, rank, options)
@@ -52,7 +53,28 @@ def measure(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     for side in sides.values():
         if side.handle is not None:
             side.handle.remove()
+    result["retries"] = _retries()
+    del ballast
     return result
+
+
+def _ballast(left: float | None) -> torch.Tensor | None:
+    """What leaves so many GiB of the device free; None if all of it is."""
+    if left is None:
+        return None
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return torch.empty(max(0, free - int(left * (1 << 30))), dtype=torch.uint8, device="cuda")
+
+
+def _retries() -> int:
+    """How often torch's allocator has emptied its cache to go on; 0 where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:

@@ -1,0 +1,49 @@
+"""`symmplan bench fsdp --room`: what is started, and what is said of it; devices run it."""
+
+from __future__ import annotations
+
+import argparse
+
+from symmplan.bench import fsdp as bench_fsdp
+from symmplan.errors import RanksFailedError
+
+
+def options(*words):
+    parser = argparse.ArgumentParser()
+    bench_fsdp.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_a_swept_room_is_a_row_with_both_sides_and_with_who_did_not_fit(monkeypatch):
+    """Ranks are made up: where little room is left, and for symmplan in the least, one fails."""
+    asked = []
+
+    def measured(name, act, settings, args, *, connect):
+        (side,), left = settings["sides"], settings["left"]
+        asked.append((side, left))
+        if left is not None and left < (2.0 if side == "plain" else 3.0):
+            raise RanksFailedError(f"{side} is out of memory\nmore", fix="more room")
+        times = {kind: [0.1, 0.1] for kind in ("step", "wall", "issue", "host")}
+        row = {"times": times, "collectives": 3, "losses": [1.0]}
+        ranks = [
+            {
+                "runs": [{"sides": {side: row}}],
+                "retries": rank,
+                "memory": {side: {"device": 1 << 30}},
+            }
+            for rank in range(2)
+        ]
+        return {}, ranks
+
+    monkeypatch.setattr(bench_fsdp.command, "measured", measured)
+    result = bench_fsdp.run(options("--device", "cuda", "--room", "1", "2", "4"))
+    assert asked[:2] == [("plain", None), ("symmplan", None)]
+    assert [each["room"] for each in result["rooms"]] == [None, 1.0, 2.0, 4.0]
+    found = {each["room"]: each["sides"] for each in result["rooms"]}
+    assert found[4.0]["symmplan"] == {"step_ms": 100.0, "retries": 1, "device": 1 << 30}
+    assert "error" in found[1.0]["plain"]
+    assert not result["ok"]  # plain runs in 2 GiB, and symmplan does not
+    text = bench_fsdp.render(result)
+    assert "4 GiB" in text
+    assert "symmplan in 2 GiB: local ranks failed: symmplan is out of memory" in text
+    assert bench_fsdp.run(options("--device", "cuda", "--room", "4"))["ok"]
