@@ -16,10 +16,13 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from attrs import define, field, fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["PROCESS", "LiveSegments", "Process", "ThreadState"]
 
@@ -52,6 +55,9 @@ class LiveSegments:
 
     def __len__(self) -> int:
         return len(self._sorted[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sorted[1])
 
     def add(self, segment: Any) -> None:
         """A segment begins to live."""
@@ -100,6 +106,9 @@ class Process:
     #: is equal on ranks that did the same: written and read by `symmplan.memory.cache`.
     cache: dict[int, Any] = field(factory=dict)
     cached: int = 0
+    #: ``{(ranks, memory backend, device): {number: Arena}}`` of the segments that the programs of
+    #: those ranks have parts of: written and read by `symmplan.memory.pool`.
+    pool: dict[Any, dict[int, Any]] = field(factory=dict)
     #: ``{address: (pool, process groups that registered it)}`` of windows: written and read by
     #: `NcclPoolBackend`. A child may not end them.
     pools: dict[int, tuple[Any, list[Any]]] = field(factory=dict, metadata=_INHERITED)

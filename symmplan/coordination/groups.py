@@ -45,6 +45,8 @@ class Group:
     torch_name: str  # what torch calls it; equal to ``name`` unless the plan was made elsewhere
     rank: int = 0  # this process's rank in it
     size: int = 1  # how many ranks it has
+    #: Its ranks in the world, in its order; of a process alone its only one.
+    ranks: tuple[int, ...] = field(default=(0,), eq=False, repr=False)
     #: The group's key-value store, None for a group of one without torch.distributed.
     store: Any = field(default=None, eq=False, repr=False)
     process_group: Any = field(default=None, eq=False, repr=False)  # Torch's group, None likewise
@@ -174,6 +176,7 @@ def _resolve(name: str, groups: Mapping[str, Any]) -> Group:
         torch_name=c10d.group_name(process_group),
         rank=rank,
         size=process_group.size(),
+        ranks=tuple(c10d.group_ranks(c10d.group_name(process_group))),
         store=c10d.group_store(process_group),
         process_group=process_group,
         pid=PROCESS.ranks.setdefault(process_group, os.getpid()),

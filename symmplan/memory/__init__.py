@@ -11,7 +11,7 @@ from symmplan.memory.arena import realize as realize
 from symmplan.memory.backends import BACKENDS as BACKENDS
 from symmplan.memory.backends import Backend as Backend
 from symmplan.memory.backends import resolve_backend as resolve_backend
-from symmplan.memory.segment import Health as Health
+from symmplan.memory.health import Health as Health
 from symmplan.memory.segment import PlacedTensor as PlacedTensor
 from symmplan.memory.segment import Rendezvous as Rendezvous
 from symmplan.memory.segment import Segment as Segment

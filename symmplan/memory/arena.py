@@ -10,9 +10,11 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import ReleasedError, RunError
 from symmplan.memory.backends import resolve_backend
+from symmplan.memory.health import Health
+from symmplan.memory.leased import lease_out
 from symmplan.memory.local import LocalBackend
 from symmplan.memory.races import RaceDetector
-from symmplan.memory.segment import Health, Segment
+from symmplan.memory.segment import Segment
 from symmplan.memory.shm import ShmBackend
 from symmplan.process import PROCESS
 from symmplan.torch_private.c10d import has_process_groups, world
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.memory.backends import Backend
-    from symmplan.model import Plan
+    from symmplan.model import Placement, Plan, SegmentSpec
 
 __all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
 
@@ -44,7 +46,8 @@ class Arena:
         frees: Whether a release gives the memory back, on each rank by itself.
         timeout: Seconds that a barrier may take.
         user: Who plans in it, for people; empty if nobody does.
-        tenants: Who leases it, for people: its user, and who has a suballocation of it.
+        tenants: Who leases it, for people: its user, and who has a part of it.
+        hosts: The arenas whose segments its own are parts of.
         races: Looks for races; None unless asked for, and possible.
     """
 
@@ -58,6 +61,7 @@ class Arena:
         frees: bool,
         user: str = "",
         races: RaceDetector | None = None,
+        hosts: Sequence[Arena] = (),
     ) -> None:
         self.plan = plan
         self.frees = frees
@@ -67,6 +71,9 @@ class Arena:
         self.rendezvous = sum(len(spec.groups) for spec in plan.segments)
         self.user = user
         self.tenants = [user]
+        self.hosts = tuple(hosts)
+        for host in self.hosts:
+            host.tenants.append(user)
         self.races = races
         self._released = False
         PROCESS.arenas[PROCESS.arenas_made] = self
@@ -89,6 +96,11 @@ class Arena:
     def segment_bytes(self) -> int:
         """Bytes of all segments on this rank."""
         return sum(segment.nbytes for segment in self.segments.values())
+
+    @property
+    def timed(self) -> bool:
+        """Whether others may have its bytes while its program does not run."""
+        return any(segment.timed for segment in self.segments.values())
 
     @property
     def released(self) -> bool:
@@ -215,6 +227,60 @@ class Arena:
             self.races.end()
         for segment in reversed(self.segments.values()):
             segment.release()
+        for host in self.hosts:
+            host.give_back(self.user)
+
+    def elsewhere(self, within: Mapping[str, tuple[Arena, Placement]]) -> Arena:
+        """Memory for the same plan and its groups, of which each segment is a part of another.
+
+        Args:
+            within: As for `realize`.
+
+        Raises:
+            BackendError, PeerTimeoutError, PeerLostError: As `realize`.
+
+        Collective: yes, over the plan's groups.
+        """
+        named = {
+            name: self.segments[spec.name].rendezvous[name].group.process_group
+            for spec in self.plan.segments
+            for name in spec.groups
+        }
+        return realize(
+            self.plan,
+            memory=self.memory,
+            device=next(iter(self.segments.values())).tensor.device,
+            groups={name: group for name, group in named.items() if group is not None},
+            timeout=self.timeout,
+            debug=self.races is not None,
+            user=self.user,
+            within=within,
+        )
+
+    def give_back(self, tenant: str | None = None) -> None:
+        """A tenant uses it no more. Idempotent.
+
+        All work of this rank in the tenant's bytes must be done; who gets them meets the peers
+        first. See [Note: windows that stay] in `symmplan.memory.cache`.
+
+        Args:
+            tenant: Who it is, for people; whoever it was made for by default. The last one's end
+                is the end of the arena.
+
+        Collective: no.
+        """
+        who = self.user if tenant is None else tenant
+        if who in self.tenants:
+            self.tenants.remove(who)
+        if self.tenants or self._released:
+            return
+        segments = self.segments.values()
+        spoilt = any(s.held() or s.health.reason is not None for s in segments)
+        if not segments or self.frees or spoilt:
+            self.release()
+        else:
+            PROCESS.cached += 1
+            PROCESS.cache[PROCESS.cached] = self
 
 
 @own_work
@@ -228,6 +294,7 @@ def realize(
     temporary: bool = False,
     debug: bool = False,
     user: str = "",
+    within: Mapping[str, tuple[Arena, Placement]] | None = None,
 ) -> Arena:
     """Agree on ``plan`` over all its groups, then allocate and rendezvous its segments.
 
@@ -247,6 +314,8 @@ def realize(
             NCCL's memory is then given back, which else is kept. Equal on all ranks.
         debug: Look for races on shared memory: see `RaceError`. Equal on all ranks.
         user: Who plans in it, for `symmplan.segments`.
+        within: ``{segment: (arena, where in it)}`` of those that get no allocation of their own;
+            see [Note: parts] in `symmplan.memory.segment`. Equal on all ranks of the segment.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.
@@ -267,6 +336,7 @@ def realize(
     exchange = Exchange(members, timeout)
     health = Health()
     segments: dict[str, Segment] = {}
+    within = within or {}
     races = None
     try:
         backend: Backend = LocalBackend()  # for nothing
@@ -277,13 +347,18 @@ def realize(
         compare_notes(plan, exchange, memory=backend.name)
         for spec in plan.segments:
             met = [members[group] for group in spec.groups]
+            host, begin, part = _part_of(within, spec)
             segments[spec.name] = Segment(
                 spec,
                 backend.name,
-                *backend.allocate(spec, device, met, health),  # not named: errors hold this frame
+                # Not named: errors hold this frame.
+                *backend.allocate(spec, device, met, health, part),
                 timeout=timeout,
                 health=health,
+                host=host,
+                begin=begin,
             )
+            part = None
         exchange.round("allocated", b"")
         for name, group in _pairs(plan):
             backend.rendezvous(segments[name], members[group], exchange)
@@ -305,10 +380,22 @@ def realize(
         backend.name,
         segments,
         timeout=timeout,
-        frees=backend.frees,
+        frees=backend.frees or len(within) == len(segments),
         user=user,
         races=races,
+        hosts=tuple(arena for arena, _ in within.values()),
     )
+
+
+def _part_of(
+    within: Mapping[str, tuple[Arena, Placement]], spec: SegmentSpec
+) -> tuple[Segment | None, int, torch.Tensor | None]:
+    """Of which segment a new one is a part, from which byte on, and the bytes."""
+    if spec.name not in within:
+        return None, 0, None
+    arena, place = within[spec.name]
+    host = arena.segments[place.segment]
+    return host, place.offset, lease_out(host.tensor[place.offset : place.end])
 
 
 def _pairs(plan: Plan) -> list[tuple[str, str]]:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
-    from symmplan.memory.segment import Allocation, Health, Segment
+    from symmplan.memory.health import Health
+    from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = ["BACKENDS", "REACHES", "Backend", "Kind", "Reach", "check_device", "resolve_backend"]
@@ -37,6 +38,7 @@ class Kind:
         races: Whether races in it can be found, see `symmplan.memory.races`.
         engines: Whether copy engines can run collectives in it, see `symmplan.runtime.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
+        pools: Whether segments may be parts of one, see `symmplan.memory.pool`.
         reach: The farthest apart that the ranks of a group may be; see
             [Note: who can be served] in `symmplan.memory.topology`.
         nccl: The oldest version of NCCL that it needs; empty if it needs none.
@@ -48,6 +50,7 @@ class Kind:
     races: bool = False
     engines: bool = False
     whole_words: bool = False
+    pools: bool = False
     reach: Reach = "host"
     nccl: tuple[int, ...] = ()
 
@@ -55,13 +58,16 @@ class Kind:
 #: Name -> what it is and can do.
 BACKENDS: Mapping[str, Kind] = {
     "auto": Kind("local, shm, nccl or cuda, by device and group"),
-    "local": Kind("one process; ordinary memory", reach="process"),
-    "shm": Kind("CPU ranks of one host; POSIX shared memory", collectives=True, races=True),
+    "local": Kind("one process; ordinary memory", pools=True, reach="process"),
+    "shm": Kind(
+        "CPU ranks of one host; POSIX shared memory", collectives=True, races=True, pools=True
+    ),
     "nccl": Kind(
         "torch symmetric memory through NCCL windows",
         devices=True,
         engines=True,
         whole_words=True,
+        pools=True,
         reach="nvlink",
         nccl=(2, 27),
     ),
@@ -86,9 +92,17 @@ class Backend(Protocol):
     frees: bool
 
     def allocate(
-        self, spec: SegmentSpec, device: torch.device, groups: Sequence[Group], health: Health
+        self,
+        spec: SegmentSpec,
+        device: torch.device,
+        groups: Sequence[Group],
+        health: Health,
+        part: torch.Tensor | None = None,
     ) -> Allocation:
-        """This rank's bytes of a segment, and what gives them back. ``health`` is the arena's."""
+        """This rank's bytes of a segment, and what gives them back.
+
+        ``health`` is the arena's; ``part`` are the bytes, where another segment has them.
+        """
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """Associate ``segment`` with ``group`` and add the result to it.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from symmplan.memory import Arena
     from symmplan.model import Plan
 
-__all__ = ["borrowed", "cached_bytes", "fits", "give_back", "obtain"]
+__all__ = ["borrowed", "cached_bytes", "fits", "obtain"]
 
 
 def fits(plan: Plan, arena: Arena) -> bool:
@@ -150,30 +150,7 @@ def borrowed(
             arena.release()
         raise
     there.clear()
-    give_back(arena)
-
-
-def give_back(arena: Arena, tenant: str | None = None) -> None:
-    """A tenant of an arena uses it no more. Idempotent. See [Note: windows that stay].
-
-    All work of this rank in the tenant's bytes must be done; who gets them meets the peers first.
-
-    Args:
-        arena: The arena. The last tenant's end is the end of it.
-        tenant: Who it is, for people; whoever it was made for by default.
-
-    Collective: no.
-    """
-    who = arena.user if tenant is None else tenant
-    if who in arena.tenants:
-        arena.tenants.remove(who)
-    if arena.tenants or arena.released:
-        return
-    if not arena.segments or arena.frees:
-        arena.release()
-    else:
-        PROCESS.cached += 1
-        PROCESS.cache[PROCESS.cached] = arena
+    arena.give_back()
 
 
 def _device_of(arena: Arena) -> torch.device:

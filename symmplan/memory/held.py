@@ -19,9 +19,10 @@ class HeldSegment:
         nbytes: Size in bytes, on this rank.
         memory: Name of the memory backend.
         groups: Names of the groups that it met, copy engines' communicators included.
-        users: Who plans in it: ``"compiled graphs"``, ``"pinned inputs"`` of those, ``"eager
-            session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``, ``"measurement"``, or
-            what `symmplan.memory.realize` was told. Empty if it is kept for the next one that fits.
+        users: Who plans in it, sorted: ``"compiled graphs"``, ``"pinned inputs"`` of those,
+            ``"eager session"``, ``"recording"``, ``"FSDP2"``, ``"expert parallel"``,
+            ``"measurement"``, or what `symmplan.memory.realize` was told. Empty if it is kept for
+            the next one that fits.
     """
 
     name: str
@@ -41,10 +42,11 @@ def segments() -> tuple[HeldSegment, ...]:
             name=f"{name}.{number}",
             nbytes=segment.nbytes,
             memory=arena.memory,
-            groups=tuple(segment.rendezvous),
-            users=tuple(dict.fromkeys(filter(None, arena.tenants))),
+            groups=tuple(dict.fromkeys(n for s in (segment, *segment.parts) for n in s.rendezvous)),
+            users=tuple(sorted({*filter(None, arena.tenants)})),
         )
         for number, arena in sorted(PROCESS.arenas.items())
         if not arena.released
         for name, segment in arena.segments.items()
+        if segment.host is None
     )

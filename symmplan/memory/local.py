@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.coordination.world import World
-    from symmplan.memory.segment import Allocation, Health, Segment
+    from symmplan.memory.health import Health
+    from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = ["LocalBackend", "SimulatedBackend"]
@@ -36,8 +37,11 @@ class LocalBackend:
         device: torch.device,
         groups: Sequence[Group],  # noqa: ARG002
         health: Health,  # noqa: ARG002
+        part: torch.Tensor | None = None,
     ) -> Allocation:
         """A plain tensor."""
+        if part is not None:
+            return part, None
         try:
             return torch.empty(spec.nbytes, dtype=torch.uint8, device=device), None
         except (MemoryError, RuntimeError) as error:
@@ -72,11 +76,16 @@ class SimulatedBackend(LocalBackend):
         self._world = world
 
     def allocate(
-        self, spec: SegmentSpec, device: torch.device, groups: Sequence[Group], health: Health
+        self,
+        spec: SegmentSpec,
+        device: torch.device,
+        groups: Sequence[Group],
+        health: Health,
+        part: torch.Tensor | None = None,
     ) -> Allocation:
         """A fake tensor."""
         with torch.inference_mode(mode=False):
-            return super().allocate(spec, device, groups, health)
+            return super().allocate(spec, device, groups, health, part)
 
     def rendezvous(self, segment: Segment, group: Group, exchange: Exchange) -> None:
         """The first time, the world hears of the segment.

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from symmplan.memory.segment import Health
+    from symmplan.memory.health import Health
     from symmplan.model import Placement
 
     Listener = Callable[[str, int, Extent, str, bool], None]

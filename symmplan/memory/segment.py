@@ -6,6 +6,13 @@
     `locate` needs no lock: one bisection, about a microsecond. A segment stays live until its
     release, even if nobody refers to it any more: a compiled graph may hold only views.
 
+[Note: parts]
+    A segment may have its bytes of another one, its *host*, where ranks of one group need several
+    (see `symmplan.memory.pool`). Its health and its meetings are its own: who fails there fails for
+    nobody else who lies in the host. What is leased stands in the host's one list. Where its bytes
+    are other programs', too, while its own does not run, a tensor there does not say whose it is:
+    such a part has the host's meetings and health, and is not found by an address.
+
 [Note: forked processes]
     A process that is forked from a rank has the rank's memory, also what the rank shares with its
     peers, and its objects. Whatever it does with those, also by ending, would be done in the rank's
@@ -17,51 +24,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import field, frozen
 
 from symmplan.coordination.groups import Group, group_key
 from symmplan.coordination.world import current
 from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
-from symmplan.process import PROCESS
+from symmplan.process import PROCESS, LiveSegments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
+    from symmplan.memory.health import Health
     from symmplan.model import SegmentSpec
 
     #: What a memory backend gives: bytes, and what gives them back beyond dropping them.
     Allocation: TypeAlias = tuple[torch.Tensor, Callable[[], None] | None]
 
-__all__ = ["Health", "PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
-
-
-@define(eq=False)
-class Health:
-    """Whether the segments of an arena may still be used; shared by all of them.
-
-    A rank that left a barrier by an error no longer knows which accesses of its peers are over, so
-    nothing in the arena may be trusted any more.
-
-    Attributes:
-        reason: First line of the first error, None while all is well. Not the error itself: its
-            traceback would hold on to the frames that hold the memory.
-        on_break: Called with the keys of processes that were waited for in vain.
-    """
-
-    reason: str | None = None
-    on_break: list[Callable[[Sequence[int]], None]] = field(factory=list)
-
-    def break_(self, error: BaseException, because: Sequence[int] = ()) -> None:
-        """Make the arena unusable because of ``error``; the first one stays.
-
-        ``because`` are keys of the processes that this rank waited for in vain.
-        """
-        if self.reason is None:
-            self.reason = (str(error) or repr(error)).splitlines()[0]
-            for act in self.on_break:
-                act(because)
+__all__ = ["PlacedTensor", "Rendezvous", "Segment", "handle", "locate"]
 
 
 class Rendezvous:
@@ -152,9 +133,13 @@ class Segment:
         health: Shared by the segments of an arena.
         address: Where this rank's bytes begin; 0 in a simulation.
         nbytes: Its size.
-        begin: Where it begins in its allocation, in bytes; more than 0 in a suballocation.
+        host: The segment whose bytes it has a part of, see [Note: parts]; None if all are its own.
+        begin: Where it begins there, in bytes.
+        timed: Whether the bytes are its own only while its program runs. Then it meets in the host.
+        parts: The segments that have a part of its bytes, by address.
         rendezvous: ``{group name: Rendezvous}``, under the plan's and under torch's name.
-        leases: ``(begin, end, lease)`` in bytes; see `symmplan.runtime.leases`.
+        leases: ``(begin, end, lease)`` in bytes of the host; see `symmplan.runtime.leases`.
+        tenant: Weakly, who would move elsewhere with all that it has here; None if nobody.
     """
 
     def __init__(
@@ -166,6 +151,9 @@ class Segment:
         *,
         timeout: float,
         health: Health,
+        host: Segment | None = None,
+        begin: int = 0,
+        timed: bool = False,
     ) -> None:
         self.spec = spec
         self.backend = backend
@@ -173,22 +161,39 @@ class Segment:
         self.health = health
         self.address: int = tensor.data_ptr() if current() is None else 0
         self.nbytes: int = spec.nbytes
-        self.begin = 0
+        self.host = host
+        self.begin = begin
+        self.timed = timed
+        self.parts = LiveSegments()
         self.rendezvous: dict[str, Rendezvous] = {}
-        self.leases: list[Any] = []
+        if host is not None and timed:
+            mine = {id(host.rendezvous[group]) for group in spec.groups}
+            self.rendezvous = {n: r for n, r in host.rendezvous.items() if id(r) in mine}
+        self.leases: list[Any] = [] if host is None else host.leases
+        self.tenant: Callable[[], Any] | None = None
         self._tensor: torch.Tensor | None = tensor
         self._on_release = on_release
         self._inherited = False
-        PROCESS.segments.add(self)
+        if not timed:
+            self._siblings.add(self)
 
     def __repr__(self) -> str:
         state = "" if self._tensor is not None else ", released"
         return f"<Segment {self.spec.name} {self.backend} {self.nbytes} bytes{state}>"
 
     @property
+    def _siblings(self) -> LiveSegments:
+        return PROCESS.segments if self.host is None else self.host.parts
+
+    @property
     def released(self) -> bool:
         """Whether `release` ran."""
         return self._tensor is None
+
+    @property
+    def allocation(self) -> torch.Tensor:
+        """The bytes that were allocated, of which it may have but a part."""
+        return self.tensor if self.host is None else self.host.tensor
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -250,6 +255,19 @@ class Segment:
     def _meetings(self) -> list[Rendezvous]:
         return list(dict.fromkeys(self.rendezvous.values()))  # each stands under two names
 
+    def held(self) -> list[tuple[int, int]]:
+        """Which bytes are leased, of it or of its parts: from where to where."""
+        return [(begin, end) for begin, end, lease in self.leases if lease.held]
+
+    def peers_of_host(self, group: Group) -> list[torch.Tensor]:
+        """The bytes of each rank that is near, as its host knows them; empty if it has none."""
+        if self.host is None:
+            return []
+        ranks = group.ranks
+        met = next(m for m in self.host._meetings() if m.group.ranks == ranks)
+        peers = met.peers if met.levels is None else met.levels.near_peers
+        return [peer[self.begin : self.begin + self.nbytes] for peer in peers]
+
     def peers(self, group: str | Any | None = None) -> tuple[torch.Tensor, ...]:
         """Each rank's bytes of the segment, in the order of the group's ranks; see `meeting`."""
         return self.meeting(group).peers
@@ -270,8 +288,13 @@ class Segment:
         """
         if self._tensor is None:
             return
-        PROCESS.segments.remove(self)
-        self.leases.clear()
+        if self.timed:
+            self._tensor = None
+            self.rendezvous.clear()
+            return
+        self._siblings.remove(self)
+        if self.host is None:  # else who holds bytes of it holds them yet
+            self.leases.clear()
         if self._inherited:
             PROCESS.kept.append((self._tensor, dict(self.rendezvous)))
             self._tensor = None
@@ -296,15 +319,22 @@ class Segment:
         self.health.on_break.clear()
         for rendezvous in self.rendezvous.values():
             rendezvous.forked()
+        self.parts.forked()
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
-    """The live segment that holds the first byte of ``tensor``, and that byte's offset in it."""
+    """The live segment that holds the first byte of ``tensor``, and that byte's offset in it.
+
+    Where that is in a part of a segment, the part.
+    """
     address = tensor.data_ptr()
     if not address:  # an empty tensor has no address of its own
         address = tensor.untyped_storage().data_ptr()
         address += int(tensor.storage_offset()) * tensor.element_size()
-    return PROCESS.segments.find(address)
+    found = PROCESS.segments.find(address)
+    if found is not None and found[0].parts:
+        return found[0].parts.find(address) or found
+    return found
 
 
 def located(

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
     from symmplan.memory.counterparts import Counterparts
-    from symmplan.memory.segment import Allocation, Health, Segment
+    from symmplan.memory.health import Health
+    from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = ["ShmBackend"]
@@ -53,7 +54,8 @@ class _Own:
     file: SharedFile
     memory: mmap.mmap | None
     control: ControlArea
-    starts: dict[str, int]  # of each group's part of the control area
+    data: int  # bytes of the file before its control area
+    starts: dict[str, int]  # of each group's part of that
     log: int = 0  # first byte of the log of accesses; 0 if nobody looks for races
     watched: WatchedSegment | None = None
     mapped: dict[tuple[int, int], mmap.mmap] = field(factory=dict)  # peers' files, by inode
@@ -78,6 +80,7 @@ class _Offer:
     file: SharedFile
     process: ProcessIdentity
     nbytes: int = field(converter=int)
+    data: int = field(converter=int)
     start: int = field(converter=int)
     log: int = field(converter=int)
     world_rank: int = field(converter=int)
@@ -112,16 +115,19 @@ class ShmBackend:
         device: torch.device,  # noqa: ARG002
         groups: Sequence[Group],
         health: Health,
+        part: torch.Tensor | None = None,
     ) -> Allocation:
-        """A nameless shared file of this rank, mapped."""
+        """A nameless shared file of this rank, mapped; without data where the segment is a part."""
         starts, nbytes = layout([group.size for group in groups])
-        start = _data_nbytes(spec.nbytes)
+        start = 0 if part is not None else _data_nbytes(spec.nbytes)
         log = start + nbytes
         races = self.races
         fd, file = create(log + (log_nbytes(races.size) if races is not None else 0))
         try:
             memory = map_file(fd, file.nbytes)
-            tensor = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes)
+            tensor = part
+            if tensor is None:
+                tensor = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes)
             control = ControlArea(memory, start, log - start)
             watched = None if races is None else races.watch(spec.name, memory, log, health)
         except BaseException:
@@ -132,6 +138,7 @@ class ShmBackend:
             file,
             memory,
             control,
+            data=start,
             starts=dict(zip((group.name for group in groups), starts, strict=True)),
             log=0 if watched is None else log,
             watched=watched,
@@ -153,6 +160,7 @@ class ShmBackend:
             own.file,
             this_process(),
             segment.nbytes,
+            own.data,
             own.starts[group.name],
             own.log,
             0 if self.races is None else self.races.rank,
@@ -253,15 +261,19 @@ class ShmBackend:
     ) -> None:
         peers = []
         areas = []
-        for rank, offer in offers.items():
+        theirs = segment.peers_of_host(group)
+        for i, (rank, offer) in enumerate(offers.items()):
             memory = own.mapped[offer.file.device, offer.file.inode]
             if rank == group.rank:
                 peers.append(segment.tensor)
                 areas.append(own.control)
             else:
-                peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
-                start = _data_nbytes(offer.nbytes)
-                areas.append(ControlArea(memory, start, (offer.log or offer.file.nbytes) - start))
+                if theirs:
+                    peers.append(theirs[i])
+                else:
+                    peers.append(torch.frombuffer(memory, dtype=torch.uint8, count=offer.nbytes))
+                nbytes = (offer.log or offer.file.nbytes) - offer.data
+                areas.append(ControlArea(memory, offer.data, nbytes))
             if own.watched is not None and offer.log:
                 log = RaceLog(memory, offer.log, own.watched.detector.size)
                 own.watched.add_peer(offer.world_rank, log, peers[-1].data_ptr(), offer.nbytes)

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
     from symmplan.coordination.exchange import Exchange
     from symmplan.coordination.groups import Group
-    from symmplan.memory.segment import Allocation, Health, Segment
+    from symmplan.memory.health import Health
+    from symmplan.memory.segment import Allocation, Segment
     from symmplan.model import SegmentSpec
 
 __all__ = [
@@ -113,10 +114,13 @@ def is_whole_words(nbytes: int | torch.SymInt) -> bool:
 
 
 class TorchRendezvous(Rendezvous):
-    """Torch's handle of a segment in a group."""
+    """Torch's handle of a segment in a group; the segment begins at byte ``begin`` of it."""
 
-    def __init__(self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float) -> None:
+    def __init__(
+        self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float, begin: int = 0
+    ) -> None:
         super().__init__(group, ())
+        self._begin = begin
         #: What torch's own ops take; None if it is not torch's symmetric memory.
         self.handle = handle
         self._own: torch.Tensor | None = own
@@ -142,7 +146,7 @@ class TorchRendezvous(Rendezvous):
                 self._peers = tuple(
                     own
                     if rank == self.group.rank
-                    else self.handle.get_buffer(rank, (own.numel(),), torch.uint8, 0)
+                    else self.handle.get_buffer(rank, (own.numel(),), torch.uint8, self._begin)
                     for rank in range(self.group.size)
                 )
             except (RuntimeError, IndexError) as error:
@@ -179,8 +183,10 @@ class TorchRendezvous(Rendezvous):
 class CollectiveRendezvous(TorchRendezvous):
     """The same, for allocators whose handles have no barrier that orders peers' accesses."""
 
-    def __init__(self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float) -> None:
-        super().__init__(group, own, handle, timeout=timeout)
+    def __init__(
+        self, group: Group, own: torch.Tensor, handle: Any, *, timeout: float, begin: int = 0
+    ) -> None:
+        super().__init__(group, own, handle, timeout=timeout, begin=begin)
         self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
 
     @own_work
@@ -235,11 +241,14 @@ class TorchSymmBackend:
         device: torch.device,
         groups: Sequence[Group],
         health: Health,  # noqa: ARG002
+        part: torch.Tensor | None = None,
     ) -> Allocation:
-        """An allocation of its own.
+        """An allocation of its own, unless it is a part of one.
 
         Collective: with NVSHMEM yes, else no.
         """
+        if part is not None:
+            return part, lambda: torch.cuda.synchronize(part.device)
         device = _with_index(device)
         try:
             with torch.cuda.device(device):
@@ -277,7 +286,7 @@ class TorchSymmBackend:
         try:
             with torch.cuda.device(tensor.device):
                 self._warm_up(group, tensor.device)
-                handle = self._registered(tensor, group)
+                handle = self._registered(segment.allocation, group)
         except RuntimeError as error:
             raise BackendError(
                 f"memory={self.name!r}: segment {segment.spec.name!r} of {segment.nbytes} bytes "
@@ -291,7 +300,8 @@ class TorchSymmBackend:
             self.name == "nvshmem" and nccl.serves(group.process_group)
         )
         kind = CollectiveRendezvous if by_collective else TorchRendezvous
-        segment.add_rendezvous(kind(group, tensor, handle, timeout=segment.timeout))
+        made = kind(group, tensor, handle, timeout=segment.timeout, begin=segment.begin)
+        segment.add_rendezvous(made)
 
     def settle(self) -> None:
         """Nothing was needed."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from symmplan.memory.arena import Arena
-    from symmplan.runtime.tenants import Suballocation
 
 __all__ = [
     "Engines",
@@ -124,7 +123,7 @@ def asked(group: Any) -> bool:
     return group in PROCESS.engines
 
 
-def register(arena: Arena | Suballocation, engines: Mapping[str, Engines]) -> int:
+def register(arena: Arena, engines: Mapping[str, Engines]) -> int:
     """Register segments with the communicators for copy engines.
 
     Args:
@@ -151,7 +150,7 @@ def register(arena: Arena | Suballocation, engines: Mapping[str, Engines]) -> in
     )
 
 
-def register_known(arena: Arena | Suballocation) -> int:
+def register_known(arena: Arena) -> int:
     """`register` segments with the `known` communicators of all groups that they met."""
     met = {n: m for s in arena.segments.values() for n, m in s.rendezvous.items()}
     return register(arena, known_of({n: m.group.process_group for n, m in met.items()}))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symmplan.coordination.world import Planner, SimulatedCall, at_end, current
-from symmplan.runtime.leases import lease_out
+from symmplan.memory.leased import lease_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

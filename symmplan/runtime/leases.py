@@ -1,11 +1,5 @@
 """Leases: who holds which bytes of a segment until when, and who used them last.
 
-[Note: leased bytes]
-    Who is handed a tensor does not say that it is done with it; it drops the last reference. Views
-    of a segment share the segment's storage, whose end says nothing. So such bytes are leased as a
-    storage of their own (through numpy's array interface, or CUDA's): its owner's ``__del__`` runs
-    when the last tensor on it is gone, whoever held it, in whatever thread.
-
 [Note: one ledger]
     What is leased of a segment stands in one list, which lives with the segment, so that all who
     lie there see the same. A run of a compiled graph holds bytes while it runs, what its forward
@@ -39,7 +33,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -47,67 +40,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
-from symmplan.coordination.world import at_end, current
 from symmplan.memory.streams import Mark, current_stream, mark, synchronize, wait_for
 from symmplan.torch_private.dispatch import storage_use_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
-__all__ = ["Lease", "Ledger", "Run", "StorageLease", "copied", "in_use", "lease_out", "set_aside"]
-
-
-class _Owner:
-    """Owns a storage on somebody else's bytes; see [Note: leased bytes]."""
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None]) -> None:
-        self._tensor = tensor  # keeps the bytes
-        self._on_drop = on_drop
-        interface = {
-            "data": (tensor.data_ptr(), False),
-            "shape": (nbytes,),
-            "strides": None,
-            "typestr": "|u1",
-            "version": 3,
-        }
-        if tensor.is_cpu:
-            self.__array_interface__ = interface
-        else:
-            self.__cuda_array_interface__ = interface
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # then half of torch is gone, and nobody reuses the bytes
-            self._on_drop()
-
-
-def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """The same bytes as another storage, which reports its end.
-
-    Args:
-        tensor: Contiguous; kept alive as long as the result.
-        on_drop: Called once, when nothing refers to the result's storage any more, in whatever
-            thread that is. Must not raise.
-
-    Returns:
-        A tensor of the same type, shape and address.
-    """
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes:
-        on_drop()
-        return tensor
-    if (world := current()) is not None:
-        made = torch.empty_like(tensor)  # of no bytes, as the segment itself
-        world.buffer(None, None, made)
-        at_end(made, on_drop)
-        return made
-    owner: Any = _Owner(tensor, nbytes, on_drop)
-    if tensor.is_cpu:
-        import numpy as np
-
-        flat = torch.from_numpy(np.asarray(owner))
-    else:
-        flat = torch.as_tensor(owner, device=tensor.device)
-    return flat.view(tensor.dtype).view(tensor.shape)
+__all__ = ["Lease", "Ledger", "Run", "StorageLease", "copied", "in_use", "set_aside"]
 
 
 @define(eq=False, kw_only=True)

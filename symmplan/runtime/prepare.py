@@ -32,8 +32,8 @@ from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import AgreementError
-from symmplan.memory import resolve_backend
-from symmplan.memory.cache import cached_bytes, give_back, obtain
+from symmplan.memory import cache, pool, resolve_backend
+from symmplan.memory.cache import cached_bytes
 from symmplan.memory.device_memory import empty_cache
 from symmplan.memory.room import agreed_room
 from symmplan.planner import plan as plan_problem
@@ -237,6 +237,9 @@ class Preparation:
         meet: Callable[[Arena], object] = _nothing,
         *,
         memory: str = "",
+        user: str = "",
+        pooled: bool = False,
+        old: Arena | None = None,
     ) -> tuple[Arena, int]:
         """Memory for a plan on which all ranks agree, and how many rendezvous that took.
 
@@ -246,6 +249,9 @@ class Preparation:
             groups: As for `symmplan.memory.cache.obtain`.
             meet: Meets others in it; what it raises is raised, and the memory given back.
             memory: Name of the memory backend, if not of what was last agreed on.
+            user: Who it is for, if not whose program it is.
+            pooled: Whether the segments may be parts of one; see `symmplan.memory.pool`.
+            old: What it takes the place of there.
 
         Raises:
             AgreementError, BackendError, PeerTimeoutError: As `symmplan.memory.realize`.
@@ -255,20 +261,22 @@ class Preparation:
         if plan.peak_bytes > self.at_once:
             empty_cache(device)
         self.at_once = sys.maxsize  # once
-        arena, new = obtain(
-            plan,
-            groups,
-            memory=memory or self.memory,
-            device=device,
-            timeout=self.options.timeout,
-            debug=self.options.debug is True,
-            user=self.user,
-        )
+        given: dict[str, Any] = {
+            "memory": memory or self.memory,
+            "device": device,
+            "timeout": self.options.timeout,
+            "debug": self.options.debug is True,
+            "user": user or self.user,
+        }
+        if pooled:
+            arena, new = pool.obtain(plan, groups, **given, old=old)
+        else:
+            arena, new = cache.obtain(plan, groups, **given)
         before = 0 if new else arena.rendezvous
         try:
             meet(arena)
         except BaseException:
-            give_back(arena)
+            arena.give_back()
             raise
         return arena, arena.rendezvous - before
 

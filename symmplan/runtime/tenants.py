@@ -4,14 +4,16 @@
     Compiled graphs use their segments while one of them runs, FSDP2's buffers come and go between
     the runs. So FSDP2's plan has, besides its buffers, one for each tenant that ran in the step
     that it was made of, in use while it ran; where something else dies before that, it costs
-    nothing. The tenant has that suballocation from then on, and gives its own segments back.
+    nothing. The tenant has that suballocation from then on, and gives its own part of the pool's
+    segment back (see [Note: one pool] in `symmplan.memory.pool`).
 
-    An eager session's tensors are the program's, also between its calls. So a session has bytes
-    that nobody shares, of the same segment. It moves at the end of an iteration in which no rank
-    holds any of its tensors: that, the ranks ask each other.
+    An eager session's tensors are the program's, also between its calls, and graphs that save for
+    a backward leave something in their bytes between their runs. Those have bytes that nobody
+    shares, of the same segment, with meetings and a health of their own. So they do where FSDP2's
+    ranks are theirs; others stay in the pool. A session moves at the end of an iteration in which
+    no rank holds any of its tensors: that, the ranks ask each other.
 
-    A graph that leaves something in its bytes between its runs keeps segments of its own, and so
-    does one whose segments several groups meet.
+    A graph whose segments several groups meet keeps segments of its own.
 
     A graph meets its peers before they touch its bytes and has met them again when it is over, by
     what its ops do or by barriers at both ends of the run. So who had the bytes before and who has
@@ -23,44 +25,39 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, field
-
-from symmplan.memory.cache import give_back
+from symmplan.memory.arena import Arena
+from symmplan.memory.leased import lease_out
+from symmplan.memory.segment import Segment
 from symmplan.process import PROCESS
-from symmplan.runtime.leases import lease_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
-    import torch
-
-    from symmplan.memory.arena import Arena
-    from symmplan.memory.segment import Health, Rendezvous, Segment
-    from symmplan.model import Placement, SegmentSpec
+    from symmplan.model import Placement
 
 __all__ = [
-    "SubSegment",
-    "Suballocation",
     "Tenant",
-    "let_go",
+    "forget",
     "ran",
+    "settled",
     "synchronizes_once",
+    "timed",
 ]
 
 
 class Tenant(Protocol):
-    """Who may lie in segments of somebody else.
-
-    Attributes:
-        lasts: Whether it has its bytes also between its runs.
-    """
-
-    lasts: bool
+    """Who may lie in segments of somebody else."""
 
     @property
-    def arena(self) -> Arena | Suballocation:
+    def lasts(self) -> bool:
+        """Whether it has its bytes also between its runs."""
+
+    @property
+    def arena(self) -> Arena:
         """Where it lies now; its ``user`` says who the tenant is."""
 
     @property
@@ -71,7 +68,13 @@ class Tenant(Protocol):
     def align(self) -> int:
         """What its segments must begin at a multiple of, in bytes."""
 
-    def move_in(self, there: Suballocation) -> None:
+    def still(self) -> AbstractContextManager[int | None]:
+        """A context in which it does not run, if it does not now and may move: then how far it is.
+
+        That is equal on ranks that are at the same place of the program. Else None.
+        """
+
+    def move_in(self, there: Arena) -> None:
         """Lie there from now on, or from the next moment on at which that can be.
 
         Collective: where peers were not seen before.
@@ -85,132 +88,60 @@ def ran(tenant: Tenant) -> None:
             watcher.tenant_ran(tenant)
 
 
-@define(eq=False)
-class SubSegment:
-    """What a tenant has of a segment; to it, a segment.
+def forget(tenants: list[Tenant | None]) -> None:
+    """Hold on to none whose memory is gone; the others keep their numbers."""
+    for i, tenant in enumerate(tenants):
+        if tenant is not None and tenant.arena.released:
+            tenants[i] = None
 
-    Attributes:
-        spec: What the tenant asked for.
-        host: The segment.
-        place: Where in it.
-        tensor: The bytes, uint8, as a storage of their own.
-        rendezvous: The tenant's meetings, by name.
+
+def settled(tenant: Any, arena: Arena) -> None:
+    """Say that a tenant lies in an arena: the pool may ask it to move.
+
+    Of a `Tenant` the pool needs no more than ``arena``, ``still`` and ``move_in``.
     """
-
-    spec: SegmentSpec
-    host: Segment
-    place: Placement
-    tensor: torch.Tensor = field(init=False)
-    rendezvous: dict[str, Rendezvous] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.tensor = lease_out(self.host.tensor[self.begin : self.place.end])
-        mine = {id(self.host.rendezvous[group]) for group in self.spec.groups}
-        self.rendezvous = {n: r for n, r in self.host.rendezvous.items() if id(r) in mine}
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.place.nbytes
-
-    @property
-    def begin(self) -> int:
-        """Where it begins in the segment, in bytes."""
-        return self.place.offset
-
-    @property
-    def leases(self) -> list[Any]:
-        """As of a segment."""
-        return self.host.leases
-
-    @property
-    def health(self) -> Health:
-        """As of a segment: what breaks it, breaks it for all who lie there."""
-        return self.host.health
-
-    def meeting(self, group: str | Any | None = None) -> Rendezvous:
-        """As of a segment."""
-        return self.host.meeting(self.spec.groups[0] if group is None else group)
-
-    def barrier(self, group: str | Any | None = None) -> None:
-        """As of a segment. Collective: yes."""
-        self.meeting(group).barrier()
+    if not arena.timed and len(arena.segments) == 1:
+        for segment in arena.segments.values():
+            segment.tenant = weakref.ref(tenant)
 
 
-@define(eq=False)
-class Suballocation:
-    """What a tenant has of an arena; to it, an arena.
+def timed(tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Arena:
+    """What a tenant, which still lies elsewhere, gets of an arena while it runs.
 
-    Attributes:
+    Args:
+        tenant: The tenant.
         host: The arena.
-        segments: ``{name: what it has of a segment}``.
-        user: Who the tenant is, for people.
+        places: ``{name of the tenant's segment: where it lies}``.
     """
-
-    host: Arena
-    segments: dict[str, SubSegment]
-    user: str
-    races: None = None
-    _over: bool = field(init=False, default=False)
-
-    @classmethod
-    def of(cls, tenant: Tenant, host: Arena, places: Mapping[str, Placement]) -> Suballocation:
-        """What a tenant, which still lies elsewhere, gets of an arena.
-
-        Args:
-            tenant: The tenant.
-            host: The arena.
-            places: ``{name of the tenant's segment: where it lies}``.
-        """
-        segments = {
-            name: SubSegment(segment.spec, host.segments[places[name].segment], places[name])
-            for name, segment in tenant.arena.segments.items()
-        }
-        return cls(host, segments, tenant.arena.user)
-
-    def __attrs_post_init__(self) -> None:
-        self.host.tenants.append(self.user)
-
-    @property
-    def memory(self) -> str:
-        """Name of the memory backend."""
-        return self.host.memory
-
-    @property
-    def released(self) -> bool:
-        """Whether the tenant has moved out, or the arena is gone."""
-        return self._over or self.host.released
-
-    @property
-    def segment_bytes(self) -> int:
-        """Bytes of the suballocation."""
-        return sum(segment.nbytes for segment in self.segments.values())
-
-    def join(self, more: Mapping[str, Mapping[str, Any]]) -> int:
-        """As of an arena. Collective."""
-        wanted: dict[str, dict[str, Any]] = {}
-        for name, groups in more.items():  # several may lie in one segment
-            wanted.setdefault(self.segments[name].host.spec.name, {}).update(groups)
-        return self.host.join(wanted)
-
-    def release(self) -> None:
-        """The tenant moves out. Idempotent."""
-        if self._over:
-            return
-        self._over = True
-        give_back(self.host, self.user)
+    segments = {}
+    for name, segment in tenant.arena.segments.items():
+        place = places[name]
+        whole = host.segments[place.segment]
+        segments[name] = Segment(
+            segment.spec,
+            host.memory,
+            lease_out(whole.tensor[place.offset : place.offset + segment.nbytes]),
+            None,
+            timeout=host.timeout,
+            health=whole.health,
+            host=whole,
+            begin=place.offset,
+            timed=True,
+        )
+    old = tenant.arena
+    return Arena(
+        old.plan,
+        host.memory,
+        segments,
+        timeout=host.timeout,
+        frees=True,
+        user=old.user,
+        hosts=(host,),
+    )
 
 
-def synchronizes_once(placed: Arena | Suballocation) -> bool:
+def synchronizes_once(placed: Arena) -> bool:
     """Whether one group meets each segment, as those of a tenant must be."""
     segments = placed.segments.values()
     alone = all(len(s.spec.groups) == 1 and not s.spec.signal_pad for s in segments)
     return alone and bool(segments) and placed.races is None
-
-
-def let_go(placed: Arena | Suballocation) -> None:
-    """Who lay there needs it no more. Collective: no."""
-    if isinstance(placed, Suballocation):
-        placed.release()
-    else:
-        give_back(placed)

@@ -57,3 +57,49 @@ def test_trains_as_without(pool, compiled, sharded):
         assert users == [("FSDP2",) * sharded + ("compiled graphs",) * compiled] * (
             sharded or compiled
         )
+
+
+def _pooled(rank, size):
+    """Two backends and a session, without FSDP2: who lies where, and how far results are off."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch.cuda.set_device(rank)
+    torch._dynamo.reset()
+    group = dist.group.WORLD.group_name
+    ops = torch.ops._c10d_functional
+
+    def program(x):
+        return ops.wait_tensor(ops.all_gather_into_tensor(x * 2.0, size, group)).sin() + 1
+
+    options = {"memory": "nccl", "timeout": 60.0, "choose": "placed"}
+    backends = [symmplan.backend(inner="eager", **options) for _ in range(2)]
+    graphs = [torch.compile(program, backend=b, fullgraph=True, dynamic=False) for b in backends]
+    inputs = [torch.randn(rows, 256, device="cuda") for rows in (64, 128, 32)]
+    want = [program(x) for x in inputs]
+    for graph, x in zip(graphs, inputs, strict=False):
+        graph(x)  # the second makes the segment grow
+    wrong = 0.0
+    with symmplan.eager(**options) as session:
+        for turn in range(6):
+            if rank == turn % 2:
+                torch.cuda._sleep(2_000_000)
+            got = [program(inputs[2]).clone()]
+            if turn:
+                got += [graph(x).clone() for graph, x in zip(graphs, inputs, strict=False)]
+            off = [(a - b).abs().max() for a, b in zip(got, [want[2], *want[:2]], strict=False)]
+            wrong = max(wrong, *(float(x) for x in off))
+            session.step()
+            users = [s.users for s in symmplan.segments() if s.users]
+    torch.cuda.synchronize()
+    dist.barrier()
+    for backend in backends:
+        backend.release()
+    return wrong, users
+
+
+def test_backends_and_a_session_lie_in_one_segment(pool):
+    for wrong, users in pool.run(_pooled):
+        assert wrong == 0.0
+        assert users == [("compiled graphs", "eager session")]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from attrs import evolve
 
-from symmplan.model import SegmentSpec
+import symmplan
+from symmplan.memory import realize
+from symmplan.model import Access, Buffer, Operation, Problem, SegmentSpec
 from symmplan.runtime.engines import register
-from symmplan.runtime.tenants import Suballocation
+from symmplan.runtime.tenants import timed
 
 
 def _arena(names, met):
@@ -38,16 +41,33 @@ def test_segments_are_registered_in_the_order_in_which_they_met_their_groups(nam
     assert joined == [("s0", wanted)]
 
 
-def test_parts_of_one_segment_join_the_communicators_of_each_other():
+def test_parts_of_one_segment_meet_each_in_its_own_groups():
     """A tenant whose segments have groups of their own may get all of its parts in one segment."""
-    joined = []
-    host = SimpleNamespace(tenants=[], join=joined.append)
-    hosts = {"tensor": "s0", "context": "s0", "expert": "s1"}
-    parts = {
-        name: SimpleNamespace(host=SimpleNamespace(spec=SimpleNamespace(name=there)))
-        for name, there in hosts.items()
-    }
-    mine = Suballocation(host, parts, "graphs")
-    mine.join({name: {f"{name} gather": name} for name in hosts})
-    tensor, context, expert = ({f"{name} gather": name} for name in hosts)
-    assert joined == [{"s0": {**tensor, **context}, "s1": expert}]
+    groups = ("tensor", "context", "expert")
+
+    def made(*shared):
+        problem = Problem(
+            buffers=[Buffer(g, 64, g) for g in groups],
+            operations=[Operation(g, group=g) for g in groups],
+            accesses=[Access(g, g, write=True) for g in groups],
+            shared_groups=shared,
+        )
+        return realize(symmplan.plan(problem), memory="local")
+
+    own, host = made(), made(groups)
+    ((name, whole),) = host.segments.items()
+    segments = {s.spec.groups[0]: n for n, s in own.segments.items()}
+    places = {segments[g]: evolve(p, segment=name) for g, p in host.plan.placements.items()}
+    mine = timed(SimpleNamespace(arena=own), host, places)
+    for group in groups:
+        part = mine.segments[segments[group]]
+        assert {*part.rendezvous} == {group}
+        assert part.meeting() is whole.meeting(group)
+        assert part.allocation is whole.tensor
+        assert part.tensor.data_ptr() == whole.address + places[segments[group]].offset
+    mine.give_back()
+    assert whole.meeting("tensor").peers  # the host's stay
+    assert mine.released
+    host.give_back()
+    own.give_back()
+    assert host.released

@@ -34,9 +34,9 @@ from symmplan.memory import (
     resolve_backend,
 )
 from symmplan.memory.calls import OPS, describe, note
+from symmplan.memory.health import Health
 from symmplan.memory.local import LocalBackend
 from symmplan.memory.room import agreed_room
-from symmplan.memory.segment import Health
 from symmplan.memory.torch_symm import NcclPoolBackend, TorchSymmBackend
 from symmplan.model import SegmentSpec
 from symmplan.process import PROCESS
@@ -69,7 +69,7 @@ def test_memory_that_no_rank_frees_alone_is_kept_for_the_next_user(monkeypatch):
         assert arena.frees
         arena.frees = frees
         assert [held.users for held in symmplan.segments()] == [("somebody",)]
-        cache.give_back(arena)
+        arena.give_back()
         assert arena.released is frees
         assert [held.users for held in symmplan.segments()] == ([] if frees else [()])
         assert [*kept.values()] == ([] if frees else [arena])

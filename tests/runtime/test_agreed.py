@@ -28,6 +28,7 @@ FILES = [
     "integrate/fsdp/push.py",
     "integrate/fsdp/runtime.py",
     "integrate/fsdp/schedule.py",
+    "memory/leased.py",
     "runtime/leases.py",
 ]
 #: What launches a collective, as it is called in those files.

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symmplan.runtime.leases import Lease, Ledger, Run, StorageLease, in_use, lease_out
+from symmplan.memory.leased import lease_out
+from symmplan.runtime.leases import Lease, Ledger, Run, StorageLease, in_use
 
 
 def live(ledger):

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 
     from symmplan.integrate.compile.options import CompileOptions
     from symmplan.integrate.compile.parts import PartName
-    from symmplan.integrate.compile.pool import Pool, Shared
+    from symmplan.integrate.compile.pool import Pool
+    from symmplan.integrate.compile.turns import Shared
     from symmplan.model import Buffer, Plan
 
 __all__ = ["CompiledGraph"]
@@ -367,7 +368,7 @@ class CompiledGraph:
                 results = self.pinned_inputs.leave(copies, results)
             self._passed(part.name)
             shared.finish(part.agreed)
-            return shared.crossing.hand_over(part, list(results)) if part.saved else results
+            return shared.hand_over(part, list(results)) if part.saved else results
         finally:
             self.record.ran(part)
             shared.leave()

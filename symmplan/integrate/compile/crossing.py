@@ -33,18 +33,14 @@ from attrs import define, field
 from torch.utils.weak import TensorWeakRef
 
 from symmplan.errors import RunError
-from symmplan.runtime.leases import Ledger, StorageLease, lease_out
-from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
+from symmplan.runtime.leases import StorageLease
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterable, Mapping
 
-    from symmplan.integrate.compile.parts import PlannedPart
     from symmplan.model import Placement
-    from symmplan.runtime.leases import Run
 
-__all__ = ["Crossing", "CrossingLease", "Reservation", "reasons"]
+__all__ = ["CrossingLease", "Reservation", "reasons"]
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -168,109 +164,6 @@ def _like(tensor: torch.Tensor, on: torch.Tensor, offset: Any) -> torch.Tensor:
     """A tensor like another one on the storage of a third, at an offset in elements."""
     storage: Any = on.untyped_storage()
     return tensor.new_empty(0).set_(storage, offset, tensor.size(), tensor.stride())
-
-
-@define(eq=False)
-class Crossing:
-    """What crosses in one set of segments.
-
-    Attributes:
-        segments: The segments, by name.
-        copies: How many crossing tensors were copied, by reason.
-        by_place: The bytes of each crossing buffer that a graph has had so far.
-    """
-
-    segments: Mapping[str, Any]
-    copies: Counter[str]
-    by_place: dict[Placement, CrossingLease] = field(init=False, factory=dict)
-
-    def _at(self, place: Placement) -> CrossingLease:
-        lease = self.by_place.get(place)
-        if lease is None:
-            segment = self.segments[place.segment].tensor
-            lease = self.by_place[place] = CrossingLease(
-                lease_out(segment[place.offset : place.end]), place
-            )
-        return lease
-
-    def enter(self, part: PlannedPart, args: list[Any], run: Run) -> None:
-        """Before a part runs: what others saved makes room, what it needs in place is put there."""
-        for place in part.saved.values():
-            self._at(place)
-        here = [at for g in part.given if (at := self._at(g.place)).has(args[g.index])]
-        self.copies["aside"] += run.hold(self.segments, part.spans, args, but=here)
-        for lease in run.left:
-            mine = isinstance(lease, CrossingLease) and lease.graph is part.record
-            self.copies["again" if mine else "other"] += 1
-        if here and keeps_graph():
-            self._keep(part, args)
-        for given in part.given:
-            lease, tensor = self._at(given.place), args[given.index]
-            if lease.has(tensor):
-                continue
-            if given.needed:
-                args[given.index] = lease.fill(tensor, given.offset)
-                self.copies["back"] += 1
-            elif tensor.is_cuda:  # it may have been copied on another stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-    def _keep(self, part: PlannedPart, args: list[Any]) -> None:
-        """Another backward will need what this one overwrites: let it have copies."""
-        overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
-        for place, indices in self._together(overwritten, args).items():
-            lease = self._at(place)
-            lease.evacuate()
-            self.copies["kept"] += 1
-            for i in indices:
-                args[i] = lease.view(args[i])
-
-    def hand_over(self, part: PlannedPart, results: list[Any]) -> list[Any]:
-        """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
-        hooks = has_saved_tensor_hooks()
-        saved = ((place, i) for i, place in part.saved.items())
-        for place, indices in self._together(saved, results).items():
-            lease, tensors = self._at(place), [results[i] for i in indices]
-            if hooks:
-                self.copies["hooks"] += 1
-                made = lease.copies(tensors)
-            else:
-                made = lease.hand_out(tensors, part.record)
-                self._take(lease)
-            for i, tensor in zip(indices, made, strict=True):
-                results[i] = tensor
-        return results
-
-    def _take(self, lease: CrossingLease) -> None:
-        segment, place = self.segments[lease.place.segment], lease.place
-        begin = segment.begin + place.offset
-        Ledger(segment.leases).take(begin, begin + place.nbytes, lease)
-
-    def _together(
-        self, found: Iterable[tuple[Placement, int]], tensors: list[Any]
-    ) -> dict[Placement, list[int]]:
-        """The indices of tensors that do lie in their placements, by placement."""
-        together: dict[Placement, list[int]] = {}
-        for place, index in found:
-            if self._at(place).has(tensors[index]):
-                together.setdefault(place, []).append(index)
-        return together
-
-    def move_to(self, segments: Mapping[str, Any]) -> None:
-        """Use other segments; what was saved moves with them."""
-        old, self.by_place = self.by_place, {}
-        self.segments = segments
-        for place, lease in old.items():
-            there = self._at(place)
-            if lease.held:
-                lease.move_to(there)
-                self._take(there)
-
-    def clear(self) -> None:
-        """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
-        for lease in self.by_place.values():
-            if lease.held:
-                lease.move(lease.tensor.clone())
-                self.copies["released"] += 1
 
 
 def reasons(counts: Mapping[str, int]) -> tuple[tuple[int, str], ...]:

@@ -41,7 +41,7 @@ from attrs import define, field, frozen
 from torch import fx
 
 from symmplan.capture.bounds import sources
-from symmplan.runtime.leases import lease_out
+from symmplan.memory.leased import lease_out
 from symmplan.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ class PlannedPart:
         expected: How those of them that are collectives are to run.
         copies: How many copies it makes into and out of placements.
         algorithms: How each of its declared calls runs.
-        shared: The `pool.Shared` segments that it runs in; None before it first runs.
+        shared: The `turns.Shared` segments that it runs in; None before it first runs.
         agreed: The first plan that showed peers what its own does.
         groups: The process groups of whatever it has in symmetric memory, once it has run.
         taken: The arena that it last ran in, and its inputs there.
@@ -286,7 +286,7 @@ def inserted(plan: Plan, parts: Iterable[PlannedPart]) -> list[tuple[int, str]]:
     """``(place in the plan's order, group)`` of the barriers that its parts run.
 
     Also of those that a part may run on its entry, or make all later ones run. See
-    [Note: turns] in `symmplan.integrate.compile.pool`.
+    [Note: turns] in `symmplan.integrate.compile.turns`.
     """
     index = order_of(plan.problem).index
     groups = group_names(plan) if is_unmet(plan) else []

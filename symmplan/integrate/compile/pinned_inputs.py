@@ -17,8 +17,7 @@ from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import resolve_groups
 from symmplan.integrate.compile.places import check_others
 from symmplan.integrate.compile.plans import group_names
-from symmplan.integrate.compile.pool import released
-from symmplan.memory import realize
+from symmplan.integrate.compile.turns import released
 from symmplan.runtime.prepare import checked_plan
 from symmplan.torch_private.c10d import is_registered
 from symmplan.torch_private.compilers import static_inputs
@@ -233,22 +232,25 @@ class PinnedInputs:
         def make() -> Arena | None:
             if preparation.refusal is not None:
                 return None
-            return realize(
+            arena, rendezvous = preparation.obtain(
                 final,
+                self.device,
+                {group: process_group},
                 memory=self._parts[part].memory,
-                device=self.device,
-                timeout=self.timeout,
-                debug=preparation.options.debug is True,
+                pooled=True,
                 user="pinned inputs",
             )
+            self.pool.rendezvous += rendezvous
+            return arena
 
-        arena = preparation.attempt(make, {group: process_group}, lambda made: made.release())
+        arena = preparation.attempt(make, {group: process_group}, lambda made: made.give_back())
         if arena is None:
             self.plans.pop(key, None)
             return False
         self.pool.progress.add(arena)
-        self.pool.rendezvous += arena.rendezvous
-        made = places.add(process_group, [i.buffer for i in new], arena)
+        made = places.add(
+            process_group, [i.buffer for i in new], arena, self.pool.still, self.pool.progress
+        )
         self._places.update(zip((i.key for i in new), made, strict=True))
         return True
 

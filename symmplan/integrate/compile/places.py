@@ -24,18 +24,22 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
 
 from symmplan.errors import RunError
-from symmplan.runtime.leases import Lease, Ledger, copied, lease_out
+from symmplan.memory.leased import lease_out
+from symmplan.runtime.leases import Lease, Ledger, copied
+from symmplan.runtime.tenants import settled
 from symmplan.torch_private import dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
 
 __all__ = ["Place", "Places", "RunCopy", "check_others"]
@@ -95,16 +99,47 @@ class Place:
 
     number: int
     process_group: Any
-    bytes: torch.Tensor
+    bytes: torch.Tensor = field(init=False)
     address: int = field(init=False)
-    _ledger: Ledger
-    _begin: int
+    _ledger: Ledger = field(init=False)
+    _begin: int = field(init=False)
     _pinned: Any = field(init=False, default=None)
     _former: list[Any] = field(init=False, factory=list)
     _crowded: bool = field(init=False, default=False)
 
-    def __attrs_post_init__(self) -> None:
+    def lie(self, arena: Arena, name: str) -> None:
+        """Be the placement of a buffer of an arena's plan from now on."""
+        place = arena.plan.placements[name]
+        segment = arena.segments[place.segment]
+        self._ledger, self._begin = Ledger(segment.leases), segment.begin + place.offset
+        self.bytes = arena.tensor(name)
         self.address = self.bytes.data_ptr()
+
+    @property
+    def can_move(self) -> bool:
+        """Whether nobody looks at its bytes but the tensor that lives there."""
+        pinned = self._living()
+        return not self.taken or (pinned is not None and not _is_shared(pinned))
+
+    def move(self, arena: Arena, name: str) -> None:
+        """Be the placement of that buffer, together with who lives here."""
+        pinned = self._living()
+        self.lie(arena, name)
+        if pinned is not None:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._house(pinned)
+
+    def _living(self) -> torch.Tensor | None:
+        """What lives in its bytes, if that is known."""
+        pinned = None if self._pinned is None else self._pinned()
+        return pinned if pinned is not None and pinned.data_ptr() == self.address else None
+
+    def _house(self, tensor: torch.Tensor) -> None:
+        lease = Lease()
+        self._ledger.take(*self._span, lease)
+        # To the letter what it was, elsewhere.
+        tensor.data = self._filled(tensor, lease_out(self.bytes, lease.drop))
+        self._pinned = weakref.ref(tensor)
 
     @property
     def _span(self) -> tuple[int, int]:
@@ -140,11 +175,7 @@ class Place:
                     "those (state dicts, detached views) before the next run"
                 )
             if not stays:
-                lease = Lease()
-                self._ledger.take(*self._span, lease)
-                # To the letter what it was, elsewhere.
-                tensor.data = self._filled(tensor, lease_out(self.bytes, lease.drop))
-                self._pinned = weakref.ref(tensor)
+                self._house(tensor)
                 return None, ""
             saved = copied(self.bytes) if self.taken else None
             placed = self._filled(tensor, lease_out(self.bytes))
@@ -161,8 +192,8 @@ class Place:
 
     def move_out(self) -> bool:
         """Move what is pinned to ordinary memory. False if others look at its storage, too."""
-        pinned = None if self._pinned is None else self._pinned()
-        if pinned is None or pinned.data_ptr() != self.address or _is_shared(pinned):
+        pinned = self._living()
+        if pinned is None or _is_shared(pinned):
             return not self.taken
         with torch.inference_mode(mode=False), torch.no_grad():
             pinned.data = torch.empty_strided(
@@ -198,19 +229,60 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 @define(eq=False)
+class PinnedPart:
+    """Placements that were made together; a tenant of the pool, see `symmplan.memory.pool`.
+
+    Attributes:
+        arena: Their memory.
+        places: ``{buffer: its placement}``.
+        still: How many runs of the backend's graphs there were, None if one goes on.
+        progress: How far the ranks are.
+    """
+
+    arena: Arena
+    places: dict[str, Place]
+    _still: Callable[[], int | None]
+    _progress: Progress
+
+    def __attrs_post_init__(self) -> None:
+        settled(self, self.arena)
+
+    @contextmanager
+    def still(self) -> Iterator[int | None]:
+        """As of a `symmplan.runtime.tenants.Tenant`."""
+        free = all(place.can_move for place in self.places.values())
+        yield self._still() if free else None
+
+    def move_in(self, there: Arena) -> None:
+        """The same."""
+        for name, place in self.places.items():
+            place.move(there, name)
+        old, self.arena = self.arena, there
+        settled(self, there)
+        self._progress.add(there)
+        self._progress.remove(old)
+        old.give_back()
+
+
+@define(eq=False)
 class Places:
     """All such placements of a backend.
 
     Attributes:
         copies: How often a tensor was not in its placement and was copied there.
-        arenas: Their memory.
+        parts: Their memory.
     """
 
     copies: int = field(init=False, default=0)
-    arenas: list[Arena] = field(init=False, factory=list)
+    parts: list[PinnedPart] = field(init=False, factory=list)
     _all: list[Place] = field(init=False, factory=list)
     _away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
     _used: set[tuple[Any, tuple[int | None, ...]]] = field(init=False, factory=set)
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """Their memory."""
+        return [part.arena for part in self.parts]
 
     @property
     def count(self) -> int:
@@ -234,17 +306,19 @@ class Places:
         """Those of one process group."""
         return [p for p in self._all if p.process_group is process_group]
 
-    def add(self, process_group: Any, buffers: Sequence[str], arena: Arena) -> list[Place]:
-        """The placements of some buffers of a plan, which are new."""
-        made = []
+    def add(
+        self, process_group: Any, buffers: Sequence[str], arena: Arena, *given: Any
+    ) -> list[Place]:
+        """The placements of some buffers of a plan, which are new; ``given`` to `PinnedPart`."""
+        made = {}
         for number, name in enumerate(buffers, len(self.of(process_group))):
-            place = arena.plan.placements[name]
-            ledger = Ledger(arena.segments[place.segment].leases)
-            made.append(Place(number, process_group, arena.tensor(name), ledger, place.offset))
-        self._all += made
-        self.use(process_group, [p.number for p in made])
-        self.arenas.append(arena)
-        return made
+            made[name] = place = Place(number, process_group)
+            place.lie(arena, name)
+        places = [*made.values()]
+        self._all += places
+        self.use(process_group, [p.number for p in places])
+        self.parts.append(PinnedPart(arena, made, *given))
+        return places
 
     def use(self, process_group: Any, numbers: Sequence[int | None]) -> None:
         """Remember which placements the inputs of a graph have, on all ranks alike."""
@@ -261,8 +335,8 @@ class Places:
         """Move all pinned inputs out, and give the memory back. Idempotent. Collective: no."""
         for place in self._all:
             place.move_out()
-        for arena in self.arenas:
-            arena.release()
+        for part in self.parts:
+            part.arena.give_back()
 
 
 def check_others(copies: Sequence[RunCopy], args: Sequence[Any]) -> None:

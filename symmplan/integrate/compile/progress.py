@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from symmplan.coordination.groups import Group
     from symmplan.memory.arena import Arena
     from symmplan.memory.segment import Rendezvous
-    from symmplan.runtime.tenants import Suballocation
 
 __all__ = ["Progress"]
 
@@ -130,7 +129,7 @@ class Progress:
     timeout: float
     _counts: WeakKeyDictionary[Any, _Counts] = field(init=False, factory=WeakKeyDictionary)
 
-    def add(self, arena: Arena | Suballocation) -> None:
+    def add(self, arena: Arena) -> None:
         """Graphs will run in this arena: peers can be seen from now on.
 
         Collective: yes, over its groups, the first time for each.
@@ -147,7 +146,7 @@ class Progress:
         if counts.made is not None:
             self._add(counts.made)
 
-    def _add(self, arena: Arena | Suballocation) -> None:
+    def _add(self, arena: Arena) -> None:
         for counters in _met(arena):
             if not counters.told():
                 continue
@@ -157,7 +156,7 @@ class Progress:
                 counts.epoch_counters.append(counters)
                 counts.say([counters])
 
-    def remove(self, arena: Arena | Suballocation) -> None:
+    def remove(self, arena: Arena) -> None:
         """The arena is about to be released."""
         for counters in _met(arena):
             counters.unwatch(self.look)
@@ -296,7 +295,7 @@ def _look_for_runners(mine: Iterable[_Counts]) -> None:
                 raise _differ(group, planning=group.rank, running=rank)
 
 
-def _met(arena: Arena | Suballocation) -> list[Rendezvous]:
+def _met(arena: Arena) -> list[Rendezvous]:
     met = {id(r): r for s in arena.segments.values() for r in s.rendezvous.values()}
     return [r for r in met.values() if r.group.size > 1]
 

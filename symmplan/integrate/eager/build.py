@@ -16,8 +16,9 @@ from attrs import define, field
 from symmplan.capture.graphs import overload_of
 from symmplan.capture.streams import MARK
 from symmplan.integrate.eager.schedule import Event
+from symmplan.memory.leased import lease_out
 from symmplan.planner.order import order_of
-from symmplan.runtime.leases import Ledger, StorageLease, lease_out
+from symmplan.runtime.leases import Ledger, StorageLease
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from symmplan.model import Plan
     from symmplan.planner.order import Order
     from symmplan.runtime.program import Instruction, PlacedCall, PlacedProgram
-    from symmplan.runtime.tenants import Suballocation
 
 __all__ = ["events_of"]
 
@@ -44,7 +44,7 @@ class _Builder:
     program: PlacedProgram
     device: torch.device
     elements: Mapping[torch.dtype, torch.Tensor]
-    arena: Arena | Suballocation
+    arena: Arena
     order: Order | None = field(init=False)  # None on one stream: all is in order there
     leased: dict[str, StorageLease] = field(init=False, factory=dict)
     position: dict[str, int] = field(init=False, factory=dict)
@@ -272,7 +272,7 @@ def events_of(
     program: PlacedProgram,
     device: torch.device,
     elements: Mapping[torch.dtype, torch.Tensor],
-    arena: Arena | Suballocation,
+    arena: Arena,
 ) -> tuple[list[Event], list[Act]]:
     """The events of a placed recording in order, and what is to be done when the iteration ends."""
     return _Builder(recorder, program, device, elements, arena).build()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +13,10 @@ from symmplan.coordination.all_gather import all_agree
 from symmplan.memory.streams import synchronize
 from symmplan.runtime.engines import register_known
 from symmplan.runtime.leases import in_use
-from symmplan.runtime.tenants import let_go, synchronizes_once
+from symmplan.runtime.tenants import settled, synchronizes_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from symmplan.capture.sites import Captured
     from symmplan.integrate.eager.schedule import Act, Event
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from symmplan.model import Plan
     from symmplan.runtime.choice import Choice
     from symmplan.runtime.stats import Copy
-    from symmplan.runtime.tenants import Suballocation
 
 __all__ = ["Frozen"]
 
@@ -52,13 +53,11 @@ class Frozen:
         there: Where it has to `move`, None if it has not to; the same on all ranks.
     """
 
-    lasts = True
-
     plan: Plan
     captured: Captured
-    arena: Arena | Suballocation
+    arena: Arena
     rendezvous: int
-    build: Callable[[Arena | Suballocation], tuple[list[Event], list[Act]]]
+    build: Callable[[Arena], tuple[list[Event], list[Act]]]
     engines: bool
     copies: tuple[Copy, ...]
     choices: tuple[Choice, ...]
@@ -67,17 +66,25 @@ class Frozen:
     tail: list[Act] = field(init=False, factory=list)
     leaving: dict[int, tuple[Event, str]] = field(init=False, factory=dict)
     stays: bool = field(init=False, default=False)
-    there: Suballocation | None = field(init=False, default=None)
+    there: Arena | None = field(init=False, default=None)
     _ready: int = field(init=False, default=0)
+
+    _thread: int = field(init=False, factory=threading.get_ident)
 
     def __attrs_post_init__(self) -> None:
         self._schedule(self.arena)
 
-    def _schedule(self, arena: Arena | Suballocation) -> None:
+    def _schedule(self, arena: Arena) -> None:
         with torch.inference_mode(mode=False):  # what is made here outlives the caller's mode
             events, tail = self.build(arena)
         self.arena, self.events, self.tail = arena, events, tail
+        settled(self, arena)
         self.leaving = {k: (e, name) for e in events for k, name in e.copied_at_waits()}
+
+    @property
+    def lasts(self) -> bool:
+        """As of a `Tenant`."""
+        return True
 
     @property
     def movable(self) -> bool:
@@ -87,9 +94,15 @@ class Frozen:
     @property
     def align(self) -> int:
         """As of a `Tenant`."""
-        return max(b.align for b in self.plan.problem.buffers)
+        return max((b.align for b in self.plan.problem.buffers), default=1)
 
-    def move_in(self, there: Suballocation) -> None:
+    @contextlib.contextmanager
+    def still(self) -> Iterator[int | None]:
+        """As of a `Tenant`."""
+        here = threading.get_ident() == self._thread  # else its place in the program is not known
+        yield 0 if here and not self.stays else None
+
+    def move_in(self, there: Arena) -> None:
         """Lie there once an iteration ends in which no rank holds any of the session's tensors.
 
         Collective: with copy engines, over the session's group.
@@ -97,7 +110,7 @@ class Frozen:
         if self.engines:
             register_known(there)
         if self.there is not None:
-            self.there.release()
+            self.there.give_back()
         self.there, self._ready = there, _READY
 
     def move(self, device: torch.device, groups: dict[str, Any], timeout: float) -> None:
@@ -120,10 +133,10 @@ class Frozen:
             old = self.arena
             self._schedule(there)
             self.there = None
-            let_go(old)
+            old.give_back()
         elif not self._ready:
             self.there = None
-            there.release()
+            there.give_back()
 
     def let_go(self, device: torch.device, *, failed: bool) -> None:
         """Give the memory back; ``failed`` if the session did. Tells nobody."""
@@ -131,10 +144,7 @@ class Frozen:
         if failed and device.type == "cuda":
             return  # a kernel may wait for a peer for ever, in memory that must not go
         synchronize(device)
-        if failed or in_use(self.arena.segments.values()):
-            self.arena.release()
-        else:
-            let_go(self.arena)
+        self.arena.give_back()
 
     def forget(self) -> None:
         """It is over: what it says stays, what it held goes. Tells nobody."""
@@ -142,4 +152,4 @@ class Frozen:
         self.events, self.tail, self.leaving = [], [], {}
         there, self.there = self.there, None
         if there is not None:
-            there.release()
+            there.give_back()

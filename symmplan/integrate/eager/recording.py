@@ -20,7 +20,6 @@ from symmplan.integrate.eager.build import events_of
 from symmplan.integrate.eager.faults import public
 from symmplan.integrate.eager.frozen import Frozen
 from symmplan.integrate.eager.scratch import ScratchMemory
-from symmplan.memory.cache import give_back
 from symmplan.registry import spec_for
 from symmplan.report.log import LOG
 from symmplan.runtime.algorithms import Lowerings
@@ -221,7 +220,7 @@ class IterationRecording:
         prepared = preparation.attempt(
             functools.partial(self._prepared, lowerings),
             settings.process_groups,
-            lambda made: give_back(made.arena),
+            lambda made: made.arena.give_back(),
         )
         captured, plan = prepared.captured, prepared.plan
         chosen, arena = prepared.chosen, prepared.arena
@@ -271,7 +270,7 @@ class IterationRecording:
         dtypes = dict.fromkeys(x.dtype for x in captured.values.tensors.values())
         with torch.inference_mode(mode=False):  # they outlive the caller's mode
             elements = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in dtypes}
-        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines)
+        arena, rendezvous = preparation.obtain(plan, device, groups, meet_engines, pooled=True)
         return _Prepared(captured, plan, chosen, arena, rendezvous, elements)
 
 

@@ -25,7 +25,7 @@ from symmplan.errors import CaptureError
 from symmplan.integrate.fsdp.push import Pushes
 from symmplan.integrate.fsdp.sums import warm_up
 from symmplan.memory import agree
-from symmplan.memory.cache import fits, give_back
+from symmplan.memory.cache import fits
 from symmplan.memory.device_memory import device_memory
 from symmplan.memory.room import Usage
 from symmplan.memory.streams import current_stream, synchronize
@@ -73,7 +73,8 @@ class Memory:
         unreached: ``{name: why}`` of those that no segment can serve.
         engines: ``{name of a group: communicators for copy engines}``.
         rendezvous: How many rendezvous were made.
-        tenants: Who was seen to run, in that order; see `symmplan.runtime.tenants`.
+        tenants: Who was seen to run, in that order, None for those that are over; see
+            `symmplan.runtime.tenants`.
         displaced: How often something else was in the bytes of a tenant that ran, or parameters
             in those of others.
         captured: Whether a CUDA graph may have the addresses.
@@ -88,7 +89,7 @@ class Memory:
         self.unreached: Mapping[str, str] = {}
         self.engines: dict[str, Engines] = {}
         self.rendezvous = 0
-        self.tenants: list[Tenant] = []
+        self.tenants: list[Tenant | None] = []
         self.displaced = 0
         self.captured = False
         self.preparation = Preparation(options, "symmplan.fsdp", "FSDP2")
@@ -347,7 +348,7 @@ class Memory:
         """Give back what `prepare` made. Collective: no."""
         if held is not None:
             synchronize(self.device)
-            give_back(held.arena)
+            held.arena.give_back()
 
     def adopt(self, held: Held | None) -> None:
         """Live in what `prepare` made from now on, which all ranks have.
@@ -374,7 +375,7 @@ class Memory:
             self._older[:] = [arena for arena in self._older if arena not in free]
             synchronize(self.device)
             for arena in free:
-                give_back(arena)
+                arena.give_back()
 
     def release(self) -> None:
         """Give the segments back. Tenants keep what they live in.
@@ -390,6 +391,6 @@ class Memory:
 
 def _give_back_all(arenas: list[Arena], older: list[Arena]) -> None:
     for arena in (*arenas, *older):
-        give_back(arena)
+        arena.give_back()
     arenas.clear()
     older.clear()

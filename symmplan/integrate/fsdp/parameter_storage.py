@@ -16,9 +16,10 @@ import torch.distributed as dist
 from symmplan.coordination.own import own_work
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
+from symmplan.memory.leased import lease_out
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
-from symmplan.runtime.leases import copied, lease_out
+from symmplan.runtime.leases import copied
 from symmplan.torch_private import autograd, c10d, dispatch, fsdp2_in_place
 
 if TYPE_CHECKING:

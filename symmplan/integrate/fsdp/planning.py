@@ -24,7 +24,7 @@ from symmplan.model import Algorithm, Buffer
 from symmplan.planner.budget import within
 from symmplan.runtime.chooser import Chosen, choose_algorithms
 from symmplan.runtime.concurrent import concurrent_heard
-from symmplan.runtime.tenants import Suballocation
+from symmplan.runtime.tenants import timed
 from symmplan.torch_private import c10d
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.layout import Layout
     from symmplan.integrate.fsdp.memory import Memory
     from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
-    from symmplan.model import AlgorithmName, Plan
+    from symmplan.memory import Arena
+    from symmplan.model import AlgorithmName, Placement, Plan
     from symmplan.planner.budget import Demotable
     from symmplan.runtime.cases import Case
     from symmplan.runtime.choice import Choice
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Planning"]
 
-#: Where suballocations begin, in bytes.
+#: Where parts of FSDP2's segment begin, in bytes.
 _ALIGN = 512
 
 
@@ -132,10 +133,15 @@ class Planning:
         memory.adopt(made.held)
         for number, needs in made.tenants.items():
             tenant = memory.tenants[number]
+            assert tenant is not None
             places = [plan.placements[g.name] for g in needs]
             assert memory.arena is not None
             there = dict(zip(tenant.arena.segments, places, strict=True))
-            tenant.move_in(Suballocation.of(tenant, memory.arena, there))
+            if not tenant.lasts:
+                tenant.move_in(timed(tenant, memory.arena, there))
+            elif not _lies(tenant, memory.arena, there):
+                within = {name: (memory.arena, place) for name, place in there.items()}
+                tenant.move_in(tenant.arena.elsewhere(within))
         self.plan = plan
         self._kept = list(recordings)
         kept = kept_after_forward(recordings, self.layouts, self.live)
@@ -246,20 +252,21 @@ class Planning:
         memory, groups, name = self._memory, self._memory.groups, self._memory.preparation.memory
         ran = sorted({i for r in recordings for what, i in r.events if what == "tenant"})
         found = {
-            i: _needs(i, tenant)
+            i: _needs(i, tenant, memory.arena)
             for i in ran
-            if (tenant := memory.tenants[i]).movable
+            if (tenant := memory.tenants[i]) is not None
+            and tenant.movable
             and tenant.arena.memory == name
             and (not tenant.lasts or self.are_ours(tenant))
         }
-        mine = [[i, *(g.nbytes for g in needs)] for i, needs in found.items()]
+        mine = [[i, *([g.nbytes, g.offset] for g in needs)] for i, needs in found.items()]
         said = all_gather_json(
             "tenants", dict.fromkeys(groups, mine), groups, self._options.timeout
         )
         if any(x != mine for of in said.values() for x in of):
             return []
-        timed = {i: needs for i, needs in found.items() if not memory.tenants[i].lasts}
-        candidates = [found] if timed == found else [found, timed]
+        passing = {i: needs for i, needs in found.items() if not needs[0].persistent}
+        candidates = [found] if passing == found else [found, passing]
         return [tenants for tenants in candidates if tenants]
 
     @property
@@ -343,14 +350,28 @@ def _concurrent(
     return dict(found)
 
 
-def _needs(number: int, tenant: Tenant) -> tuple[Buffer, ...]:
-    """What a tenant has of each of its segments."""
+def _lies(tenant: Tenant, arena: Arena | None, there: Mapping[str, Placement]) -> bool:
+    """Whether a tenant's segments are those parts of an arena's already."""
+    found = tenant.arena.segments
+    return arena is not None and all(
+        found[name].host is arena.segments[place.segment] and found[name].begin == place.offset
+        for name, place in there.items()
+    )
+
+
+def _needs(number: int, tenant: Tenant, arena: Arena | None) -> tuple[Buffer, ...]:
+    """What a tenant has of each of its segments.
+
+    Who lasts stays where it is in an arena: it may have its bytes longer than the last plan.
+    """
+    hosts = [] if arena is None or not tenant.lasts else [*arena.segments.values()]
     return tuple(
         Buffer(
             f"tenant{number}.{name}",
             s.nbytes,
             s.spec.groups[0],
             align=max(tenant.align, _ALIGN),
+            offset=s.begin if s.host in hosts else None,
             persistent=tenant.lasts,
             op=tenant.arena.user,
             where="suballocation",

@@ -28,6 +28,7 @@ from symmplan.process import PROCESS
 from symmplan.runtime.executor import Executor
 from symmplan.runtime.listening import leave, listen
 from symmplan.runtime.observe import checking, launching
+from symmplan.runtime.tenants import forget
 from symmplan.torch_private import c10d, fsdp2
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Runtime:
 
     def tenant_ran(self, tenant: Tenant) -> None:
         """Somebody's graph begins to run. See [Note: tenants] in `symmplan.runtime.tenants`."""
+        forget(self.memory.tenants)
         if self._log is None:
             return
         tenants = self.memory.tenants

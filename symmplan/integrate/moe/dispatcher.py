@@ -29,7 +29,6 @@ from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, ReleasedError, RunError
 from symmplan.integrate.moe.routes import Routes, assumed_routes, exchange_routes
-from symmplan.memory.cache import give_back
 from symmplan.memory.calls import REFUSED, note
 from symmplan.memory.kernels import copy_bytes
 from symmplan.memory.streams import synchronize
@@ -301,7 +300,7 @@ class ExpertParallel:
                 return None
             return preparation.obtain(plan, self._device, groups, reach)
 
-        made = preparation.attempt(make, groups, lambda made: give_back(made[0]))
+        made = preparation.attempt(make, groups, lambda made: made[0].give_back())
         if made is None:
             return None
         preparation.log(plan)
@@ -401,7 +400,7 @@ class ExpertParallel:
         arena, self._arena = self._arena, None
         if arena is not None:
             synchronize(self._device)
-            give_back(arena)
+            arena.give_back()
 
     def release(self) -> None:
         """Give the segment back. Idempotent.

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from symmplan.capture.fsdp import Planned, problem_of
 from symmplan.capture.fsdp_recording import Call, Key, Recording
 from symmplan.integrate.fsdp.schedule import Schedule
+from symmplan.memory.leased import lease_out
 from symmplan.model import Algorithm, Requirement
 from symmplan.planner import plan as plan_problem
-from symmplan.runtime.leases import lease_out
 
 
 def key(site, kind="all_gather", numel=64, *, backward=False):

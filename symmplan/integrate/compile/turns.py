@@ -1,0 +1,328 @@
+"""The segments in which graphs of a compile backend take turns, and what crosses in them.
+
+[Note: turns]
+    Nothing in a placement outlives the run of its graph, but what a forward saves for its backward.
+    So all graphs of a backend (pieces between graph breaks, forwards, backwards, several models,
+    recompilations) use the same bytes, one after the other, and the segments need be no larger than
+    for the one that needs most. One that needs more makes all ranks, which have agreed on its plan,
+    allocate larger segments and give the old ones back, before it first runs. Segments are inputs
+    of the compiled code, so all graphs use the new ones from their next run on.
+
+    A graph that is planned between a forward and its backward keeps away from what was saved, so
+    that between graph breaks everything stays where it is. Where graphs meet in another order than
+    they were planned in, what was saved is evacuated (see [Note: crossing tensors]). Whether a
+    backward is due is told from the order of runs, which is the same on all ranks, and not from
+    what is still alive, which need not be.
+
+    A plan's barriers cover its own repetition. Where another graph had the bytes before, and one of
+    the two has accesses that do not meet all ranks before and after, a barrier lies between them;
+    where it ran on another stream, this one waits for that. Once something crosses, such a barrier
+    lies before each run: what is copied on entry must be so before peers touch the bytes. Where a
+    graph may copy back on entry what it needs in place, another lies before that: peers may still
+    read what was there.
+
+    Plans that show peers the same ([Note: what peers see] in `symmplan.planner.fingerprint`) count
+    as one graph here: a rank may have one of its own for a smaller batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+
+from symmplan.errors import ReleasedError, RunError
+from symmplan.integrate.compile.crossing import CrossingLease
+from symmplan.integrate.compile.plans import is_unmet
+from symmplan.memory.leased import lease_out
+from symmplan.memory.streams import capture_of, synchronize
+from symmplan.runtime.engines import register_known
+from symmplan.runtime.leases import Lease, Ledger, Run
+from symmplan.runtime.tenants import ran, settled, synchronizes_once
+from symmplan.torch_private.autograd import has_saved_tensor_hooks, keeps_graph
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterable, Iterator
+
+    from symmplan.integrate.compile.parts import PlannedPart
+    from symmplan.integrate.compile.progress import Progress
+    from symmplan.memory.arena import Arena
+    from symmplan.model import Placement, Plan
+
+__all__ = ["Shared", "released"]
+
+
+@define(eq=False)
+class Shared:
+    """Segments that plans of one structure take turns in.
+
+    Attributes:
+        arena: The segments; replaced when they must grow.
+        device: Where they lie.
+        groups: The process groups that they met.
+        copies: How many crossing tensors were copied, by reason.
+        progress: How far the ranks are.
+        agreed: The first plan of each kind that all ranks have agreed on.
+        released: Whether the segments were given back.
+        engines: Names of communicators over which copy engines run collectives in them.
+        align: What the segments must begin at a multiple of, in bytes.
+        crosses: Whether something in them outlives a run of its graph.
+        lock: Held while a graph runs in them.
+        runs: How many began.
+        by_place: The bytes of each crossing buffer that a graph has had so far.
+    """
+
+    arena: Arena
+    device: torch.device
+    groups: list[Any]
+    copies: Counter[str]
+    progress: Progress
+    agreed: dict[Any, Plan] = field(init=False, factory=dict)
+    released: bool = field(init=False, default=False)
+    engines: set[str] = field(init=False, factory=set)
+    align: int = field(init=False, default=1)
+    crosses: bool = field(init=False, default=False)
+    lock: Any = field(init=False, factory=threading.Lock)
+    _unmet: dict[int, tuple[Plan, bool]] = field(init=False, factory=dict)
+    _last: Plan | None = field(init=False, default=None)
+    _run: Run | None = field(init=False, default=None)
+    _stream: tuple[Any, int] = field(init=False, default=(None, 0))
+    runs: int = field(init=False, default=0)
+    by_place: dict[Placement, CrossingLease] = field(init=False, factory=dict)
+    _moving: bool = field(init=False, default=False)
+    _captured: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        settled(self, self.arena)
+
+    def enter(self, part: PlannedPart, args: list[Any]) -> None:
+        """Begin a run of a part; some of its inputs may be replaced. See [Note: turns].
+
+        Raises:
+            RunError: A graph that uses the same segments is running: inside it, or in another
+                thread.
+            ReleasedError: The backend was released.
+        """
+        if self.released:
+            raise released()
+        if not self.lock.acquire(blocking=self._moving):
+            raise RunError(
+                "a compiled graph started while another one was using the same segments",
+                expected="graphs of one backend one after the other",
+                got="one inside the other, or two threads",
+                fix="compile one of them with a symmplan.backend() of its own",
+            )
+        try:
+            self.runs += 1
+            ran(self)
+            self.progress.run(part.groups or ())
+            self._follow()
+            if part.copies_back and self._is_unmet(part.agreed):
+                self._barrier()
+            self._run = Run(Lease(stream=self._stream[0] if self._hosted else None))
+            self._make_room(part, args, self._run)
+            self._meet(part.agreed)
+        except BaseException:
+            self.leave()
+            raise
+
+    def finish(self, plan: Plan) -> None:
+        """A run has ended well: whoever has the bytes next may touch its peers'.
+
+        Collective: in a suballocation, if accesses of the plan do not meet all ranks.
+        """
+        if self._hosted and self._is_unmet(plan):
+            self._barrier()
+
+    def leave(self) -> None:
+        """End it."""
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run.over()
+        finally:
+            self.lock.release()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a graph runs in them, or a CUDA graph has the addresses."""
+        return self._run is not None or self._captured
+
+    @property
+    def _hosted(self) -> bool:
+        """Whether others are in the segments, by their plan."""
+        return self.arena.timed
+
+    @property
+    def movable(self) -> bool:
+        """See `Tenant`."""
+        return synchronizes_once(self.arena) and not self.released
+
+    @property
+    def lasts(self) -> bool:
+        """See `Tenant`."""
+        return self.crosses
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[int | None]:
+        """See `Tenant`. A run that another thread begins meanwhile waits."""
+        self._moving = True
+        free = self.lock.acquire(blocking=False)
+        try:
+            moves = free and not (self.released or self._captured)
+            yield self.runs if moves else None
+        finally:
+            self._moving = False
+            if free:
+                self.lock.release()
+
+    def move_in(self, there: Arena) -> None:
+        """Live there from now on; see [Note: tenants] in `symmplan.runtime.tenants`."""
+        self.progress.add(there)
+        if self.engines:
+            register_known(there)
+        self.move(there)
+
+    def _follow(self) -> None:
+        if self.device.type == "cuda":
+            stream, capture = torch.cuda.current_stream(self.device), capture_of()
+            last, its_capture = self._stream
+            if last is not None and last != stream and its_capture == capture:
+                stream.wait_stream(last)
+            self._stream = stream, capture
+            self._captured = self._captured or bool(capture)  # a CUDA graph has the addresses
+
+    def _meet(self, plan: Plan) -> None:
+        last = self._last or plan
+        shares = last is not plan or self.by_place or self._hosted
+        if (last is not plan and self._is_unmet(last)) or (shares and self._is_unmet(plan)):
+            self._barrier()
+        self._last = plan
+
+    def _barrier(self) -> None:
+        segments = self.arena.segments.values()
+        meetings = {group: s.meeting(group) for s in segments for group in s.spec.groups}
+        # Whoever one group has met may have yet to meet another: each comes before each other once.
+        groups = list(meetings)
+        for group in (*groups, *groups[:-1]):
+            meetings[group].barrier()
+
+    def _is_unmet(self, plan: Plan) -> bool:
+        if id(plan) not in self._unmet:
+            self._unmet[id(plan)] = (plan, is_unmet(plan))
+        return self._unmet[id(plan)][1]
+
+    def move(self, arena: Arena) -> None:
+        """Use other segments, as large or larger; what was saved moves, and the old ones go."""
+        old, self.arena = self.arena, arena
+        settled(self, arena)
+        saved, self.by_place = self.by_place, {}
+        for place, lease in saved.items():
+            there = self._at(place)
+            if lease.held:
+                lease.move_to(there)
+                self._take(there)
+        if saved:
+            synchronize(self.device)  # what was saved has been copied
+        self.progress.remove(old)
+        old.give_back()
+
+    def release(self) -> None:
+        """Give the segments back; what was saved is copied out. Collective: no."""
+        self.clear()
+        self.released = True
+        self.progress.remove(self.arena)
+        synchronize(self.device)
+        self.arena.give_back()
+
+    # What crosses.
+
+    def _at(self, place: Placement) -> CrossingLease:
+        lease = self.by_place.get(place)
+        if lease is None:
+            segment = self.arena.segments[place.segment].tensor
+            lease = self.by_place[place] = CrossingLease(
+                lease_out(segment[place.offset : place.end]), place
+            )
+        return lease
+
+    def _make_room(self, part: PlannedPart, args: list[Any], run: Run) -> None:
+        """Before a part runs: what others saved makes room, what it needs in place is put there."""
+        for place in part.saved.values():
+            self._at(place)
+        here = [at for g in part.given if (at := self._at(g.place)).has(args[g.index])]
+        self.copies["aside"] += run.hold(self.arena.segments, part.spans, args, but=here)
+        for lease in run.left:
+            mine = isinstance(lease, CrossingLease) and lease.graph is part.record
+            self.copies["again" if mine else "other"] += 1
+        if here and keeps_graph():
+            self._keep(part, args)
+        for given in part.given:
+            lease, tensor = self._at(given.place), args[given.index]
+            if lease.has(tensor):
+                continue
+            if given.needed:
+                args[given.index] = lease.fill(tensor, given.offset)
+                self.copies["back"] += 1
+            elif tensor.is_cuda:  # it may have been copied on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def _keep(self, part: PlannedPart, args: list[Any]) -> None:
+        """Another backward will need what this one overwrites: let it have copies."""
+        overwritten = ((g.place, g.index) for g in part.given if g.overwritten)
+        for place, indices in self._together(overwritten, args).items():
+            lease = self._at(place)
+            lease.evacuate()
+            self.copies["kept"] += 1
+            for i in indices:
+                args[i] = lease.view(args[i])
+
+    def hand_over(self, part: PlannedPart, results: list[Any]) -> list[Any]:
+        """What a forward returns: what it saved, as tensors that can be moved, in ``results``."""
+        hooks = has_saved_tensor_hooks()
+        saved = ((place, i) for i, place in part.saved.items())
+        for place, indices in self._together(saved, results).items():
+            lease, tensors = self._at(place), [results[i] for i in indices]
+            if hooks:
+                self.copies["hooks"] += 1
+                made = lease.copies(tensors)
+            else:
+                made = lease.hand_out(tensors, part.record)
+                self._take(lease)
+            for i, tensor in zip(indices, made, strict=True):
+                results[i] = tensor
+        return results
+
+    def _take(self, lease: CrossingLease) -> None:
+        segment, place = self.arena.segments[lease.place.segment], lease.place
+        begin = segment.begin + place.offset
+        Ledger(segment.leases).take(begin, begin + place.nbytes, lease)
+
+    def _together(
+        self, found: Iterable[tuple[Placement, int]], tensors: list[Any]
+    ) -> dict[Placement, list[int]]:
+        """The indices of tensors that do lie in their placements, by placement."""
+        together: dict[Placement, list[int]] = {}
+        for place, index in found:
+            if self._at(place).has(tensors[index]):
+                together.setdefault(place, []).append(index)
+        return together
+
+    def clear(self) -> None:
+        """Copy everything out that was saved; what cannot move keeps the memory it lies in."""
+        for lease in self.by_place.values():
+            if lease.held:
+                lease.move(lease.tensor.clone())
+                self.copies["released"] += 1
+
+
+def released() -> ReleasedError:
+    """What is raised where a graph runs too late."""
+    return ReleasedError(
+        "a compiled graph ran after its backend was released",
+        fix="compile the model again, with a new symmplan.backend()",
+    )

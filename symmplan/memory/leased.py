@@ -1,0 +1,75 @@
+"""Bytes of a segment as a storage of their own, whose end is noticed.
+
+[Note: leased bytes]
+    Who is handed a tensor does not say that it is done with it; it drops the last reference. Views
+    of a segment share the segment's storage, whose end says nothing. So such bytes are leased as a
+    storage of their own (through numpy's array interface, or CUDA's): its owner's ``__del__`` runs
+    when the last tensor on it is gone, whoever held it, in whatever thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.coordination.world import at_end, current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["lease_out"]
+
+
+class _Owner:
+    """Owns a storage on somebody else's bytes; see [Note: leased bytes]."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, on_drop: Callable[[], None]) -> None:
+        self._tensor = tensor  # keeps the bytes
+        self._on_drop = on_drop
+        interface = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+        if tensor.is_cpu:
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = interface
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then half of torch is gone, and nobody reuses the bytes
+            self._on_drop()
+
+
+def lease_out(tensor: torch.Tensor, on_drop: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """The same bytes as another storage, which reports its end.
+
+    Args:
+        tensor: Contiguous; kept alive as long as the result.
+        on_drop: Called once, when nothing refers to the result's storage any more, in whatever
+            thread that is. Must not raise.
+
+    Returns:
+        A tensor of the same type, shape and address.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        on_drop()
+        return tensor
+    if (world := current()) is not None:
+        made = torch.empty_like(tensor)  # of no bytes, as the segment itself
+        world.buffer(None, None, made)
+        at_end(made, on_drop)
+        return made
+    owner: Any = _Owner(tensor, nbytes, on_drop)
+    if tensor.is_cpu:
+        import numpy as np
+
+        flat = torch.from_numpy(np.asarray(owner))
+    else:
+        flat = torch.as_tensor(owner, device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)
