@@ -220,6 +220,14 @@ class Memory:
             return self.groups[call.group]
         return engines.gather if call.key.kind == "all_gather" else engines.exchange
 
+    def element(self, place: Placement, dtype: torch.dtype) -> torch.Tensor:
+        """One element that looks like all of a buffer to which nothing is copied."""
+        slot = self.at(place, dtype)
+        try:
+            return torch.empty(1, dtype=dtype, device=slot.device)
+        except torch.OutOfMemoryError:  # whoever keeps that of the slot sees it change
+            return slot[:1]
+
     def pushes(self, scheduled: ScheduledCollective) -> Pushes:
         """What reduces over a collective's group by pushes."""
         assert scheduled.place is not None

@@ -137,11 +137,7 @@ class Runtime:
         if pushed:
             assert scheduled is not None
             assert scheduled.place is not None
-            # Nothing is copied there: one element that looks like all of them.
-            try:
-                base = torch.empty(1, dtype=dtype, device=device)
-            except torch.OutOfMemoryError:  # of the slot, which whoever keeps it sees change
-                base = self.memory.at(scheduled.place, dtype)[:1]
+            base = self.memory.element(scheduled.place, dtype)
             pushes = self.memory.pushes(scheduled)
             send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
         elif place is not None and scheduled is not None and not scheduled.zero_copy:
