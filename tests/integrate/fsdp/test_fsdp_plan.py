@@ -310,9 +310,9 @@ def test_a_tenant_that_lasts_shares_its_bytes_with_nobody(lasts):
     from symmplan.integrate.fsdp.planning import _needs
 
     spec = SimpleNamespace(groups=("g",))
-    segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec)}
+    segments = {"s0": SimpleNamespace(nbytes=4096, spec=spec, host=None)}
     arena = SimpleNamespace(segments=segments, user="somebody")
-    needs = _needs(3, SimpleNamespace(arena=arena, align=1024, lasts=lasts))
+    needs = _needs(3, SimpleNamespace(arena=arena, align=1024, lasts=lasts), None)
     recording = Recording()
     for _ in range(2):
         recording.tenant(3)
