@@ -261,7 +261,7 @@ class Arena:
         """A tenant uses it no more. Idempotent.
 
         All work of this rank in the tenant's bytes must be done; who gets them meets the peers
-        first. See [Note: windows that stay] in `symmplan.memory.cache`.
+        first.
 
         Args:
             tenant: Who it is, for people; whoever it was made for by default. The last one's end
@@ -314,8 +314,8 @@ def realize(
             NCCL's memory is then given back, which else is kept. Equal on all ranks.
         debug: Look for races on shared memory: see `RaceError`. Equal on all ranks.
         user: Who plans in it, for `symmplan.segments`.
-        within: ``{segment: (arena, where in it)}`` of those that get no allocation of their own;
-            see [Note: parts] in `symmplan.memory.segment`. Equal on all ranks of the segment.
+        within: ``{segment: (arena, where in it)}`` of those that get no allocation of their own.
+            Equal on all ranks of the segment.
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.

@@ -133,7 +133,7 @@ class Segment:
         health: Shared by the segments of an arena.
         address: Where this rank's bytes begin; 0 in a simulation.
         nbytes: Its size.
-        host: The segment whose bytes it has a part of, see [Note: parts]; None if all are its own.
+        host: The segment whose bytes it has a part of; None if all are its own.
         begin: Where it begins there, in bytes.
         timed: Whether the bytes are its own only while its program runs. Then it meets in the host.
         parts: The segments that have a part of its bytes, by address.

@@ -133,7 +133,7 @@ class SimulationReport:
 
     @property
     def device_bytes(self) -> int:
-        """Peak of what the rank has on its device, in bytes: tensors and symmetric memory."""
+        """Peak of tensors and symmetric memory on the rank's device, in bytes."""
         return self.peak_bytes + self.ordinary_bytes.total
 
     def to_json(self) -> str:
