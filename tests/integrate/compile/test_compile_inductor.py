@@ -213,8 +213,7 @@ def _cached(rank, size, directory):
     from torch._inductor import config
 
     import symmplan
-    from symmplan.integrate.compile import compiled_graph
-    from symmplan.runtime import trials
+    from symmplan.runtime import prepare, trials
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / str(rank))
     autograd_cache_wanted()
@@ -223,14 +222,14 @@ def _cached(rank, size, directory):
     w = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
     expected = _program(x, w, group, size)
     found = {}
-    planner, fastest = compiled_graph.plan_problem, trials.fastest
+    planner, fastest = prepare.plan_problem, trials.fastest
     for algorithm in _ALGORITHMS:
         torch._dynamo.reset()
         counters.clear()
         trials.forget()
         choose = "measure" if algorithm == "left out" else "placed"
         trials.fastest = lambda *_, **__: "ordinary"  # whatever is measured
-        compiled_graph.plan_problem = _padded(planner) if algorithm == "moved" else planner
+        prepare.plan_problem = _padded(planner) if algorithm == "moved" else planner
         backend = symmplan.backend(
             timeout=60.0, choose=choose, debug=algorithm == "poisoned" and "poison"
         )
@@ -245,7 +244,7 @@ def _cached(rank, size, directory):
             assert counters["aot_autograd"]["autograd_cache_hit"] == 0, algorithm
             assert (backend.stats.placed == 0) == (algorithm == "left out")
         finally:
-            compiled_graph.plan_problem, trials.fastest = planner, fastest
+            prepare.plan_problem, trials.fastest = planner, fastest
             dist.barrier()
             backend.release()
     return found
