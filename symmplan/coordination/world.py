@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import AlgorithmName, Plan
 
-__all__ = ["Planner", "SimulatedCall", "World", "current"]
+__all__ = ["Planner", "SimulatedCall", "World", "address_of", "current"]
 
 
 @define(frozen=True)
@@ -122,6 +122,11 @@ def enter(world: World) -> None:
 def leave() -> None:
     """End it."""
     PROCESS.world = None
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's bytes begin; 0 in a simulated world, where it has none."""
+    return tensor.data_ptr() if current() is None else 0
 
 
 def at_end(tensor: torch.Tensor, act: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attrs import field, frozen
 
 from symmplan.coordination.groups import Group, group_key
-from symmplan.coordination.world import current
+from symmplan.coordination.world import address_of
 from symmplan.errors import BackendError, NotSymmetricError, ReleasedError, RunError
 from symmplan.process import PROCESS, LiveSegments
 
@@ -159,7 +159,7 @@ class Segment:
         self.backend = backend
         self.timeout = timeout
         self.health = health
-        self.address: int = tensor.data_ptr() if current() is None else 0
+        self.address: int = address_of(tensor)
         self.nbytes: int = spec.nbytes
         self.host = host
         self.begin = begin

@@ -37,3 +37,39 @@ def test_collectives_of_a_compiled_graph_may_be_placed(memory, backward):
     whole = 4 * 16 * 32 * 4
     assert plan.peak_bytes == 2 * whole, "what is gathered, and what is scattered"
     assert report.ordinary_bytes.total < 4 * whole, "what is placed lies there alone"
+
+
+class _Gathered(torch.autograd.Function):
+    """What is gathered is saved for backward, which scatters the gradient's sum."""
+
+    @staticmethod
+    def forward(ctx, shard, group, size):
+        ctx.group, ctx.size = group, size
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(shard * 1, size, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        ops = torch.ops._c10d_functional
+        part = ops.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.size, ctx.group)
+        return ops.wait_tensor(part), None, None
+
+
+def _saving():
+    name, size = dist.group.WORLD.group_name, dist.get_world_size()
+
+    def loss(x, shard):
+        whole = _Gathered.apply(shard, name, size)
+        return ((x @ whole).relu() @ whole.t()).sin().sum()
+
+    compiled = torch.compile(loss, backend=symmplan.backend(inner="eager", choose="symmetric"))
+    shard = torch.randn(8, 32, requires_grad=True)
+    for _ in range(3):
+        compiled(torch.randn(16, 32), shard).backward()
+
+
+@pytest.mark.parametrize("memory", ["nccl", "shm"])
+def test_what_is_gathered_may_be_saved_for_backward(memory):
+    torch._dynamo.reset()
+    (plan,) = symmplan.simulate(_saving, ranks=4, memory=memory).plans
+    assert plan.peak_bytes >= 4 * 8 * 32 * 4, "what is gathered is placed"

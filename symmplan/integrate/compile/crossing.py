@@ -32,6 +32,7 @@ import torch
 from attrs import define, field
 from torch.utils.weak import TensorWeakRef
 
+from symmplan.coordination.world import address_of
 from symmplan.errors import RunError
 from symmplan.runtime.leases import StorageLease
 
@@ -90,8 +91,8 @@ class CrossingLease(StorageLease):
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies here."""
-        begin = self.tensor.data_ptr()
-        return begin <= tensor.data_ptr() < begin + self.place.nbytes
+        begin = address_of(self.tensor)
+        return begin <= address_of(tensor) < begin + self.place.nbytes
 
     def hand_out(self, tensors: Iterable[torch.Tensor], graph: Any) -> list[torch.Tensor]:
         """Tensors that lie here, as ones that can be moved; a forward of ``graph`` made them."""
@@ -104,8 +105,8 @@ class CrossingLease(StorageLease):
         return self._on(self.tensor.clone(), tensors)
 
     def _on(self, leased: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        begin = self.tensor.data_ptr()
-        return [_like(t, leased, (t.data_ptr() - begin) // t.element_size()) for t in tensors]
+        begin = address_of(self.tensor)
+        return [_like(t, leased, (address_of(t) - begin) // t.element_size()) for t in tensors]
 
     def step_aside(self) -> bool:
         """Others need the bytes: everything that was handed out gets a copy."""
