@@ -39,7 +39,7 @@ from symmplan.model import Buffer, OpSpec, Requirement, Unplanned
 from symmplan.registry import bind_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from symmplan.capture.producers import Write
 
@@ -114,6 +114,7 @@ class Decider:
     skip: Callable[[OpSpec, Requirement], str | None]
     anywhere: Callable[[OpSpec, Requirement], bool]
     refused: Mapping[fx.Node, str]
+    slower: Collection[fx.Node]
     device: torch.device | None
     keep: frozenset[fx.Node]
     #: Representatives of storages that stay in ordinary memory. See [Note: left out].
@@ -170,7 +171,8 @@ class Decider:
             self._left.add(self.values.find(request.value))
         nbytes = bound(self.values.tensors[request.value].untyped_storage().nbytes())
         name = f"{self.prefix}{request.value[0].name}"
-        needed = not self.anywhere(request.spec, request.requirement)
+        slower = request.node in self.slower
+        needed = not (slower or self.anywhere(request.spec, request.requirement))
         about = (name, request.spec.op, request.site.where, reason, nbytes)
         self.unplanned.append(Unplanned(*about, needed=needed))
         self.sites.append(evolve(request.site, reason=reason))

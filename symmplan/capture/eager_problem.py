@@ -24,7 +24,7 @@ from symmplan.capture.streams import MAIN, unordered, with_streams
 from symmplan.model import Access, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import Any
 
     from torch import fx
@@ -48,6 +48,7 @@ def capture_recorded(
     anywhere: Callable[[OpSpec, Requirement], bool] = lambda _spec, _requirement: False,
     default_group: str | None = None,
     refused: Mapping[fx.Node, str] | None = None,
+    slower: Collection[fx.Node] = (),
 ) -> Captured:
     """End a recording, if that was not done, and capture it.
 
@@ -59,6 +60,7 @@ def capture_recorded(
         anywhere: As for `capture_fx`.
         default_group: As for `capture_fx`.
         refused: Ops that are not placed, and why, whatever the others say.
+        slower: As for `capture_fx`.
 
     Collective: no.
     """
@@ -72,6 +74,7 @@ def capture_recorded(
             skip=skip,
             anywhere=anywhere,
             refused=refused,
+            slower=slower,
             default_group=default_group,
         )
         captured = _in_time(recorder, captured)

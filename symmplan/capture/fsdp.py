@@ -123,7 +123,9 @@ def problem_of(
             if facts is None or algorithm.name == "ordinary":
                 planned[index] = Planned(call, None, algorithm=algorithm)
                 words = (OPS[call.key.kind], _WHERE[call.key.kind], algorithm.reason)
-                left = Unplanned(name, *words, call.nbytes, needed=facts is not None)
+                left = Unplanned(
+                    name, *words, call.nbytes, needed=not (facts is None or algorithm.fastest)
+                )
                 unplanned.append(left)
                 continue
             if algorithm.name == "push":

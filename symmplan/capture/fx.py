@@ -62,6 +62,7 @@ def capture_fx(
     skip: Callable[[OpSpec, Requirement], str | None] = lambda _spec, _requirement: None,
     anywhere: Callable[[OpSpec, Requirement], bool] = lambda _spec, _requirement: False,
     refused: Mapping[fx.Node, str] | None = None,
+    slower: Collection[fx.Node] = (),
     device: torch.device | None = None,
     keep: frozenset[fx.Node] = frozenset(),
     saved: Collection[int] = (),
@@ -79,6 +80,7 @@ def capture_fx(
         skip: Gives the reason why a requirement is not to be met, or None to meet it.
         anywhere: Says whether a tensor may lie anywhere, so that nothing is lost without it.
         refused: ``{node: why its tensors are to be left out}``.
+        slower: Those of them that lose nothing by it.
         device: Where symmetric memory is: tensors elsewhere are left out. None if all lie there.
         keep: The inputs that may lie in symmetric memory from run to run.
         saved: Positions of the graph's outputs that only its backward gets. See [Note: crossing].
@@ -120,6 +122,7 @@ def capture_fx(
             skip=skip,
             anywhere=anywhere,
             refused={**nowhere, **(refused or {})},
+            slower=slower,
             device=device,
             keep=keep,
             shunned=shunned,

@@ -28,10 +28,12 @@ class Algorithm:
             each group has two. ``"two-level"``: over several hosts, in its placement; through the
             process group from host to host, and in symmetric memory within each.
         reason: Why it stays in ordinary memory.
+        fastest: Whether it does because nothing was measured to be faster.
     """
 
     name: AlgorithmName
     reason: str = ""
+    fastest: bool = False
 
 
 @frozen

@@ -119,8 +119,8 @@ class Unplanned:
         where: The argument or result it is.
         reason: One clause for people.
         nbytes: Its size in bytes, or None where it is not known.
-        needed: Whether it would have to be symmetric for its op to run as declared. False where
-            the collective runs in symmetric memory wherever this tensor lies: nothing is lost.
+        needed: Whether something is lost by that. False where the collective runs in symmetric
+            memory wherever this tensor lies, or was measured to be no faster there.
     """
 
     name: str

@@ -76,6 +76,11 @@ class Chosen(Generic[_Call]):
         }
 
     @property
+    def slower(self) -> frozenset[_Call]:
+        """Those that symmetric memory was measured not to make faster."""
+        return frozenset(c for c, algorithm in self.algorithms.items() if algorithm.fastest)
+
+    @property
     def choices(self) -> tuple[Choice, ...]:
         """What was measured, in the order of the program."""
         return tuple(dict.fromkeys(self.of.values()))
@@ -150,7 +155,10 @@ def choose_algorithms(
     of: dict[_Call, Choice] = {}
     if choose == "measure":
         of = {call: choices_of(groups[case.group])[case] for call, case in cases.items()}
-        fixed |= {call: Algorithm(c.algorithm, c.reason) for call, c in of.items()}
+        fixed |= {
+            call: Algorithm(c.algorithm, c.reason, not (c.placed or c.ruled))
+            for call, c in of.items()
+        }
     elif choose == "table":
         fixed |= {call: _ruled(options.table, case, memory) for call, case in cases.items()}
     else:

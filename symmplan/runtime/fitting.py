@@ -148,7 +148,7 @@ class Fitting:
 
     def _captured(self, refused: Mapping[fx.Node, str], **others: Any) -> Captured:
         while True:
-            captured = self._capture(refused=refused, **others)
+            captured = self._capture(refused=refused, slower=self.chosen.slower, **others)
             partly = self.lowerings.partly(captured)
             if not partly.keys() - refused.keys():
                 return captured

@@ -304,6 +304,8 @@ def test_what_is_slower_in_symmetric_memory_stays_out_of_the_plan(two, kind, cou
     assert stats["reasons"] == {reason: 3 * count}
     assert stats["segment_bytes"] == stats["lower_bound_bytes"]
     assert all(reason in r["looked"] for r in results)
+    title = f"left out: none\nneed not be symmetric: {count}\n"
+    assert all(title in r["looked"] for r in results)
 
 
 def measured_again(rank, world):
