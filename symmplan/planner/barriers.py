@@ -47,7 +47,9 @@ def barriers_of(
     order = order_of(problem)
     meetings = _Meetings(problem, order, items.groups, {n.path for n in (*inside, *around)})
     meetings.meet(inside, around)
-    meetings.meet_around(around)
+    for op in meetings.meet_around(around):
+        for group in dict.fromkeys(group for group, _ in meetings.added[op]):
+            meetings.drop_behind(op, group, inside, around)
     return tuple(
         Barrier(
             order.names[op],
@@ -116,8 +118,9 @@ class _Meetings:
     def meet(self, needs: Iterable[Need], around: Iterable[Need]) -> None:
         """Add a barrier before each operation that needs one and has none in time.
 
-        ``needs`` are within one run of the program; of those ``around``, from one run to the next,
-        it is noted what the new run has led along before they end.
+        Those that are there already stay. ``needs`` are within one run of the program; of those
+        ``around``, from one run to the next, it is noted what the new run has led along before they
+        end.
         """
         order = self.order
         asked: dict[int, list[Need]] = {need.later.start: [] for need in around}
@@ -125,7 +128,7 @@ class _Meetings:
         for need in sorted(needs, key=_by_time):
             asked.setdefault(need.later.start, []).append(need)
         by_run: dict[int, list[int]] = {}
-        for op in sorted({*asked, *self.calls, *self.ends}):
+        for op in sorted({*asked, *self.added, *self.calls, *self.ends}):
             by_run.setdefault(int(order.run[op]), []).append(op)
         bounds = np.searchsorted(order.links[:, 1], np.arange(len(order.before) + 1)).tolist()
         sources = order.links[:, 0].tolist()
@@ -158,6 +161,8 @@ class _Meetings:
         begun: dict[int, dict[Path, Row]],
     ) -> None:
         """An operation is about to start: what it needs, and what it begins."""
+        for group, _ in self.added.get(op, ()):
+            self._raise(group, rows, rows)
         for need in needs:
             for group in need.path[self._level(need, rows) :]:
                 self.added.setdefault(op, []).append((group, set()))
@@ -191,11 +196,14 @@ class _Meetings:
             if group in need.path:
                 items.update(need.items)
 
-    def meet_around(self, needs: Iterable[Need]) -> None:
+    def meet_around(self, needs: Iterable[Need]) -> list[int]:
         """The same for needs from one run of the program to the next, which `meet` has looked at.
 
         Any meetings after the earlier use, in the old run, or before the later one, in the new run,
         will do.
+
+        Returns:
+            The operations before which it has added barriers.
         """
         order, fresh = self.order, list[int]()
         for need in sorted(needs, key=_by_time):
@@ -220,6 +228,33 @@ class _Meetings:
                 mine = self.added.setdefault(op, [])
                 mine += ((g, set()) for g in rest[_met([g for g, _ in mine], rest) :])
             self._concern(settled, need)
+        return fresh
+
+    def drop_behind(
+        self, op: int, group: int, needs: Iterable[Need], around: Iterable[Need]
+    ) -> None:
+        """Drop a group's next barrier behind one that `meet_around` added, if that does for both.
+
+        No other can have become needless: the barriers in between are of `meet`, and what one of
+        them is for began after the barrier before it.
+        """
+        behind = (later for later in sorted(self.added) if later > op)
+        then = next((at for at in behind if any(g == group for g, _ in self.added[at])), None)
+        if then is None:
+            return
+        before = self.added
+        left = {at: [(g, set(i)) for g, i in of] for at, of in before.items()}
+        place = next(k for k, (g, _) in enumerate(left[then]) if g == group)
+        _, items = left[then].pop(place)
+        if not left[then]:
+            del left[then]
+        next(i for g, i in left[op] if g == group).update(items)
+        self.added = left
+        count = sum(map(len, left.values()))
+        self.meet(needs, around)
+        self.meet_around(around)
+        if sum(map(len, self.added.values())) > count:
+            self.added = before
 
 
 def _by_time(need: Need) -> tuple[int, int, tuple[int, int], Path]:

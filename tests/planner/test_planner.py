@@ -120,6 +120,19 @@ OF_ANOTHER_GROUP = Problem(
         Access("d write y", "y", write=True),
     ),
 )
+#: The barrier that x needs from run to run does for z, too, which has one of its own otherwise.
+FROM_RUN_TO_RUN = Problem(
+    buffers=tuple(Buffer(name, 1, "g", align=1) for name in "xyz"),
+    operations=tuple(Operation(name) for name in ("read z", "read", "push z", "push x")),
+    accesses=(
+        Access("read z", "z"),
+        Access("read", "x"),
+        Access("read", "y"),
+        Access("push z", "x"),
+        Access("push z", "z", write=True, remote=True),
+        Access("push x", "x", write=True, remote=True),
+    ),
+)
 #: A release says nothing of bytes of another group, which the op touches, too.
 ELSEWHERE = Problem(
     buffers=(Buffer("x", 1, "h", align=1), Buffer("y", 1, "g", align=1)),
@@ -166,6 +179,7 @@ def test_a_wait_vouches_for_nothing_behind_its_start(problem, needed):
 
 
 @MANY
+@example(FROM_RUN_TO_RUN)
 @given(problems(groups=("g",), max_streams=1, constraints=False, pins=False))
 def test_on_one_stream_and_over_one_group_each_barrier_is_needed(problem):
     made = plan(problem)
