@@ -12,7 +12,9 @@ A case is measured once in a process, see [Note: who measures] in `symmplan.runt
 from __future__ import annotations
 
 import functools
+import json
 from concurrent import futures
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import evolve, field, frozen
@@ -23,7 +25,7 @@ from symmplan.memory.torch_symm import SPLIT_WORDS
 from symmplan.model import Algorithm
 from symmplan.runtime.choice import DEMOTED
 from symmplan.runtime.engines import asked, known_of, require
-from symmplan.runtime.trials import choices_of, measure
+from symmplan.runtime.trials import all_slowest, choices_of, chosen_by, measure
 from symmplan.runtime.tuning_table import ruled
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ def choose_algorithms(
     *,
     memory: str = "",
     gather: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    planned: Mapping[str, Any] = MappingProxyType({}),
 ) -> Chosen[_Call]:
     """Decide how the collectives of a program run.
 
@@ -118,13 +121,15 @@ def choose_algorithms(
         preparation: Of the program; has the reason where nothing can be measured on some rank.
         memory: Name of the memory backend, if not the one that was last agreed on.
         gather: Waits until all ranks of the groups it is given have come to measure.
+        planned: ``{name: process group}`` of those over which the plan is agreed, whatever is
+            chosen.
 
     Raises:
         AgreementError: The ranks have other collectives; raised on all of them.
         BackendError: It was asked for copy engines, and there are none.
 
-    Collective: yes, over the groups of the program, unless they are known, and all was measured
-    before or nothing is to be.
+    Collective: yes, over the groups of the program, unless they are known, and nothing is to be
+    measured, or there is but one group and all was measured before.
     """
     options = preparation.options
     choose = options.chosen(device)
@@ -145,7 +150,7 @@ def choose_algorithms(
         return Chosen(fixed)  # without torch.distributed there is no other way
     if current() is None:
         new, most = _unmeasured(cases.values(), groups) if choose == "measure" else ([], {})
-        _learn(new, most, groups, device, preparation, memory, gather)
+        _learn(new, most, groups, planned, device, preparation, memory, gather)
         if preparation.refusal is not None:
             algorithms = dict.fromkeys(cases, Algorithm("ordinary", preparation.reason))
             return Chosen({**fixed, **algorithms}, cases=cases)
@@ -207,6 +212,7 @@ def _learn(
     new: Sequence[Case],
     program: Mapping[Case, Case],
     groups: Mapping[str, Any],
+    planned: Mapping[str, Any],
     device: torch.device,
     preparation: Preparation,
     memory: str,
@@ -214,32 +220,39 @@ def _learn(
 ) -> None:
     """Measure what is new, and meet the copy engines of groups that were not asked for theirs.
 
-    Where nothing is new nobody is waited for: ranks that compile other collectives than their peers
-    have something new, or another plan.
+    Where all ranks are of one group and nothing is new, nobody is waited for: ranks that compile
+    other collectives than their peers have something new, or another plan. Of several groups each
+    has measured by itself, so then all that make the plan settle on one choice for each case.
 
-    Collective: yes, over the groups where something is new.
+    Collective: yes, over the groups where something is new, and those of the plan.
     """
     if program:
         gone = [c for c in program if _runs_on_engines(c, groups) and not asked(groups[c.group])]
         ask = {c.group: groups[c.group] for c in (*_with_concurrent(new), *gone)}
     else:
         ask = {} if all(map(asked, groups.values())) else dict(groups)
-    if not ask:
+    # What may be placed: the plan is agreed over these.
+    known = {c.group: groups[c.group] for c in program if _may_be_placed(c, groups)}
+    together = {**known, **planned, **ask} if program else ask
+    if not ask and len(together) < 2:
         return
     # In a thread of its own: this one may be tracing, on fake tensors, and work that it starts may
     # need its interpreter lock to end.
     with futures.ThreadPoolExecutor(1) as thread:
 
         def measured() -> None:
-            if preparation.refusal is None:
-                timeout = preparation.options.timeout
-                given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
-                if not thread.submit(given, new, program, ask).result():
-                    for case in new:
-                        choices_of(groups[case.group])[case] = _unmeasurable(case)
+            if preparation.refusal is not None:
+                return
+            timeout = preparation.options.timeout
+            given = functools.partial(measure, memory=memory, device=device, timeout=timeout)
+            if ask and not thread.submit(given, new, program, ask).result():
+                for case in new:
+                    choices_of(groups[case.group])[case] = _unmeasurable(case)
+            if len(together) > 1:
+                _settle(program, groups, together, device, timeout)
 
-        thread.submit(gather, ask).result()
-        preparation.attempt(measured, ask)
+        thread.submit(gather, together).result()
+        preparation.attempt(measured, together)
 
 
 def _unmeasurable(case: Case) -> Choice:
@@ -247,6 +260,37 @@ def _unmeasurable(case: Case) -> Choice:
     algorithm = _ruled(None, case, case.memory)
     why = f"there was no room to measure it, and {algorithm.reason or 'by rule it gains'}"
     return evolve(case.unmeasured, algorithm=algorithm.name, ruled=why)
+
+
+def _settle(
+    cases: Iterable[Case],
+    groups: Mapping[str, Any],
+    together: Mapping[str, Any],
+    device: torch.device,
+    timeout: float,
+) -> None:
+    """Let all ranks that make a plan choose alike, by the slowest of them.
+
+    Groups of the same number in their ranks' programs measure the same, each by itself: those that
+    each host has inside a plan over all hosts, the rows of a mesh.
+
+    Collective: yes, over ``together``.
+    """
+    number = {name: i for i, name in enumerate(groups)}
+    known = {case: choices_of(groups[case.group])[case] for case in cases}
+    labels = {json.dumps([number[case.group], case.key]): case for case in known}
+    mine = {label: dict(known[case].seconds) for label, case in labels.items()}
+    for label, seconds in all_slowest(mine, together, timeout).items():
+        case = labels[label]
+        if not seconds:
+            choices_of(groups[case.group])[case] = _unmeasurable(case)
+        elif seconds != known[case].seconds:
+            choices_of(groups[case.group])[case] = chosen_by(known[case], seconds, case, device)
+
+
+def _may_be_placed(case: Case, groups: Mapping[str, Any]) -> bool:
+    choice = choices_of(groups[case.group]).get(case)
+    return choice is not None and choice.placed
 
 
 def _runs_on_engines(case: Case, groups: Mapping[str, Any]) -> bool:

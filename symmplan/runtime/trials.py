@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from symmplan.runtime.clock import Act
     from symmplan.runtime.engines import Engines
 
-__all__ = ["BEYOND", "choices_of", "forget", "measure", "measure_there"]
+__all__ = ["BEYOND", "choices_of", "chosen_by", "forget", "measure", "measure_there"]
+__all__ += ["all_slowest"]
 
 #: Bytes that measuring may take on a rank, beside what plans take.
 BEYOND = 256 << 20
@@ -171,7 +172,9 @@ def _measured(
             for name, said in all_gather_json("times", mine, groups, timeout).items():
                 for place, case in enumerate(together[name]):
                     seconds = _slowest(times[case], [rank[place] for rank in said])
-                    _choose(case, seconds, groups, device)
+                    choices_of(groups[case.group])[case] = chosen_by(
+                        case.unmeasured, seconds, case, device
+                    )
             if alike:
                 for case in (*beside, *beside):
                     assert case.concurrent is not None
@@ -179,13 +182,11 @@ def _measured(
                     others = acts[case.concurrent]
                     algorithm = now.algorithm if now.algorithm in others else next(iter(others))
                     seconds = timed(case, _often(others[algorithm], trials.often(case)))
-                    for _ in range(3):  # as `symmplan.coordination.all_gather.throughout`
-                        heard = all_gather_json(
-                            "times", dict.fromkeys(met, seconds), groups, timeout
-                        )
-                        seconds = _slowest(seconds, [r for of in heard.values() for r in of])
+                    seconds = all_slowest({"": seconds}, met, timeout)[""]
                     text = f"{now.op} with {now.nbytes:,} bytes, {algorithm}"
-                    _choose(case, seconds, groups, device, concurrent=text)
+                    choices_of(groups[case.group])[case] = chosen_by(
+                        evolve(case.unmeasured, concurrent=text), seconds, case, device
+                    )
     if not alike:
         for case in beside:
             found = choices_of(groups[case.group])
@@ -340,19 +341,40 @@ def _slowest(mine: Mapping[str, float], said: Sequence[Any]) -> dict[str, float]
     return {algorithm: max(float(theirs[algorithm]) for theirs in said) for algorithm in algorithms}
 
 
-def _choose(
-    case: Case,
-    seconds: Mapping[str, float],
-    groups: Mapping[str, Any],
-    device: torch.device,
-    concurrent: str = "",
-) -> None:
+def all_slowest(
+    mine: Mapping[str, Mapping[str, float]], groups: Mapping[str, Any], timeout: float
+) -> dict[str, dict[str, float]]:
+    """Of each case the seconds of the slowest rank of some groups, and of what these meet.
+
+    Asked as often as in `symmplan.coordination.all_gather.all_agree`. What a rank does not time,
+    it says nothing of.
+
+    Args:
+        mine: ``{case: {algorithm: seconds}}``.
+        groups: ``{name: process group}``.
+        timeout: Seconds that ranks wait for each other.
+
+    Collective: yes, over those groups.
+    """
+    found = {case: dict(seconds) for case, seconds in mine.items()}
+    for _ in range(3):
+        heard = all_gather_json("times", dict.fromkeys(groups, found), groups, timeout)
+        said = [theirs for of in heard.values() for theirs in of]
+        found = {
+            case: _slowest(seconds, [theirs[case] for theirs in said if case in theirs])
+            for case, seconds in found.items()
+        }
+    return found
+
+
+def chosen_by(
+    choice: Choice, seconds: Mapping[str, float], case: Case, device: torch.device
+) -> Choice:
+    """A choice by other seconds than it was made by, or by the first."""
     # What has concurrent collectives was timed with all that it may hold up.
-    busy = case.beside != 0 and not concurrent
+    busy = case.beside != 0 and not choice.concurrent
     algorithm = fastest(seconds, kernels=device.type == "cuda", beside=busy)
-    choices_of(groups[case.group])[case] = evolve(
-        case.unmeasured, seconds=seconds, algorithm=algorithm, concurrent=concurrent
-    )
+    return evolve(choice, seconds=seconds, algorithm=algorithm)
 
 
 def _same(keys: list[Any], said: Sequence[Any], name: str, group: Any) -> None:

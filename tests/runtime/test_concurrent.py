@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPool, pool_of
+from ranks import pool_of
 
 import symmplan
 from symmplan.capture.sites import Step
@@ -218,32 +218,38 @@ def test_the_same_algorithm_is_chosen_where_there_is_no_concurrent(pair):
     assert [c[1:] for c in choices] == [("symmetric", ""), ("ordinary", ""), ("ordinary", "")]
 
 
-def _mesh(rank, size):
-    """Rows and columns of a mesh; each rank is the slowest at something else."""
+def _unlike(algorithm, seconds_on):
+    """A timer that runs all, and says of an algorithm what ``seconds_on(turn)`` does."""
+    turn = [0]
+
+    def seconds_of(clock, acts, group, nbytes, *, beside, enough, concurrent=None):
+        turn[0] += 1
+        for act in acts.values():
+            clock.span(act, 1, 0, group, concurrent)
+        return {name: seconds_on(turn[0]) if name == algorithm else 5.0 for name in acts}
+
+    return seconds_of
+
+
+def _mesh(rank, size, program, seconds_on):
+    """What was chosen over rows and columns of a mesh."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from symmplan.runtime import trials
 
     trials.forget()
+    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = [mesh.get_group(n).group_name for n in ("data", "tensor")]
-    original, turn = trials.seconds_of, [0]
-
-    def seconds_of(clock, acts, group, nbytes, *, beside, enough, concurrent=None):
-        turn[0] += 1
-        for act in acts.values():
-            clock.span(act, 1, 0, group, concurrent)
-        slow = turn[0] % size == rank
-        return {algorithm: 9.0 if slow and algorithm == "symmetric" else 5.0 for algorithm in acts}
-
-    trials.seconds_of = seconds_of
+    original = trials.seconds_of
+    trials.seconds_of = _unlike("symmetric", seconds_on)
     backend = symmplan.backend("eager", timeout=20.0, choose="measure", collectives="process group")
     try:
         x, w = torch.randn(16, 16), torch.randn(16, 16)
-        compiled = torch.compile(_overlapped, backend=backend, fullgraph=True)
-        torch.testing.assert_close(compiled(x, w, *groups), _overlapped(x, w, *groups))
-        return [(c.op, c.algorithm, dict(c.seconds)) for c in backend.choices if c.concurrent]
+        compiled = torch.compile(program, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(x, w, *groups), program(x, w, *groups))
+        return [(c.op, c.algorithm, dict(c.seconds), c.concurrent != "") for c in backend.choices]
     finally:
         trials.seconds_of = original
         backend.release()
@@ -251,31 +257,71 @@ def _mesh(rank, size):
             dist.barrier(dist.distributed_c10d._resolve_process_group(name))
 
 
+def _mesh_in_turn(rank, size):
+    """Each rank is the slowest at something else."""
+    return _mesh(rank, size, _overlapped, lambda turn: 9.0 if turn % size == rank else 5.0)
+
+
+def _mesh_by_rows(rank, size):
+    """Tensor-parallel sums are slow in one row, and what is sharded in one column."""
+
+    def seconds_on(turn):
+        return 9.0 if rank in ((0, 2) if turn == 1 else (2, 3)) else 4.0
+
+    return _mesh(rank, size, _apart, seconds_on)
+
+
+four = pool_of(4, timeout=120.0)
+
+
 @pytest.mark.ranks
 @pytest.mark.further
-def test_all_ranks_of_a_mesh_choose_alike_in_concurrent():
-    with RankPool(4, timeout=120.0) as four:
-        first, *others = four.run(_mesh)
-    assert first
+def test_all_ranks_of_a_mesh_choose_alike_in_concurrent(four):
+    first, *others = four.run(_mesh_in_turn)
+    assert any(concurrent for *_, concurrent in first)
     assert all(other == first for other in others)
-    assert all(seconds["symmetric"] == 9.0 for _, _, seconds in first)
 
 
 @pytest.mark.ranks
-@pytest.mark.further
-def test_the_benchmark_compares_the_choice_with_forced_algorithms(capsys):
-    import json
+@pytest.mark.all_cases
+def test_all_ranks_of_a_mesh_choose_alike(four):
+    first, *others = four.run(_mesh_by_rows)
+    assert {algorithm for _, algorithm, *_ in first} == {"ordinary"}
+    assert all(other == first for other in others)
 
-    from symmplan.cli import main
 
-    words = "bench concurrent --json --ranks 2 --layers 3 --width 32 --tokens 8 --rounds 2"
-    assert main(words.split()) == 0
-    result = json.loads(capsys.readouterr().out)
-    compiled, fsdp = result["results"]
-    assert (compiled["program"], fsdp["program"]) == ("compiled", "FSDP2")
-    for row in (compiled, fsdp):
-        forced = {"placed", "copy engine", "ordinary", *(["push"] if row is fsdp else [])}
-        assert set(row["ms"]) == {"plain", "measure", *forced}
-        assert row["best"] in forced
-        assert row["equal"]
-        assert any(choice["concurrent"] for choice in row["choices"])
+def _inner_groups(rank, size):
+    """What a model with inner groups chose, when its outer group is known, and those differ."""
+    from torch.distributed.fsdp import fully_shard
+
+    from symmplan.runtime import trials
+
+    trials.forget()
+    original = trials.seconds_of
+    choices = []
+    for after in (True, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
+        for block in model:
+            fully_shard(block, reshard_after_forward=after)
+        slow = 9.0 if after == 2 and rank >= 2 else 4.0
+        trials.seconds_of = _unlike("symmetric", lambda _, slow=slow: slow)
+        handle = symmplan.fsdp.apply(model, choose="measure", timeout=20.0)
+        try:
+            for _ in range(3):
+                model(torch.ones(4, 8)).sum().backward()
+            choices.append([(c.op, c.ranks, c.algorithm) for c in handle.choices])
+        finally:
+            trials.seconds_of = original
+            handle.remove()
+    return choices
+
+
+@pytest.mark.ranks
+@pytest.mark.all_cases
+def test_inner_groups_of_a_plan_choose_alike_when_only_theirs_is_new(four):
+    first, *others = four.run(_inner_groups)
+    outer, inner = first
+    assert {algorithm for *_, algorithm in outer} == {"symmetric"}
+    assert ("all_gather", 2, "ordinary") in inner
+    assert all(other == first for other in others)

@@ -194,7 +194,8 @@ class Planning:
                 left_out[call] = why
             else:
                 cases[call] = evolve(alone, concurrent=other, often=often)
-        chosen = choose_algorithms(cases, left_out, device, preparation)
+        given = (cases, left_out, device, preparation)
+        chosen = choose_algorithms(*given, planned=memory.groups)
         self.choices = tuple(dict.fromkeys((*self.choices, *chosen.choices)))
         return chosen
 
