@@ -39,6 +39,7 @@ class Life:
         env: Environment variables.
         threads: Torch threads per rank.
         rank0_store: Let rank 0 host the store, as launchers do, instead of the parent.
+        store_host: Where ranks find it.
         connect: Let NCCL connect at once. Communicators that are made later are then split from
             the first one, which those with other options should not be.
         copy_engines: Let NCCL use no processors for what copy engines can do.
@@ -52,6 +53,7 @@ class Life:
     env: Mapping[str, str] = field(factory=dict)
     threads: int = 1
     rank0_store: bool = False
+    store_host: str = "127.0.0.1"
     connect: bool = False
     copy_engines: bool = False
     quiet: bool = False
@@ -220,7 +222,7 @@ def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
     master = life.rank0_store and rank == 0
     network: Any = dist  # whose stores have no types
     store = network.TCPStore(
-        "127.0.0.1", port, is_master=master, wait_for_workers=False, timeout=timeout
+        life.store_host, port, is_master=master, wait_for_workers=False, timeout=timeout
     )
     dist.init_process_group(
         life.init, store=store, rank=rank, world_size=world_size, timeout=timeout, **more
