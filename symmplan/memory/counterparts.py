@@ -215,7 +215,7 @@ class HostsMeeting(Meeting):
             BackendError: Always: some rank is on another host.
         """
         raise BackendError(
-            "memory='shm': no rank of this group reaches the bytes of all others",
+            "memory='shm': its ranks are on several hosts; none reaches the bytes of all others",
             expected="a group within one host",
             got=f"rank {listed(self.near)} on this host",
             fix="use groups within one host for ops that reach into their peers' memory",

@@ -121,6 +121,25 @@ def fsdp(rank, size):
     return _told(wrong, checked, stats)
 
 
+def experts(rank, size):
+    """Rows that go to each rank and back, which the experts there multiply: as `compiled`."""
+    import torch.distributed as dist
+
+    import symmplan
+
+    wrong = []
+    with symmplan.expert_parallel(dist.group.WORLD, max_tokens=64, timeout=30.0) as layer:
+        for step in range(STEPS):
+            _late(rank, step)
+            counts = [(rank + peer + step) % 4 for peer in range(size)]
+            rows = (torch.arange(float(sum(counts))) + 100 * rank + step).view(-1, 1)
+            routes = layer.routes(counts)
+            back = layer.combine(layer.dispatch(rows, routes) * (rank + 1), routes)
+            factors = torch.repeat_interleave(torch.arange(1.0, size + 1), torch.tensor(counts))
+            wrong += [] if torch.equal(back, rows * factors.view(-1, 1)) else [step]
+        return wrong, layer.stats.served, [reason for reason, _ in layer.stats.reasons]
+
+
 def _told(wrong, checked, stats):
     ran = sorted((s.planned.algorithm, s.algorithm) for s in checked.calls)
     reasons = sorted(reason for reason, _ in stats.reasons)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_machine import Judge
 from fsdp_programs import drawn
-from host_programs import PROGRAMS, built, given
+from host_programs import PROGRAMS, built, experts, given
 from hosts import HostPool, hosts_pool, why_no_hosts
 from hypothesis import given as for_all
 from hypothesis import strategies as st
@@ -95,6 +95,18 @@ def test_what_two_levels_do_not_serve_is_ordinary(per_host, why):
                     "hosts without NVLink between them, farther" in r and why in r
                     for r in said["reasons"]
                 )
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("per_host", [(2, 2), (2, 1), (1, 1)], ids=str)
+def test_experts_on_several_hosts_are_ordinary(per_host):
+    with HostPool(per_host, timeout=120.0) as ranks:
+        for wrong, served, reasons in ranks.run(experts):
+            assert not wrong
+            assert served == 0
+            (reason,) = reasons
+            assert reason.startswith("no symmetric memory: rank ")
+            assert "hosts" in reason
 
 
 def test_ranks_need_not_be_in_the_order_of_hosts():
