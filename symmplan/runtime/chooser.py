@@ -128,8 +128,8 @@ def choose_algorithms(
         AgreementError: The ranks have other collectives; raised on all of them.
         BackendError: It was asked for copy engines, and there are none.
 
-    Collective: yes, over the groups of the program, unless they are known, and nothing is to be
-    measured, or there is but one group and all was measured before.
+    Collective: yes, over ``planned`` and the groups of the program; without ``planned`` not where
+    these are known, and all was measured before or nothing is to be.
     """
     options = preparation.options
     choose = options.chosen(device)
@@ -220,11 +220,11 @@ def _learn(
 ) -> None:
     """Measure what is new, and meet the copy engines of groups that were not asked for theirs.
 
-    Where all ranks are of one group and nothing is new, nobody is waited for: ranks that compile
-    other collectives than their peers have something new, or another plan. Of several groups each
-    has measured by itself, so then all that make the plan settle on one choice for each case.
+    Where nothing is new nobody is waited for: ranks that compile other collectives than their peers
+    have something new, or another plan. Of several groups each measures by itself, so then all that
+    make the plan settle on one choice for each case; those of ``planned`` make it together anyway.
 
-    Collective: yes, over the groups where something is new, and those of the plan.
+    Collective: yes, over the groups of the plan, where something is new or ``planned`` is given.
     """
     if program:
         gone = [c for c in program if _runs_on_engines(c, groups) and not asked(groups[c.group])]
@@ -234,7 +234,7 @@ def _learn(
     # What may be placed: the plan is agreed over these.
     known = {c.group: groups[c.group] for c in program if _may_be_placed(c, groups)}
     together = {**known, **planned, **ask} if program else ask
-    if not ask and len(together) < 2:
+    if not ask and (not planned or len(together) < 2):
         return
     # In a thread of its own: this one may be tracing, on fake tensors, and work that it starts may
     # need its interpreter lock to end.

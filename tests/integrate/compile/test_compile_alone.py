@@ -95,6 +95,48 @@ def test_a_smaller_batch_on_one_rank_is_right_and_nobody_is_waited_for(
     assert second[:2] == [1, 2], "rank 1 compiled alone"
 
 
+def _over_two(x, shard, group, other):
+    """Two groups of one graph, and the batch is no part of any collective."""
+    whole = F.wait_tensor(F.all_gather_into_tensor(shard * 1, 2, group))
+    total = F.wait_tensor(F.all_reduce(shard * 2, "sum", other))
+    return ((x @ whole).relu() @ total.t()).sum()
+
+
+def _uneven_over_two(rank, size, choose):
+    """Rank 1 alone compiles for fewer rows, over groups in which all was measured before."""
+    import torch.distributed as dist
+
+    import symmplan
+    from symmplan.runtime import trials
+
+    torch._dynamo.reset()
+    trials.forget()
+    backend = symmplan.backend(inner="eager", timeout=20.0, choose=choose)
+    compiled = torch.compile(_over_two, backend=backend, dynamic=False)
+    groups = dist.group.WORLD.group_name, dist.new_group().group_name
+    shard = torch.full((4, 8), rank + 1.0)
+    seen = []
+    try:
+        for rows in (6, 3 if rank else 6, 6, 1 if rank else 6):
+            x = torch.ones(rows, 8)
+            expected = _over_two(x, shard, *groups)
+            torch.testing.assert_close(compiled(x, shard, *groups), expected)
+            seen.append(backend.stats.graphs)
+        return seen, backend.stats.placed > 0
+    finally:
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("choose", ["placed", "measure"])
+def test_over_two_groups_too_nobody_is_waited_for(pair, choose):
+    (first, placed), (second, also) = pair.run(_uneven_over_two, choose)
+    assert placed
+    assert also
+    assert first == [1, 1, 1, 1]
+    assert second == [1, 2, 2, 3], "rank 1 compiled alone"
+
+
 class _Layer(torch.nn.Module):
     """Peers read its parameter where it lies."""
 
