@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["ControlArea", "Meeting", "layout"]
 
 _LINE = 8  # words of 8 bytes: a cache line, so that one rank's stores do not disturb another's
-_PROGRESS = slice(1, 4)  # of a group's part, behind the counter
+_PROGRESS = slice(1, 5)  # of a group's part, behind the counter
 _NOTE = 64  # bytes of a call's note; the last 8 number the arrival, so that none passes for another
 _STATUS, _HEADER = 0, _LINE
 _WELL, _BROKEN, _RELEASED = 0, 1, 2
@@ -176,8 +176,8 @@ class Meeting(Rendezvous):
         self._looks: list[Callable[[], None]] = []
         self._order = order
         self._mine = parts[self._place]
-        self._said = [0, 0, 0]
         self._progress = [part[_PROGRESS] for part in parts]
+        self._said = [0] * len(self._progress[self._place])
         counters = zip(near, (part[:1] for part in parts), strict=True)
         self._others = [(rank, counter) for rank, counter in counters if rank != group.rank]
         slots = [[part[_LINE + i * _slot_words(size) :] for part in parts] for i in range(2)]

@@ -254,7 +254,8 @@ class HostsMeeting(Meeting):
         """See `Rendezvous.told`; zeros of ranks of other hosts, which are not seen."""
         found = super().told()
         seen = dict(zip(self.near, found, strict=bool(found)))
-        return [seen.get(rank, (0, 0, 0)) for rank in range(self.group.size)] if found else []
+        none = tuple(0 for _ in found[0]) if found else ()
+        return [seen.get(rank, none) for rank in range(self.group.size)] if found else []
 
     def _fail(self, error: BaseException, because: Sequence[int]) -> None:
         self.counterparts.fail(error)

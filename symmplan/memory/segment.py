@@ -96,7 +96,7 @@ class Rendezvous:
         self.barrier()
 
     def tell(self, progress: Sequence[int]) -> None:
-        """Say how far this rank's program is, in three numbers, where peers see it at no cost."""
+        """Say how far this rank's program is, in four numbers, where peers see it at no cost."""
 
     def told(self) -> list[tuple[int, ...]]:
         """What each rank said last, each number at least as new as those behind it.

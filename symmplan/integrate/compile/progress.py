@@ -12,6 +12,9 @@
     runs an old graph in its place. Both sides look: who plans while it waits for the others, who
     runs when a run begins and while it waits in a barrier.
 
+    A graph may be planned over several groups. Who plans announces it in all of them before it says
+    so in any: who is told in one group counts alike in the others, too.
+
     An exchange in which ranks wait for all to plan takes no number of the group's. It is named
     after the run that is planned for, so one that a rank makes alone leaves the group as good as
     before.
@@ -80,6 +83,7 @@ class _Counts:
         runs: How many runs of planned graphs it has begun.
         planned: Which run it last planned for, counted from 1, and the how-many-th wait for all
             to plan for that: ``run * _MOST_WAITS + wait``.
+        announced: The same, before it has told all groups.
         failed: The last of these that ended by an error.
         heard: The last of a peer's that this rank was told of instead of taking part.
         epoch_counters: Where it says so.
@@ -89,6 +93,7 @@ class _Counts:
     series: int = 0
     runs: int = 0
     planned: int = 0
+    announced: int = 0
     failed: int = 0
     heard: int = 0
     epoch_counters: list[Rendezvous] = field(factory=list)
@@ -109,10 +114,10 @@ class _Counts:
         """Say so in some epoch counters."""
         for counters in epoch_counters:
             # In this order: who sees a number sees what came before it.
-            counters.tell((self.failed, self.planned, self.runs))
+            counters.tell((self.failed, self.planned, self.announced, self.runs))
 
     def said(self) -> Iterator[tuple[Group, int, tuple[int, ...]]]:
-        """``(group, rank, (failed, planned, runs))`` of all ranks, as they say."""
+        """``(group, rank, (failed, planned, announced, runs))`` of all ranks, as they say."""
         for counters in self.epoch_counters:
             for rank, words in enumerate(counters.told()):
                 yield counters.group, rank, words
@@ -223,7 +228,7 @@ class Progress:
     def _look(self, counts: _Counts) -> None:
         if all(m.most_told(_PLANNED) <= counts.known for m in counts.epoch_counters):
             return
-        for group, rank, (failed, planned, _) in counts.said():
+        for group, rank, (failed, planned, *_) in counts.said():
             if any(counts.known < of < _end(counts.runs) for of in (failed, planned)):
                 self._hear()
                 raise _differ(group, planning=rank, running=group.rank)
@@ -239,7 +244,10 @@ class Progress:
         mine = {n: self._of(group) for n, group in groups.items() if group is not None}
         for name, counts in mine.items():
             counts.series = counts.series or count_in_store(members[name], "series")
-            counts.planned = max(counts.planned, (counts.runs + 1) * _MOST_WAITS) + 1
+            counts.announced = max(counts.planned, (counts.runs + 1) * _MOST_WAITS) + 1
+            counts.say(counts.epoch_counters)
+        for counts in mine.values():
+            counts.planned = counts.announced
             counts.say(counts.epoch_counters)
         named = {name: counts.wait for name, counts in mine.items()}
         try:
@@ -290,7 +298,7 @@ def _end(run: int) -> int:
 
 def _look_for_runners(mine: Iterable[_Counts]) -> None:
     for counts in mine:
-        for group, rank, (_, planned, runs) in counts.said():
+        for group, rank, (_, planned, _, runs) in counts.said():
             if _end(runs) > counts.planned > planned:
                 raise _differ(group, planning=group.rank, running=rank)
 

@@ -336,39 +336,6 @@ def test_who_plans_is_seen_where_nothing_is_placed(pair, first):
     assert runner == (planner if first == "plans" else None)
 
 
-def _goes_on(rank, size, late):
-    """The error is caught, and the backend is used again, by one rank long before the others."""
-    import time
-
-    import torch.distributed as dist
-
-    import symmplan
-
-    torch._dynamo.reset()
-    group = dist.group.WORLD.group_name
-    backend = symmplan.backend(inner="eager", timeout=300.0)
-    compiled = torch.compile(_gather, backend=backend, dynamic=False)
-    w = torch.eye(8)
-    try:
-        compiled(torch.randn(4, 8), w, group, size)
-        with pytest.raises(symmplan.errors.AgreementError, match="is planning a new graph"):
-            compiled(torch.randn(8 if rank == 1 else 4, 8), w, group, size)
-        time.sleep(1.0 if rank in late else 0.0)
-        for rows in (64, 64, 32):
-            x = torch.randn(rows, 8)
-            torch.testing.assert_close(compiled(x, w, group, size), _gather(x, w, group, size))
-        with pytest.raises(symmplan.errors.AgreementError, match="is planning a new graph"):
-            compiled(torch.randn(128 if rank == 2 else 64, 8), w, group, size)
-    finally:
-        dist.barrier()
-        backend.release()
-
-
-@pytest.mark.parametrize("late", [(1,), (0, 2)])
-def test_ranks_that_go_on_after_the_error_count_alike(three, late):
-    three.run(_goes_on, late)
-
-
 def _again(ranks, rank, name):
     """Other ranks make up the default process group, which has the same name."""
     import torch.distributed as dist
