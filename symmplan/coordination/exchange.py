@@ -93,14 +93,13 @@ class Exchange:
         self._timeout = timeout
         self._watch = watch
         self._failed = False
-        keys = keys_of_calls()
         self._sides: dict[str, _Side] = {}
         for name, group in self.groups.items():
             group.require_own()
             if group.size > 1 and current() is None:
                 with _store_errors(group):
                     named = "" if watch is None else watch.named.get(name, "")
-                    self._sides[name] = _Side(group, keys, apart, named)
+                    self._sides[name] = _Side(group, apart, named)
 
     def __enter__(self) -> Self:
         return self
@@ -219,12 +218,12 @@ class _Side:
     All methods may raise what the store does.
     """
 
-    def __init__(self, group: Group, keys: str, apart: str, named: str) -> None:
+    def __init__(self, group: Group, apart: str, named: str) -> None:
         self.group = group
         # Known from the first exchange on; rounds then notice when a process ends.
         self.processes: Sequence[ProcessIdentity] = PROCESS.members.get(group.process_group, ())
         self._store = group.store
-        self._keys = keys
+        self._keys = keys = keys_of_calls(group)
         counted = 0 if named else 1
         self._number = group.store.add(f"{keys}/{apart or 'calls'}/{group.rank}", counted)
         # Those that are apart have names, the others only a number.

@@ -4,9 +4,10 @@ Errors travel from rank to rank as plain data, which is never unpickled.
 
 [Note: keys of a session]
     Ranks number their exchanges, each for itself. An error can leave them with different numbers,
-    and its text in a place that some rank comes to later. So everything that is exchanged inside a
-    session lies below keys of that session alone: ranks enter sessions of a group equally often,
-    and the session's number is part of each key, also in the stores of other groups. When a
+    and its text in a place that some rank comes to later. So everything that a session's ranks
+    exchange among themselves lies below keys of that session alone: ranks enter sessions of a group
+    equally often, and the session's number is part of each key, also in the stores of other groups.
+    What they exchange with ranks outside of it lies where it would without a session. When a
     session is planned again its keys are new once more. Whoever leaves by an error says so to the
     session as a whole, wherever its peers wait in it.
 
@@ -217,10 +218,14 @@ def _of_session(group: Group, number: int) -> str:
     return f"symmplan/session {group.torch_name}.{number}"
 
 
-def keys_of_calls() -> str:
-    """What the keys of exchanges begin with."""
+def keys_of_calls(group: Group) -> str:
+    """What the keys of a group's exchanges begin with; equal on its ranks.
+
+    They are the session's if all ranks of the group are in it: others know nothing of it.
+    """
     keys = current_keys()
-    return "symmplan" if keys is None else keys.prefix
+    within = keys is not None and {*group.ranks} <= {*keys.group.ranks}
+    return keys.prefix if keys is not None and within else "symmplan"
 
 
 def post_error(group: Group, key: str, error: BaseException) -> None:

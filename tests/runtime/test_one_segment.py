@@ -179,10 +179,64 @@ def test_a_session_moves_once_no_rank_holds_its_tensors(two):
 
 
 @pytest.mark.further
-def test_a_session_of_other_ranks_stays_apart(four):
+@pytest.mark.parametrize("order", ["together", "sharded first"])
+def test_a_session_of_other_ranks_stays_apart(four, order):
     """It comes and goes on some of the model's ranks alone."""
-    results = four.run(_all_three, (0, 3, 1), "sharded first")
+    results = four.run(_all_three, (0, 3, 1), order)
     for found in results:
         assert found["differences"] == []
         assert ALL[2:] in [users for *_, users in found["held"][-1]]
         assert found["end"] == 0
+
+
+def _some_enter(rank, size):
+    """Ranks 0 and 1 are in a session when FSDP2 plans on all ranks, before and behind its plan."""
+    import contextlib
+
+    import torch.distributed as dist
+
+    import symmplan
+
+    torch._dynamo.reset()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    pair = dist.new_group([0, 1])
+    options = {"timeout": 20.0, "memory": "shm", "choose": "placed"}
+    plain, model = _made(mesh), _made(mesh)
+
+    def program(sharded, turn, step):
+        torch.manual_seed(1000 * turn + rank)
+        x = torch.randn(ROWS, WIDTH)
+        found = [_gathered(x, pair.group_name).clone()] if rank < 2 else []
+        loss = sharded(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.to_local().clone() for p in sharded.parameters())]
+        for p in sharded.parameters():
+            p.grad = None
+        step()
+        return found
+
+    want = [program(plain, turn, lambda: None) for turn in range(6)]
+    handle = symmplan.fsdp.apply(model, **options)
+    same = []
+
+    def steps(turns, step):
+        for turn in turns:
+            found = program(model, turn, step)
+            same.extend(_alike(a, b, size) for a, b in zip(found, want[turn], strict=True))
+
+    inside = symmplan.eager(pair, **options) if rank < 2 else contextlib.nullcontext()
+    with inside as session:
+        steps(range(4), session.step if rank < 2 else lambda: None)
+        served = session.stats.served if rank < 2 else 1
+    steps(range(4, 6), lambda: None)
+    planned = handle.plan is not None, handle.stats.served > 0
+    handle.remove()
+    dist.barrier()
+    if rank < 2:
+        dist.destroy_process_group(pair)
+    return all(same), served > 0, planned, len(symmplan.segments())
+
+
+@pytest.mark.further
+def test_fsdp2_plans_where_some_ranks_are_in_a_session(four):
+    assert four.run(_some_enter) == [(True, True, (True, True), 0)] * 4
