@@ -15,7 +15,6 @@ from symmplan.capture.producers import writes_eager, writes_inductor
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, CaptureError
-from symmplan.integrate.compile.crossing import Reservation
 from symmplan.integrate.compile.parts import (
     PlannedPart,
     Record,
@@ -82,7 +81,6 @@ class CompiledGraph:
     lowerings: Lowerings | None = field(init=False, default=None)
     crossing: dict[int, tuple[Buffer, Any]] = field(init=False, factory=dict)
     engines: set[str] = field(init=False, factory=set)
-    reservation: Reservation | None = field(init=False, default=None)
     pinned_inputs: PinnedInputs = field(init=False)
     #: ``{part: calls}`` of those that never had a plan as memory could not be had.
     refused: dict[str, int] = field(init=False, factory=dict)
@@ -173,7 +171,7 @@ class CompiledGraph:
             kept = self.pinned_inputs.barriers(name)
             points = in_turn(*map(points_of, (plan.barriers, alone, kept)))
             self.engines.update(chosen.engines.values())
-            self._reserve(module, captured, plan)
+            self._save(module, captured, plan)
             barriers = [Barrier(before, group) for before, group in points]
             program = place(captured, plan, lowerings, chosen, barriers)
             inputs = rewrite(module, program, fake_mode)
@@ -282,7 +280,7 @@ class CompiledGraph:
         protect(module, [inputs[i] for i in found])
         return (), {inputs[i].name: buffer for i, buffer in found.items()}
 
-    def _reserve(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
+    def _save(self, module: fx.GraphModule, captured: Captured, plan: Plan) -> None:
         """Remember what a forward leaves in placements."""
         if not captured.saved:
             return
@@ -290,11 +288,7 @@ class CompiledGraph:
         buffers = {b.name: b for b in pinned(plan).buffers}
         for i, name in captured.saved.items():
             self.crossing[i] = (buffers[name], output.args[0][i].meta["val"])
-        names = sorted({*captured.saved.values()})
-        places = tuple((plan.placements[n], buffers[n].group) for n in names)
-        self.reservation = Reservation(structure_of(plan), places)
-        self.pool.reserve(self.reservation)
-        self.record.crossing_bytes += sum(buffers[n].nbytes for n in names)
+        self.record.crossing_bytes += sum(buffers[n].nbytes for n in {*captured.saved.values()})
 
     def _plan(self, captured: Captured) -> tuple[Plan, bool]:
         """Plan one part, and whether with the parts before it, which have not run yet then."""
@@ -305,7 +299,7 @@ class CompiledGraph:
             if keeps(self.parts.values(), before, plan):
                 return plan, True
         plan = checked_plan(captured.problem, effort)
-        reserved = self.pool.reserved(structure_of(plan), but=self.reservation)
+        reserved = self.pool.reserved(structure_of(plan), but=self.record)
         if reserved:
             apart = checked_plan(keep_away(captured.problem, reserved), effort)
             if structure_of(apart) == structure_of(plan):
@@ -327,7 +321,7 @@ class CompiledGraph:
         compiled = self.pool.progress.seen(compiled, *self.ordinary.get(name, ([], [])))
         if part is not None:
             part.plain = plain
-        if part is None and (name != "backward" or self.reservation is None):
+        if part is None and (name != "backward" or not self.crossing):
             return counted(compiled, self.on_idle, self.record, self.refused.get(name, 0))
 
         def run(args: list[Any]) -> Any:
@@ -375,8 +369,9 @@ class CompiledGraph:
 
     def _passed(self, name: PartName) -> None:
         """Note that a part has run: a backward is due behind its forward."""
-        if self.reservation is not None:
-            self.reservation.due = name == "forward" or keeps_graph()
+        forward = self.parts.get("forward")
+        if forward is not None and forward.shared is not None:
+            forward.shared.expect(forward, backward=name == "forward" or keeps_graph())
 
     def _settled(self, part: PlannedPart, args: list[Any]) -> Shared | None:
         """The segments of a part, found or made before it first runs; None if there are none."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from symmplan.model import Placement
 
-__all__ = ["CrossingLease", "Reservation", "reasons"]
+__all__ = ["CrossingLease", "reasons"]
 
 #: Why a crossing tensor was copied, and what avoids it.
 REASONS = {
@@ -62,31 +62,19 @@ REASONS = {
 
 
 @define(eq=False)
-class Reservation:
-    """Where what a forward saved lies until its backward, for graphs that are planned meanwhile.
-
-    Attributes:
-        structure: The segments' structure that the placements refer to.
-        places: ``(placement, group)`` of every crossing buffer.
-        due: Whether the forward has run and the backward has not, since.
-    """
-
-    structure: Any
-    places: tuple[tuple[Placement, str], ...]
-    due: bool = False
-
-
-@define(eq=False)
 class CrossingLease(StorageLease):
     """The bytes of a crossing buffer, uint8, as a storage of their own.
 
     Attributes:
         place: Where they lie.
         graph: The one whose forward handed them out last.
+        due: The graphs whose forward has run and whose backward has not, since: alike on all ranks,
+            which what is still held need not be. Graphs that are planned meanwhile keep away.
     """
 
     place: Placement
     graph: Any = field(init=False, default=None)
+    due: set[Any] = field(init=False, factory=set)
     _out: list[TensorWeakRef] = field(init=False, factory=list)
 
     def has(self, tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmplan.integrate.compile.crossing import Reservation
+    from symmplan.integrate.compile.parts import Record
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
     from symmplan.runtime.prepare import Preparation
@@ -62,7 +62,6 @@ class Pool:
     rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
     progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
-    _reservations: list[Reservation] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.progress = Progress(self.preparation.options.timeout)
@@ -214,14 +213,10 @@ class Pool:
         self.rendezvous += rendezvous
         return arena
 
-    def reserve(self, reservation: Reservation) -> None:
-        """Remember where the forward of a graph leaves what its backward reads."""
-        self._reservations.append(reservation)
-
-    def reserved(self, structure: Any, but: Reservation | None) -> list[tuple[Placement, str]]:
-        """``(placement, group)`` of what other graphs' forwards saved whose backwards are due."""
-        due = (r for r in self._reservations if r is not but and r.due and r.structure == structure)
-        return list(dict.fromkeys(place for r in due for place in r.places))
+    def reserved(self, structure: Any, but: Record) -> list[tuple[Placement, str]]:
+        """What `Shared.reserved` says of the segments of a structure."""
+        mine = (s for (*_, known), s in self._shared.items() if known == structure)
+        return [place for shared in mine for place in shared.reserved(but)]
 
     def still(self) -> int | None:
         """How many runs there were, where none goes on and no CUDA graph knows an address."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable, Iterator
 
-    from symmplan.integrate.compile.parts import PlannedPart
+    from symmplan.integrate.compile.parts import PlannedPart, Record
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
     from symmplan.model import Placement, Plan
@@ -223,6 +223,7 @@ class Shared:
         saved, self.by_place = self.by_place, {}
         for place, lease in saved.items():
             there = self._at(place)
+            there.due = lease.due
             if lease.held:
                 lease.move_to(there)
                 self._take(there)
@@ -296,6 +297,22 @@ class Shared:
             for i, tensor in zip(indices, made, strict=True):
                 results[i] = tensor
         return results
+
+    def expect(self, part: PlannedPart, *, backward: bool) -> None:
+        """Note whether a backward is due for what this forward saves."""
+        for place in part.saved.values():
+            if place in self.by_place:  # else it never ran here
+                due = self.by_place[place].due
+                (due.add if backward else due.discard)(part.record)
+
+    def reserved(self, but: Record) -> list[tuple[Placement, str]]:
+        """``(placement, group)`` of what other graphs' forwards saved whose backwards are due."""
+        segments = self.arena.segments
+        return [
+            (place, segments[place.segment].spec.groups[0])
+            for place, lease in self.by_place.items()
+            if lease.due - {but}
+        ]
 
     def _take(self, lease: CrossingLease) -> None:
         segment, place = self.arena.segments[lease.place.segment], lease.place
