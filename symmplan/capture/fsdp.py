@@ -251,7 +251,7 @@ def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:
         slots.append(
             Buffer(
                 f"slot{number}.{turn}",
-                call.nbytes,
+                call.pushed_bytes,
                 call.group,
                 align=_SLOT_ALIGN,
                 persistent=True,
@@ -260,7 +260,7 @@ def _slot(slots: list[Buffer], turn: int, number: int, call: Call) -> str:
             )
         )
     slot = slots[turn % 2]
-    slots[turn % 2] = evolve(slot, nbytes=max(slot.nbytes, call.nbytes))
+    slots[turn % 2] = evolve(slot, nbytes=max(slot.nbytes, call.pushed_bytes))
     return slot.name
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Call", "Key", "Kind", "Look", "Moment", "Recording"]
+__all__ = ["Call", "Key", "Kind", "Look", "Moment", "Recording", "with_widest"]
 
 Kind = Literal["all_gather", "reduce_scatter"]
 #: How many events came before, those of tenants not counted, and how many of those since then.
@@ -54,11 +54,19 @@ class Call:
         nbytes: Size of its buffer in bytes.
         group: Name of the process group. Empty until it runs: FSDP2 also asks for buffers that it
             then uses without a collective.
+        sent: Of a reduce-scatter the element type in which gradients travel that are pushed, as
+            autograd made them if that is no wider; empty if nobody saw them.
     """
 
     key: Key
     nbytes: int
     group: str = ""
+    sent: str = ""
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Size in bytes of what all ranks push to one rank."""
+        return evolve(self.key, dtype=self.sent or self.key.dtype).nbytes
 
 
 class Look(NamedTuple):
@@ -106,10 +114,13 @@ class Recording:
 
     def run(self, index: int, group: str) -> None:
         """The collective of buffer ``index`` runs over ``group``."""
-        call = self.collectives[index]
-        self.collectives[index] = Call(call.key, call.nbytes, group)
+        self.collectives[index] = evolve(self.collectives[index], group=group)
         self.events.append(("run", index))
         self._launched += 1
+
+    def send(self, index: int, dtype: str) -> None:
+        """The gradients of reduce-scatter ``index`` are there, and travel as ``dtype``."""
+        self.collectives[index] = evolve(self.collectives[index], sent=dtype)
 
     def hear(self, other: Any) -> None:
         """Somebody else's collective is called. May be called from any thread."""
@@ -174,3 +185,16 @@ class Recording:
             events += [] if event is None else [event]
             before, tenants = (before, tenants + 1) if tenant else (before + 1, 0)
         return evolve(self, events=events)
+
+
+def with_widest(recordings: Sequence[Recording]) -> list[Recording]:
+    """The recordings, in each of which a reduce-scatter's gradients are as wide as in any."""
+    widest: dict[Key, Call] = {}
+    for call in (c for recording in recordings for c in recording.collectives):
+        known = widest.setdefault(call.key, call)
+        if call.pushed_bytes > known.pushed_bytes:
+            widest[call.key] = call
+    return [
+        evolve(r, collectives=[evolve(c, sent=widest[c.key].sent) for c in r.collectives])
+        for r in recordings
+    ]

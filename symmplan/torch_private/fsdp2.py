@@ -212,7 +212,7 @@ def has_copy_in() -> bool:
 
 
 def watch_copy_in() -> None:
-    """From now on gradients are given to what `take_copy_in` says, and are copied nowhere else."""
+    """From now on gradients are given to what `take_copy_in` says, which says where they go."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     original = _copy_in()
@@ -222,19 +222,24 @@ def watch_copy_in() -> None:
     @functools.wraps(original)
     def copy_in(gradients: list[Any], target: Any, *args: Any, **kwargs: Any) -> None:
         take = getattr(target, _TAKES, None)
-        if take is None:
-            original(gradients, target, *args, **kwargs)
-        else:
+        if take is not None:
             delattr(target, _TAKES)
-            take(gradients)
+            target = take(gradients, target)
+        if target is not None:
+            original(gradients, target, *args, **kwargs)
 
     copy_in.symmplan = True  # type: ignore[attr-defined]
     module: Any = collectives
     module.foreach_reduce_scatter_copy_in = copy_in
 
 
-def take_copy_in(target: Any, take: Callable[[list[Any]], None]) -> None:
-    """FSDP2 gives ``take`` the gradients that it would copy into this reduce-scatter's input."""
+def take_copy_in(target: Any, take: Callable[[list[Any], Any], Any]) -> None:
+    """FSDP2 gives ``take`` the gradients that it would copy into this reduce-scatter's input.
+
+    Args:
+        target: The input.
+        take: Given the gradients and the input, returns where FSDP2 copies them; None: nowhere.
+    """
     setattr(target, _TAKES, take)
 
 

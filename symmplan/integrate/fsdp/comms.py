@@ -60,8 +60,8 @@ class _Planned:
         buffer = tensor.view(tuple(size))
         if self._slot.pushed:
             self._slot.watch(buffer)
-        if self._slot.send is not None:
-            fsdp2.take_copy_in(buffer, self._slot.push)
+        if kind == "reduce_scatter":
+            fsdp2.take_copy_in(buffer, self._slot.accept)
         return buffer
 
 
@@ -136,10 +136,10 @@ class PlannedReduceScatter(_Planned, _ScatterBase):  # type: ignore[valid-type, 
         if slot is not None and slot.served == 1 and slot.held:
             slot.served = 2
             self._added = None
-            if slot.scheduled is not None and slot.scheduled.pushed:  # sums are in their final type
+            if slot.pushed:  # sums are in their final type
                 final = fsdp2.dtype_of_gradients(self._group)
                 # Gradients that were not pushed yet are added by FSDP2.
-                if final is not None and slot.pushed and slot.send is None:
+                if final is not None and slot.send is None:
                     self._added = fsdp2.gradients_at(self._group, math.prod(size), final)
                 dtype = final or dtype
             if self._added is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from symmplan.capture.fsdp_recording import with_widest
 from symmplan.capture.fsdp_unsharded import kept_after_forward
 from symmplan.coordination.all_gather import all_agree, all_gather_json, telling
 from symmplan.coordination.groups import resolve_groups
@@ -93,7 +94,7 @@ class Planning:
 
         Collective: yes, over all groups of the model.
         """
-        recordings = [*self._kept, recording]
+        recordings = with_widest([*self._kept, recording])
         self.beside = self._beside(recordings)
         with (
             telling({**self._memory.groups, **self.beside}, self._options.timeout),

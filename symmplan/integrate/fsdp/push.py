@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from symmplan.memory.streams import Mark
     from symmplan.model import Placement
 
-__all__ = ["Pushes"]
+__all__ = ["Pushes", "sent_as"]
 
 
 class Pushes:
@@ -70,14 +70,19 @@ class Pushes:
 
     @own_work
     def send(
-        self, gradients: Sequence[torch.Tensor], slot: Placement, dtype: torch.dtype
+        self,
+        gradients: Sequence[torch.Tensor],
+        slot: Placement,
+        dtype: torch.dtype,
+        travels: torch.dtype,
     ) -> tuple[torch.Tensor, ...]:
         """Push each rank's part of the gradients, from the current stream on.
 
         Args:
             gradients: To be sharded along their first dimension.
             slot: Where each rank receives.
-            dtype: In which FSDP2 reduces: for so many bytes there is room.
+            dtype: In which FSDP2 reduces.
+            travels: As `sent_as` says.
 
         Returns:
             What has to stay alive until the current stream has waited for the reduction.
@@ -86,13 +91,10 @@ class Pushes:
         """
         again = self._unmet or self._last == slot
         self._last, self._unmet = slot, True
-        made = {g.dtype for g in gradients}
-        travels = dtype if len(made) > 1 or max(d.itemsize for d in made) > dtype.itemsize else None
-        if travels is not None:
+        if travels == dtype:
             # Where there is no room for that, the copies cast.
             with contextlib.suppress(torch.OutOfMemoryError):
                 gradients = [g.to(dtype) for g in gradients]
-        travels = travels or gradients[0].dtype
         if self._stream is None:
             if again:
                 self._meeting.barrier()
@@ -185,6 +187,18 @@ class Pushes:
                     copies.append((which, first, last - first, row[at : at + last - first]))
         mine = self._peers[rank][slot.offset : slot.offset + ranks * size]
         return _Sent(mine.view(dtype).view(ranks, -1), tuple(copies), own)
+
+
+def sent_as(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients travel: as autograd made them, if that is no wider.
+
+    Args:
+        gradients: They.
+        dtype: In which FSDP2 reduces.
+    """
+    made = {g.dtype for g in gradients}
+    wider = len(made) > 1 or max(d.itemsize for d in made) > dtype.itemsize
+    return dtype if wider else gradients[0].dtype
 
 
 @frozen(eq=False)

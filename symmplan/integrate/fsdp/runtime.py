@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from symmplan.integrate.fsdp.occupancy import Occupant
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
     from symmplan.model import Placement
-    from symmplan.runtime.leases import Lease
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.options import Options
     from symmplan.runtime.tenants import Tenant
@@ -131,29 +130,26 @@ class Runtime:
         self._arrived = None
         scheduled = self._follow(key)
         place = None if scheduled is None or not self.executor.serves else scheduled.place
-        pushed = place is not None and scheduled is not None and scheduled.pushed
-        lease: Lease | None = None
-        send = None
-        if pushed:
-            assert scheduled is not None
-            assert scheduled.place is not None
-            base = self.memory.element(scheduled.place, dtype)
-            pushes = self.memory.pushes(scheduled)
-            send = functools.partial(pushes.send, slot=scheduled.place, dtype=dtype)
-        elif place is not None and scheduled is not None and not scheduled.zero_copy:
+        lease = send = None
+        if place is None or scheduled is None or scheduled.zero_copy:
+            base = plain()
+        elif scheduled.pushed:
+            base = self.memory.element(place, dtype)
+            send = functools.partial(self.memory.pushes(scheduled).send, slot=place, dtype=dtype)
+        else:
             lease = self.memory.take(place)
             base = plain() if lease is None else self.memory.at(place, dtype)
-        else:
-            base = plain()
         expected = self.expected(key, scheduled)
-        slot = Slot(key, base, scheduled=scheduled, lease=lease, expected=expected, send=send)
-        slot.pushed = pushed
+        slot = Slot(
+            key, base, plain, scheduled=scheduled, lease=lease, expected=expected, send=send
+        )
+        slot.pushed = send is not None
         if self._log is not None:
             slot.log, slot.index = self._log, self._log.begin(key, key.numel * dtype.itemsize)
             self.memory.look(own=True)
             if len(self._log.collectives) > _LONGEST:
                 self._log = None
-        if pushed:
+        if slot.pushed:
             return base.expand(key.numel), slot
         tensor, slot.base = self.executor.lease_out(base, slot.drop)
         self.executor.buffer(key, tensor)
@@ -310,7 +306,7 @@ class Runtime:
             called = self.executor.call(slot.key, slot.key.kind, nbytes, name)
             # FSDP2's, not the program's: an eager session must not plan what will be placed here.
             with own_work, launching(slot.expected, reason), called:
-                work = plain(base)
+                work = plain(base if slot.flat is None else slot.flat)
             if self.schedule is None:
                 self.counts.recorded += 1
             else:
@@ -351,6 +347,9 @@ class Runtime:
         if slot.scheduled.zero_copy:
             self._strange = True
             return reasons.FLAT, None
+        if slot.scheduled.pushed and not slot.pushed:
+            self._strange = True
+            return reasons.WIDER, None
         if slot.pushed:
             pushes = self.memory.pushes(slot.scheduled)
             return reasons.OTHER_OP, in_place(Where(slot.base, group, pushes=pushes))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
+from symmplan.integrate.fsdp.push import sent_as
 from symmplan.runtime.observe import launching
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Slot:
         key: Which collective.
         base: The buffer's bytes under another storage. Collectives get this one: their threads
             may hold it longer than FSDP2 does, which must not look as if FSDP2 did.
+        plain: Makes the buffer in ordinary memory.
         held: Whether anybody holds the buffer.
         scheduled: What the plan has of it, None while recording or if the plan has none.
         lease: Set if the buffer lies in its placement.
@@ -75,12 +77,14 @@ class Slot:
         expected: How it is to run, where that is being checked.
         pushed: Whether its bytes go straight to the peers.
         send: Pushes the gradients where the buffer has no bytes, until FSDP2 has given them.
+        flat: That, where gradients are not pushed that the plan has no room for.
         pushing: The gradients that are being pushed. FSDP2 drops the buffer when its stream waits
             for the end of the reduction, so their memory is free then.
     """
 
     key: Key
     base: torch.Tensor
+    plain: Callable[[], torch.Tensor]
     held: bool = True
     scheduled: ScheduledCollective | None = None
     lease: Lease | None = None
@@ -89,16 +93,33 @@ class Slot:
     served: int = 1
     expected: Expected | None = None
     pushed: bool = False
-    send: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
+    send: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    flat: torch.Tensor | None = None
     pushing: tuple[torch.Tensor, ...] = ()
     _seen: Any = None
 
-    def push(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The gradients that FSDP2 would copy into the buffer go to the peers."""
+    def accept(
+        self, gradients: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The gradients that FSDP2 would copy into the buffer go to the peers, if they are to.
+
+        Returns:
+            Where FSDP2 copies them; None if they were pushed.
+        """
+        travels = sent_as(gradients, buffer.dtype)
+        if self.log is not None:
+            self.log.send(self.index, str(travels).removeprefix("torch."))
         send, self.send = self.send, None
-        assert send is not None
+        if send is None:
+            return buffer
+        assert self.scheduled is not None
+        assert self.scheduled.place is not None
+        if buffer.numel() * travels.itemsize > self.scheduled.place.nbytes:
+            self.pushed, self.flat = False, self.plain()
+            return self.flat
         with launching(self.expected):
-            self.pushing = send(gradients)
+            self.pushing = send(gradients, travels=travels)
+        return None
 
     def watch(self, buffer: torch.Tensor) -> None:
         """The slot is dropped with this tensor: it has no bytes that others may keep."""
@@ -109,7 +130,7 @@ class Slot:
         if not self.held:
             return
         self.held = False
-        self.send = None
+        self.send = self.flat = None
         self.pushing = ()
         if self.lease is not None:
             self.lease.drop()

@@ -1,0 +1,71 @@
+"""Pushed gradients: in which type they travel, and where they arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp_conditions import forced_algorithm
+from fsdp_models import Net, batch, both, mesh, sgd, shard
+from ranks import RankPool, pool_of
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+pytestmark = pytest.mark.ranks
+
+two = pool_of(2)
+
+
+def narrow(rank, world, ranks_apart, wide_from):
+    """Gradients in bfloat16 that are reduced in 32 bits; from a step on autograd's are, too.
+
+    Args:
+        ranks_apart: How many replicas HSDP has.
+        wide_from: From that step on gradients are accumulated over two micro-batches, which FSDP2
+            does in the type in which it reduces.
+    """
+
+    def build():
+        shape = (world,) if ranks_apart == 1 else (ranks_apart, world // ranks_apart)
+        names = None if ranks_apart == 1 else ("replicate", "shard")
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return shard(Net(), mesh=mesh(*shape, names=names), mp_policy=policy)
+
+    def program(model, trace, rank):
+        optimizer = sgd(model)
+        for step in range(6):
+            for last in (False, True) if step >= wide_from else (True,):
+                model.set_requires_gradient_sync(last)
+                loss = model(batch(10 * step + last, rank)).float().pow(2).mean()
+                loss.backward()
+            trace.grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.parameters(model)
+
+    def look(handle):
+        problem = handle.plan.problem
+        return sorted(b.nbytes for b in problem.buffers if "push" in b.where)
+
+    with forced_algorithm("push"):
+        return both(build, program, rank, look)
+
+
+@pytest.mark.parametrize("wide_from", [0, 2, 6])
+def test_slots_are_as_large_as_the_gradients_that_are_pushed(two, wide_from):
+    """What becomes wider runs in torch's own way until the next step is planned for it."""
+    numel = sum(p.numel() for p in Net().blocks[-1].parameters())
+    for result in two.run(narrow, 1, wide_from):
+        assert result["differences"] == []
+        assert max(result["looked"]) == numel * (2 if wide_from == 6 else 4)
+        stats = result["stats"]
+        wider = {"its gradients were wider than when it was recorded": 3}  # the root's fit
+        assert stats["reasons"] == (wider if wide_from == 2 else {})
+        assert stats["replans"] == (wide_from == 2)
+
+
+def test_the_sums_of_narrow_gradients_are_reduced_on_in_32_bits():
+    with RankPool(4) as four:
+        for result in four.run(narrow, 2, 6):
+            assert result["differences"] == []
+            assert result["stats"]["served"] > 0
+            numel = sum(p.numel() for p in Net().blocks[-1].parameters())
+            assert max(result["looked"]) == 2 * numel
