@@ -3,9 +3,11 @@
 The same model is trained in the same processes in several ways, the *sides*: with FSDP2's own
 collectives (``plain``); with these and ``reshard_after_forward=False``, so that backward has what
 forward gathered, in more bytes (``kept``); on devices with all-gathers in torch's pool of
-symmetric memory, over a communicator with copy engines (``pooled``); with `symmplan.fsdp.apply`
-(``symmplan``); and without FSDP2 and communication, which is the limit (``unsharded``). A step is a
-forward and a backward pass, of a batch per rank.
+symmetric memory, over a communicator with copy engines (``pooled``); with both (``kept, pool``),
+which is the best without symmplan; with `symmplan.fsdp.apply` (``symmplan``); and without FSDP2
+and communication, which is the limit (``unsharded``). A step is a forward and a backward pass, of
+a batch per rank; ``--accumulate`` makes it several, each with its reductions, and ``--optimizer``
+adds the optimizer's step.
 
 Steps of all sides alternate, so that other load hits them alike. A step's time is its slowest
 rank's, on devices by events, and medians are compared. The time in collectives is what the host
@@ -13,28 +15,35 @@ spends in the methods of FSDP2 that issue and await them, with the copies that t
 CPU that is all of it, waiting for peers included; on devices it is what the host does meanwhile.
 Bytes are those of one side alone, beside the other sides' models. Gradients of every step are
 compared with the plain side's.
+
+PROGRAM is a model of your own: train.py:build, or package.module:build. ``build()`` is called on
+each rank, where the default process group is there, and returns ``(model, step)``: a model under
+``fully_shard``, to which symmplan is not applied, and a function without arguments that makes one
+whole step and may return the loss. Each side is built and trained in processes of its own, with
+the same seed, one after the other, so that it has the whole device.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.bench.parts.fsdp_ranks import measure, worst
+from symmplan.bench.parts.fsdp_tables import render
+from symmplan.bench.parts.programs import check_program
 from symmplan.errors import CommandError, RanksFailedError
-from symmplan.report.format import size
 from symmplan.runtime.choice import CHOOSE
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
 __all__ = ["add_arguments", "render", "run"]
 
 #: In the order in which they are built: torch's pool must be there before other symmetric memory.
-_SIDES = ("plain", "kept", "pooled", "symmplan", "unsharded")
+_SIDES = ("plain", "kept", "pooled", "kept, pool", "symmplan", "unsharded")
 _DTYPES = {"type": str, "choices": ("float32", "bfloat16")}
 _NUMBERS = {"type": int, "nargs": "+", "also": ("--sequence",)}
 _ON, _OFF = ({"action": "store_const", "const": value} for value in (True, False))
@@ -50,6 +59,15 @@ _OPTIONS = (
         more=_NUMBERS,
     ),
     Option("steps", "timed steps of each", 10),
+    Option("compile", "compile each layer", False, more=_ON),
+    Option("checkpoint", "compute activations of each layer again in backward", False, more=_ON),
+    Option(
+        "optimizer",
+        "whose step is part of the time (default: sgd, which is not)",
+        None,
+        more={"type": str, "choices": ("sgd", "adamw")},
+    ),
+    Option("accumulate", "forward and backward passes of a step", 1),
     Option("dtype", "of parameters (llama bfloat16)", None, more=_DTYPES),
     Option(
         "reduce",
@@ -97,12 +115,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "reduce": "bfloat16",
     },
 }
+#: What a user's program decides by itself.
+_OF_MODEL = ("model", "layers", "dim", "tokens", "dtype", "reduce", "compile", "checkpoint")
+_OF_PROGRAM = (*_OF_MODEL, "optimizer", "accumulate", "cuda_graph")
 #: Gradients may differ by so many units in the last place where sums have another order.
 _ULPS = {"float32": 8 * 2.0**-23, "bfloat16": 8 * 2.0**-7}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan bench fsdp``."""
+    parser.add_argument("program", metavar="PROGRAM", nargs="?", help="a model of your own")
     command.add_options(parser, _OPTIONS, timeout=300.0)
 
 
@@ -115,19 +137,72 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = _settings(args)
     if settings["room"]:
         return _swept(settings, args)
+    if settings["program"]:
+        return _each_alone(settings, args)
     about, ranks = command.measured("fsdp", measure, settings, args, connect=False)
     runs = [
         _compared([rank["runs"][i] for rank in ranks], settings)
         for i in range(len(settings["tokens"]))
     ]
     first = ranks[0]
-    memory = {
-        side: {key: max(r["memory"][side][key] for r in ranks) for key in first["memory"][side]}
-        for side in settings["sides"]
-    }
+    memory = {side: _most(ranks, side) for side in settings["sides"]}
     told = {name: first.get(name) for name in ("how", "stats", "choices")}
     right = all(_right(run, settings) for run in runs)
     return {**about, "ok": right, "runs": runs, "memory": memory, **told}
+
+
+def _most(ranks: list[dict[str, Any]], side: str) -> dict[str, int]:
+    """Bytes of a side on the rank that has most, of each kind."""
+    first = ranks[0]["memory"][side]
+    return {key: max(rank["memory"][side][key] for rank in ranks) for key in first}
+
+
+def _each_alone(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A user's program: each side in new processes, which have the whole device."""
+    about: dict[str, Any] = {}
+    sides: dict[str, list[dict[str, Any]]] = {}
+    memory, failed = {}, {}
+    told: dict[str, Any] = {}
+    for side in settings["sides"]:
+        try:
+            given = _given(settings, side)
+            about, ranks = command.measured("fsdp", measure, given, args, connect=False)
+        except RanksFailedError as error:
+            if not sides:  # the program itself
+                raise
+            failed[side] = str(error).splitlines()[0]
+            continue
+        sides[side] = [rank["runs"][0]["sides"][side] for rank in ranks]
+        memory[side] = _most(ranks, side)
+        told |= {name: ranks[0][name] for name in ("stats", "choices") if name in ranks[0]}
+    _compare_losses(sides)
+    count = range(settings["ranks"])
+    of_ranks = [{"sides": {side: found[i] for side, found in sides.items()}} for i in count]
+    runs = [_compared([{"tokens": None, **found} for found in of_ranks], settings)]
+    right = not any(side == "symmplan" or side in CHOOSE for side in failed)
+    result = {**about, **settings, "ok": right, "runs": runs, "memory": memory, "failed": failed}
+    runs[0].pop("paired_speedup", None)  # the sides' steps were no pairs
+    return {**result, "stats": None, "choices": None, **told}
+
+
+def _given(settings: dict[str, Any], side: str) -> dict[str, Any]:
+    """What ranks are told that train one side alone."""
+    from symmplan.bench.parts.fsdp_sides import POOLED
+
+    return {**settings, "sides": [side], "zero_cta": side in POOLED, "profile": False}
+
+
+def _compare_losses(sides: dict[str, list[dict[str, Any]]]) -> None:
+    """How far the losses of all steps are from the plain side's; nothing where none are told."""
+    plain = sides.get("plain")
+    for name, ranks in sides.items():
+        for rank, found in enumerate(ranks):
+            expected = None if plain is None else plain[rank]["losses"]
+            if name == "plain" or not expected or any(map(math.isnan, expected)):
+                continue
+            pairs = [*zip(expected, found["losses"], strict=True)]
+            found["losses_equal"] = all(a == b for a, b in pairs)
+            found["difference"] = worst([abs(a - b) / max(abs(a), 1e-30) for a, b in pairs])
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,15 +210,19 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     from symmplan.bench.parts.fsdp_sides import missing
 
     command.check_peers(args.ranks)
-    found = command.settings_of(args, _OPTIONS)
+    if args.program is not None:
+        _check_program(args)
+    found = {**command.settings_of(args, _OPTIONS), "program": args.program}
     for name, value in _DEFAULTS[found["model"]].items():
         found[name] = value if found[name] is None else found[name]
-    sizes = [found["steps"], found["layers"], found["dim"], *found["tokens"]]
+    if args.program is not None:
+        found["tokens"] = [1]  # it knows its own
+    sizes = [found["steps"], found["accumulate"], found["layers"], found["dim"], *found["tokens"]]
     graph = found["cuda_graph"]
     if min(sizes) < 1:
         raise CommandError(
             "nothing can be measured of a model or a run of no size",
-            expected="--steps, --layers, --dim and --tokens of at least 1",
+            expected="--steps, --accumulate, --layers, --dim and --tokens of at least 1",
             got=", ".join(map(str, sizes)),
         )
     room = found["room"] or ()
@@ -168,7 +247,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if "symmplan" in wanted:
         at = wanted.index("symmplan") + 1
         wanted[at:at] = found["choose"][1:]
-    why = {side: missing(side, args.device, graph=graph) for side in wanted}
+    program = args.program is not None
+    why = {side: missing(side, args.device, graph=graph, program=program) for side in wanted}
     return {
         **found,
         "sides": [side for side in wanted if why[side] is None],
@@ -177,13 +257,31 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _check_program(args: argparse.Namespace) -> None:
+    """Before ranks start.
+
+    Raises:
+        CommandError: There is no such program, or an option is given that it decides.
+    """
+    check_program(args.program)
+    given = [name for name in _OF_PROGRAM if getattr(args, name) is not None]
+    if given:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CommandError(
+            f"{args.program!r} decides what is trained",
+            expected="options that say what is measured",
+            got=words,
+            fix=f"leave out {words}",
+        )
+
+
 def _swept(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Each room and each of the two sides in new processes: what one cached is not the other's."""
     rooms: list[dict[str, Any]] = []
     for room in (None, *settings["room"]):
         sides = {}
         for side in ("plain", "symmplan"):
-            given = {**settings, "sides": [side], "left": room, "profile": False}
+            given = {**_given(settings, side), "left": room}
             try:
                 _, ranks = command.measured("fsdp", measure, given, args, connect=False)
             except RanksFailedError as error:  # as where that is too little
@@ -242,8 +340,9 @@ def _side(ranks: list[dict[str, Any]], device: str) -> tuple[dict[str, Any], lis
         "issue_ms": ms["issue"],
         "collectives": count,
         "collectives_ms": ms["host"] if count and device == "cpu" else None,
+        "host_ms": ms["host"],
         "host_us": round(host / count * 1e6, 2) if count else None,
-        "loss": first["losses"][-1],
+        "loss": None if math.isnan(first["losses"][-1]) else first["losses"][-1],
         "losses_equal": all(r["losses_equal"] for r in ranks) if compared else None,
         "difference": worst([r["difference"] for r in ranks]) if compared else None,
         "profile": first.get("profile"),
@@ -257,93 +356,3 @@ def _right(run: dict[str, Any], settings: dict[str, Any]) -> bool:
     limit = _ULPS["bfloat16" if half else settings["reduce"]]
     found = [side.get("difference") for side in planned]
     return all(apart is None or apart <= limit for apart in found)
-
-
-# For people ---------------------------------------------------------------------------------------
-
-
-def render(result: dict[str, Any]) -> str:
-    """Tables for people."""
-    if result.get("rooms"):
-        return "\n".join(_room_lines(result["rooms"]))
-    what = f"{result['model']}: {result['layers']} layers of width {result['dim']}"
-    lines = [command.heading(result, f"{what}, {result['dtype']}")]
-    for run in result["runs"]:
-        lines += _run_lines(run)
-    lines += [f"{side}: left out, {why}" for side, why in result["skipped"].items()]
-    for side, seen in result["memory"].items():
-        bytes_ = ", ".join(f"{key.replace('_', ' ')} {size(n)}" for key, n in seen.items() if n)
-        lines += [f"{side}: {bytes_}"] if bytes_ else []
-    lines += [line for run in result["runs"] for line in _profile_lines(run)]
-    return "\n".join([*lines, *_plan_lines(result)])
-
-
-def _room_lines(rooms: list[dict[str, Any]]) -> list[str]:
-    """A row for each room: milliseconds of a step, retries of the allocator, bytes in use."""
-    rows, failed = [], []
-    for each in rooms:
-        name = "all" if each["room"] is None else f"{each['room']:g} GiB"
-        cells: list[Any] = []
-        for side, row in each["sides"].items():
-            if "error" in row:
-                failed.append(f"{side} in {name}: {row['error']}")
-            cells += [row.get("step_ms"), row.get("retries"), size(row.get("device", 0))]
-        rows.append((name, *cells))
-    heads = "room plain_ms retries device symmplan_ms retries device"
-    return [*command.cells(heads, rows), *failed]
-
-
-_ABOUT = """\
-{served} collectives in placements, {copies} of them copied, {plain} plain
-symmetric memory: {segment_bytes} bytes, lower bound {lower_bound_bytes}, unshared {unshared_bytes}
-{rendezvous} rendezvous"""
-_RANGE, _HOST = "{:.2f} - {:.2f}", ("host_us", "collectives_ms")
-
-
-def _run_lines(run: dict[str, Any]) -> list[str]:
-    rows = [
-        (side, row["step_ms"], _RANGE.format(*row["step_quartiles_ms"]), *map(row.get, _HOST))
-        for side, row in run["sides"].items()
-    ]
-    if run["step_speedup"] is not None:
-        speedups = (run["step_speedup"], "", None, run["collectives_speedup"])
-        rows.append(("speedup", *speedups))
-    lines = [f"{run['tokens']} tokens"]
-    lines += command.cells("side step_ms quartiles host_us_each collectives_ms", rows)
-    for side, row in run["sides"].items():
-        if row["difference"] is not None:
-            apart = row["difference"]
-            same = "the same bits" if apart == 0 else f"{apart:.2g} from plain FSDP2's"
-            losses = "equal" if row["losses_equal"] else "not equal"
-            lines.append(f"  {side}: losses are {losses}, gradients are {same}")
-    return lines
-
-
-def _profile_lines(run: dict[str, Any]) -> list[str]:
-    """Kernel times of one step as a table: a row for each kind, a column for each side."""
-    seen = {side: row["profile"] for side, row in run["sides"].items() if row["profile"]}
-    if not seen:
-        return []
-    kinds = sorted({kind for found in seen.values() for kind in found["ms"]})
-    rows = [("span", *(found["span_ms"] for found in seen.values()))]
-    rows += [(kind, *(found["ms"].get(kind) for found in seen.values())) for kind in kinds]
-    lines = [f"one profiled step, {run['tokens']} tokens, ms (kinds overlap):"]
-    lines += command.cells(["", *seen], rows)
-    for side, found in seen.items():
-        if found["collectives"]:
-            forward = found["forward"]
-            names = ", ".join(f"{n} {name}" for name, n in found["collectives"].items())
-            lines.append(
-                f"{side}: {forward['beside']} of {forward['gathers']} gathers in forward ran "
-                f"beside computation; {names}"
-            )
-        for name, reason in found.get("disengaged", ()):
-            lines.append(f"{side}: {name} did not run as planned: {reason}")
-    return lines
-
-
-def _plan_lines(result: dict[str, Any]) -> Sequence[str]:
-    stats = result["stats"]
-    if not stats:
-        return ()
-    return [_ABOUT.format(**stats), *command.choice_lines(result["choices"] or ())]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import sys
@@ -17,10 +16,9 @@ from symmplan.report import plan_facts, plan_summary
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
-    from types import ModuleType
     from typing import Any
 
-__all__ = ["add_output_arguments", "check_output_arguments", "from_text", "import_from_here"]
+__all__ = ["add_output_arguments", "check_output_arguments", "from_text"]
 __all__ += ["kind_of", "plan_result", "read_text", "render_plan"]
 __all__ += ["write_all", "write_text", "written_lines"]
 
@@ -78,13 +76,6 @@ def write_all(
 def written_lines(result: Mapping[str, Any]) -> list[str]:
     """What was written, for people."""
     return [f"wrote {path}" for path in result["written"].values()]
-
-
-def import_from_here(module: str) -> ModuleType:
-    """Import a user's module as ``python -m`` would: the current folder counts."""
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(module)
 
 
 def plan_result(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:

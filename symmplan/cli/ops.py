@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from symmplan.cli.files import import_from_here
+from symmplan.bench.parts.programs import import_from_here
 from symmplan.errors import CommandError, SymmplanError, UnknownOpError
 from symmplan.model import DEFAULT_ALIGN
 

@@ -6,22 +6,18 @@ symmplan.simulate. It runs on fake tensors, on any machine.
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from symmplan.cli.files import import_from_here, write_all, write_text, written_lines
-from symmplan.errors import SimulationError
+from symmplan.bench.parts.programs import program_of
+from symmplan.cli.files import write_all, write_text, written_lines
 from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
-    from types import ModuleType
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -54,7 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     begin = time.process_time()
     report = simulate(
-        _program(args.program),
+        program_of(args.program, "trains"),
         ranks=args.ranks,
         rank=args.rank,
         memory=args.memory,
@@ -82,72 +78,3 @@ def render(result: dict[str, Any]) -> str:
     """The summary, and what it took."""
     took = f"{result['cpu_s']:.1f} s of CPU, {result['resident_bytes'] / (1 << 30):.2f} GiB"
     return "\n".join([result["summary"], f"simulated in {took}", *written_lines(result)])
-
-
-def _program(text: str) -> Callable[[], Any]:
-    """The function that ``module:function`` names."""
-    name, _, function = text.rpartition(":")
-    if not name:
-        raise SimulationError(
-            f"{text!r} names no function",
-            expected="module:function, or path/to/file.py:function",
-            got=repr(text),
-            fix=f"say which one: {text}:FUNCTION",
-        )
-    try:
-        if name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module.__name__] = module
-            spec.loader.exec_module(module)
-        else:
-            module = import_from_here(name)
-    except (ImportError, FileNotFoundError, ValueError) as error:
-        raise SimulationError(
-            f"there is no program {text!r}: {error}",
-            expected="module:function, or path/to/file.py:function",
-            got=repr(text),
-            fix="check the name and the current folder",
-        ) from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise SimulationError(
-            f"module {name!r} has no function {function!r}",
-            expected="a function without arguments",
-            got=repr(found),
-            fix=_advice(name, module),
-        )
-    needed = _needed(found)
-    if needed:
-        raise SimulationError(
-            f"function {function!r} of {name!r} needs arguments",
-            expected="a function without arguments",
-            got=f"{function}({', '.join(needed)})",
-            fix=_advice(name, module),
-        )
-    return found  # type: ignore[no-any-return]
-
-
-def _needed(function: Callable[..., Any]) -> list[str]:
-    """The arguments without which a function cannot be called."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it is not written in Python
-        return []
-    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in any_number]
-
-
-def _advice(name: str, module: ModuleType) -> str:
-    """Which functions of a module are programs."""
-    own = {f.__name__: f for f in vars(module).values() if inspect.isfunction(f)}
-    there = [
-        f"{name}:{known}"
-        for known, f in own.items()
-        if f.__module__ == module.__name__ and not known.startswith("_") and not _needed(f)
-    ]
-    if there:
-        return f"name one that is there: {', '.join(there)}"
-    return f"write a function in {name} that takes no arguments and trains"

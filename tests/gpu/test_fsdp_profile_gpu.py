@@ -46,6 +46,11 @@ def seen(rank, world, side, choose="measure", ahead=0, tokens=TOKENS, count=LAYE
         "reduce": "bfloat16",
         "choose": [choose],
         "wait": 60.0,
+        "compile": False,
+        "checkpoint": False,
+        "optimizer": None,
+        "accumulate": 1,
+        "cuda_graph": False,
     }
     trained = Side(side, rank, options)
     if apply:
@@ -179,10 +184,13 @@ def test_what_was_only_measured_keeps_no_symmetric_memory(world, kind):
 
 
 @pytest.mark.parametrize("pool", worlds(2), indirect=True)
-def test_the_pooled_side_gathers_on_copy_engines(pool):
+@pytest.mark.parametrize(
+    ("side", "gathers"), [("pooled", 2 * LAYERS + 1), ("kept, pool", LAYERS + 1)]
+)
+def test_the_sides_in_torchs_pool_gather_on_copy_engines(pool, side, gathers):
     """What symmplan is compared with does what FSDP2's own symmetric memory does."""
-    for found in pool.run(seen, "pooled"):
+    for found in pool.run(seen, side):
         print(found)
         assert count(found, "AllGather") == 0
-        assert count(found, "Memcpy PtoP") >= 2 * LAYERS + 1
+        assert count(found, "Memcpy PtoP") >= gathers
         assert count(found, "ncclDevKernel_ReduceScatter") == LAYERS + 1

@@ -162,7 +162,9 @@ def _act(rank: int, _ranks: int, act: Callable[..., Any], settings: dict[str, An
 def words_of(name: str, args: argparse.Namespace) -> str:
     """The command that would do the same."""
     words = ["symmplan", "bench", name]
-    ours = {"command", "bench", "parser", "json", "debug", "output"}
+    if getattr(args, "program", None) is not None:
+        words.append(args.program)
+    ours = {"command", "bench", "parser", "json", "debug", "output", "program"}
     for key, value in vars(args).items():
         if key in ours or value is None:
             continue

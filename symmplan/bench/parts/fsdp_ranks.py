@@ -81,6 +81,7 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
     """A side after its first steps, and the bytes that it took beside the earlier sides' models."""
     import torch
 
+    from symmplan.bench.parts.fsdp_program import ProgramSide
     from symmplan.bench.parts.fsdp_sides import Side
 
     look = options["device"] == "cuda" and options["memory"]
@@ -88,7 +89,7 @@ def _built(name: str, rank: int, options: Mapping[str, Any]) -> tuple[Side, dict
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     before = _device_bytes() if look else {}
-    side = Side(name, rank, options)
+    side = (ProgramSide if options.get("program") else Side)(name, rank, options)
     _train(side, range(_WARM_UP), options)
     if look:
         torch.cuda.empty_cache()
@@ -127,6 +128,8 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
         for side in sides.values():
             side.capture(tokens)
     plain = sides.get("plain")
+    if plain is not None:
+        _rejoin(sides, plain)
     largest = {name: 0.0 for name in sides if name not in ("plain", "unsharded")}
     # Numbers that no step had before, and the same on all sides.
     begin = 1000 * (1 + options["tokens"].index(tokens))
@@ -141,6 +144,8 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
                 largest[name] = worst([before, apart])
         for side in sides.values():
             side.advance()
+        if plain is not None:
+            _rejoin(sides, plain)
         if turn >= _SETTLE:
             step, steps = turn - _SETTLE + 1, options["steps"]
             part = (options["tokens"].index(tokens) + step / steps) / len(options["tokens"])
@@ -156,6 +161,13 @@ def _run(sides: Mapping[str, Side], tokens: int, options: Mapping[str, Any]) -> 
             mark(f"{tokens} tokens, profile of {name}")
             found[name]["profile"] = side.profile(tokens)
     return {"tokens": tokens, "sides": found}
+
+
+def _rejoin(sides: Mapping[str, Side], plain: Side) -> None:
+    """An optimizer makes more of a difference in the last place: all go on from one place."""
+    for name, side in sides.items():
+        if name not in ("plain", "unsharded"):
+            side.follow(plain)
 
 
 def difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:

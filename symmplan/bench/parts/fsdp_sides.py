@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import symmplan
 from symmplan.bench.parts.llama import Llama, mlp, parts
@@ -22,12 +24,17 @@ from symmplan.torch_private import fsdp2, nccl, symm_mem
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["HostClock", "Side", "batch_of", "missing"]
+__all__ = ["KEPT", "POOLED", "HostClock", "Side", "batch_of", "missing"]
+
+#: Sides whose modules stay unsharded until backward, and sides that gather in torch's pool.
+KEPT, POOLED = ("kept", "kept, pool"), ("pooled", "kept, pool")
 
 
-def missing(side: str, device: str, *, graph: bool = False) -> str | None:
-    """Why there is no such side on ``device``, or in CUDA graphs; None if there is."""
-    if side != "pooled":
+def missing(side: str, device: str, *, graph: bool = False, program: bool = False) -> str | None:
+    """Why there is no such side on ``device``, in CUDA graphs or of a user's program; or None."""
+    if program and side == "unsharded":
+        return "the program shards its model itself"
+    if side not in POOLED:
         return None
     if graph:
         return "it meets its peers in every step"
@@ -113,25 +120,42 @@ class HostClock:
 
 
 class _Captured:
-    """A step, forward and backward, in a CUDA graph."""
+    """A step in a CUDA graph."""
 
     def __init__(
-        self, model: Any, batch: torch.Tensor, train: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        model: Any,
+        batches: list[torch.Tensor],
+        train: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> None:
-        self._batch = batch
+        self._batches = batches
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._loss = train(batch)
+            self._loss = train(batches)
         self._gradients = [(p, p.grad) for p in model.parameters()]
 
-    def replay(self, batch: torch.Tensor) -> torch.Tensor:
-        """The step of another batch; returns its loss."""
+    def replay(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        """The step of other batches; returns its loss."""
         with torch.no_grad():
-            self._batch.copy_(batch)
+            for mine, batch in zip(self._batches, batches, strict=True):
+                mine.copy_(batch)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         return self._loss
+
+
+class _Checkpointed(nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """The block's."""
+        result: torch.Tensor = checkpoint(self.block, *args, use_reentrant=False)
+        return result
 
 
 class Side:
@@ -153,17 +177,11 @@ class Side:
         self.handle: symmplan.fsdp.Handle | None = None
         self.how = ""
         self._pool: SymmetricPool | None = None
-        make = Llama if options["model"] == "llama" else mlp
-        with self.device:
-            self.model = make(options["layers"], options["dim"])
-        dtype = getattr(torch, options["dtype"])
-        if name == "unsharded":
-            self.model.to(dtype)
-        else:
-            self._shard(dtype)
+        self.model = self._made()
+        if name != "unsharded":
+            self._engage()
         groups = [group for module in self._modules() for group in fsdp2.param_groups(module)]
         self._clock = HostClock(groups)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._captured: _Captured | None = None
         self.restart()
 
@@ -174,21 +192,49 @@ class Side:
         self.times: dict[str, list[float]] = {"step": [], "wall": [], "issue": [], "host": []}
         self.losses: list[float] = []
 
-    def _shard(self, dtype: torch.dtype) -> None:
-        mesh = self._mesh()
-        policy = MixedPrecisionPolicy()
-        if dtype != torch.float32:
-            policy = MixedPrecisionPolicy(dtype, getattr(torch, self._options["reduce"]))
-        more: Any = {"mesh": mesh, "mp_policy": policy}
-        for part in parts(self.model):
-            fully_shard(part, reshard_after_forward=self.name != "kept", **more)
-        fully_shard(self.model, **more)
-        if self.name == "pooled":
+    def _made(self) -> nn.Module:
+        """The model, sharded unless this side is not, and its optimizer."""
+        options = self._options
+        make = Llama if options["model"] == "llama" else mlp
+        with self.device:
+            model = make(options["layers"], options["dim"])
+        blocks: Any = model.layers if isinstance(model, Llama) else model
+        if options["checkpoint"]:
+            for i, block in enumerate(blocks):
+                blocks[i] = _Checkpointed(block)
+        if options["compile"]:
+            for block in blocks:
+                block.compile()
+        dtype = getattr(torch, options["dtype"])
+        if self.name == "unsharded":
+            model.to(dtype)
+        else:
+            policy = MixedPrecisionPolicy()
+            if dtype != torch.float32:
+                policy = MixedPrecisionPolicy(dtype, getattr(torch, options["reduce"]))
+            mesh = self._mesh()
+            for part in (*parts(model), model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        parameters = model.parameters()
+        self._optimizer: torch.optim.Optimizer
+        if options["optimizer"] == "adamw":
+            graph = options["cuda_graph"]
+            self._optimizer = torch.optim.AdamW(parameters, lr=1e-4, capturable=graph)
+        else:
+            self._optimizer = torch.optim.SGD(parameters, lr=1e-3)
+        return model
+
+    def _engage(self) -> None:
+        """Let the sharded model be trained in this side's way. Collective: with a pool yes."""
+        if self.name in KEPT:
+            for module in self._modules():
+                module.set_reshard_after_forward(False, recurse=False)
+        if self.name in POOLED:
             if symm_mem.backend_of(self.device) != "NCCL":
                 symm_mem.set_backend("NCCL")
             self._pool = SymmetricPool(self.device)
             self.how = install(self._modules(), self._pool)
-        elif self.name not in ("plain", "kept"):
+        elif self.name not in ("plain", *KEPT):
             choose: Any = self._options["choose"][0] if self.name == "symmplan" else self.name
             self.handle = symmplan.fsdp.apply(
                 self.model,
@@ -198,7 +244,7 @@ class Side:
             )
 
     def _mesh(self) -> DeviceMesh:
-        if self.name != "pooled":
+        if self.name not in POOLED:
             return init_device_mesh(self._options["device"], (self._options["ranks"],))
         group: Any = dist.new_group(backend="nccl", pg_options=nccl.copy_engine_options())
         # A rendezvous must not be the first thing that a communicator does.
@@ -212,13 +258,15 @@ class Side:
     def collectives(self) -> int:
         """How many FSDP2 runs in a step.
 
-        Modules gather twice, or once if they are kept, and reduce; the root gathers once.
+        In each pass modules gather twice, or once if they are kept, and reduce; the root gathers
+        once.
         """
         if self.name == "unsharded":
             return 0
         own = any(True for g in fsdp2.param_groups(self._modules()[0]) if g.fsdp_params)
-        each = 2 if self.name == "kept" else 3
-        return each * len(parts(self.model)) + (2 if own else 0)
+        each = 2 if self.name in KEPT else 3
+        passes: int = self._options["accumulate"]
+        return passes * (each * len(parts(self.model)) + (2 if own else 0))
 
     @property
     def symmetric_bytes(self) -> int:
@@ -228,11 +276,11 @@ class Side:
         return 0 if self.handle is None else self.handle.stats.segment_bytes
 
     def step(self, number: int, tokens: int) -> None:
-        """Forward and backward, timed; gradients stay.
+        """A whole step, timed; gradients stay.
 
         Collective: yes.
         """
-        batch = batch_of(self._options, self._rank, number, tokens)
+        batches = self._batches(number, tokens)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
         meet()
         self._synchronize()
@@ -240,7 +288,8 @@ class Side:
             begin = time.perf_counter()
             for mark in marks[:1]:
                 mark.record()
-            loss = self._trained(batch) if self._captured is None else self._captured.replay(batch)
+            act = self._stepped if self._captured is None else self._captured.replay
+            loss = act(batches)
             for mark in marks[1:]:
                 mark.record()
             issued = time.perf_counter() - begin
@@ -258,23 +307,29 @@ class Side:
         Collective: yes.
         """
         self._captured = None
-        batch = batch_of(self._options, self._rank, 0, tokens)
+        batches = self._batches(0, tokens)
         for _ in range(2):
-            self._trained(batch)
+            self._stepped(batches)
             self._optimizer.zero_grad()
         self._synchronize()
-        self._captured = _Captured(self.model, batch, self._trained)
+        self._captured = _Captured(self.model, batches, self._stepped)
 
     def advance(self) -> None:
         """Let the parameters follow the gradients, and drop these. Not in any time."""
-        if self.name != "unsharded":  # its gradients are this rank's only
+        # The gradients of the model that is not sharded are this rank's only.
+        if self._options["optimizer"] is None and self.name != "unsharded":
             self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def follow(self, other: Side) -> None:
+        """Go on from another side's parameters, so that gradients of one step compare."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+                _local(mine).copy_(_local(theirs))
+
     def gradients(self) -> list[torch.Tensor]:
         """This rank's parts of all gradients."""
-        found: list[Any] = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return [g.to_local() if hasattr(g, "to_local") else g for g in found]
+        return [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def profile(self, tokens: int) -> dict[str, Any]:
         """What ran on the device in one step, and the gathers of one forward pass; see there.
@@ -283,28 +338,40 @@ class Side:
 
         Collective: yes.
         """
-        batch = batch_of(self._options, self._rank, 0, tokens)
+        batches = self._batches(0, tokens)
         losses = []
         meet()
         self._synchronize()
-        found = profile(lambda: self._trained(batch))
+        found = profile(lambda: self._stepped(batches))
         self._optimizer.zero_grad()
         meet()
         self._synchronize()
-        found["forward"] = profile_gathers(lambda: losses.append(self._loss(batch)))
+        found["forward"] = profile_gathers(lambda: losses.append(self._loss(batches[0])))
         losses.pop().backward()  # FSDP2 wants it
         if self.handle is not None:
-            missed = self.handle.check(lambda: self._trained(batch)).missed
+            missed = self.handle.check(lambda: self._stepped(batches)).missed
             found["disengaged"] = [list(each) for each in missed]
         self._optimizer.zero_grad()
         self._synchronize()
         return found
 
-    def _trained(self, batch: torch.Tensor) -> torch.Tensor:
-        """Forward and backward; the loss."""
-        loss = self._loss(batch)
-        loss.backward()
-        return loss
+    def _batches(self, number: int, tokens: int) -> list[torch.Tensor]:
+        """What a step is given, a batch for each of its passes."""
+        count = self._options["accumulate"]
+        return [
+            batch_of(self._options, self._rank, number * count + i, tokens) for i in range(count)
+        ]
+
+    def _stepped(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        """All that is timed of a step; the loss, a mean over the batches."""
+        losses = []
+        for batch in batches:
+            loss = self._loss(batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        if self._options["optimizer"] is not None:
+            self._optimizer.step()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.model(batch).float().pow(2).mean()
@@ -313,3 +380,9 @@ class Side:
     def _synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

@@ -1,0 +1,86 @@
+"""A user's own model as a side of ``symmplan bench fsdp``: what ``train.py:build`` returns."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from symmplan.bench.parts.fsdp_sides import Side
+from symmplan.bench.parts.programs import program_of
+from symmplan.errors import CommandError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ProgramSide"]
+
+_EXPECTED = "(model, step): a model under fully_shard, and a function that makes one step of it"
+
+
+class ProgramSide(Side):
+    """A user's model, trained by the user's own step.
+
+    Args:
+        name: Which side.
+        rank: This one.
+        options: Of the benchmark; ``program`` names the function that builds.
+
+    Collective: yes.
+    """
+
+    _step: Callable[[], Any]
+
+    @property
+    def collectives(self) -> int:
+        """Nobody knows how many; 0."""
+        return 0
+
+    def advance(self) -> None:
+        """The user's step does all of it."""
+
+    def _made(self) -> nn.Module:
+        program = self._options["program"]
+        world = str(self._options["ranks"])
+        own = {"RANK": str(self._rank), "WORLD_SIZE": world}  # as torchrun tells a program
+        os.environ.update({**own, **{f"LOCAL_{name}": value for name, value in own.items()}})
+        built = program_of(program, "builds a sharded model")()
+        if not (isinstance(built, tuple) and len(built) == 2):
+            raise _wrong(program, f"a {type(built).__name__}" if built is not None else "None")
+        model, step = built
+        if not isinstance(model, nn.Module) or not callable(step):
+            kinds = ", ".join(type(each).__name__ for each in built)
+            raise _wrong(program, f"({kinds})")
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise CommandError(
+                f"the model that {program!r} builds is not sharded",
+                expected="torch.distributed.fsdp.fully_shard(model), as FSDP2 calls it",
+                got=f"a {type(model).__name__} without modules under fully_shard",
+                fix="call fully_shard on its blocks and on the model before it is returned",
+            )
+        self._step = step
+        return model
+
+    def _batches(self, number: int, tokens: int) -> list[torch.Tensor]:
+        del number, tokens  # the step has its own
+        return []
+
+    def _stepped(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        del batches
+        loss = self._step()
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            return loss.detach()
+        return torch.tensor(float(loss) if isinstance(loss, (int, float)) else math.nan)
+
+
+def _wrong(program: str, got: str) -> CommandError:
+    return CommandError(
+        f"{program!r} does not return a model and its step",
+        expected=_EXPECTED,
+        got=got,
+        fix="return model, step",
+    )
