@@ -35,6 +35,7 @@ OPS = (
     "all_to_all_single_out",
     "broadcast_out",
     "all_gather_parts_",
+    "shift_out",
 )
 #: Those that run over several hosts, too; see `symmplan.memory.two_levels`.
 TWO_LEVELS = frozenset(

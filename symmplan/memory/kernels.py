@@ -25,7 +25,7 @@ from symmplan.process import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "reduce_into", "scratch_of"]
+__all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "plain", "reduce_into", "scratch_of"]
 
 _CHUNK = 256 * 1024  # bytes
 #: Below this many bytes a bare memmove beats torch's dispatch; above, torch may use its threads.
@@ -56,6 +56,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's bytes, one-dimensional."""
     # Not view(-1): the stride of a dimension of size one or zero may be anything.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its elements in memory as they read: contiguous, nothing lazy."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 def copy_bytes(target: torch.Tensor, start: int, source: torch.Tensor, nbytes: int) -> None:

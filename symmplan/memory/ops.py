@@ -15,6 +15,7 @@ below it.
 | ``all_reduce_out`` | ``input``, ``out`` (may be the same) | all pull; large, in place: push too |
 | ``all_to_all_single_out`` | ``out`` | every rank pushes |
 | ``broadcast_out`` | ``out`` | the source pushes |
+| ``shift_out`` | ``out`` | every rank pushes, to one |
 | ``barrier_`` | ``segment`` | nobody |
 
 Over a group on several hosts the first four run in two levels: `symmplan.memory.two_levels`.
@@ -44,8 +45,9 @@ import torch
 
 from symmplan.errors import RunError
 from symmplan.memory.calls import OpCall, parts_of
-from symmplan.memory.kernels import as_bytes, copy_bytes, reduce_into
+from symmplan.memory.kernels import as_bytes, copy_bytes, plain, reduce_into
 from symmplan.memory.segment import locate
+from symmplan.memory.shift import shift, shift_out
 from symmplan.memory.two_levels import gather_parts, reduce_parts, reduce_shares
 from symmplan.torch_private import c10d, works
 
@@ -76,7 +78,7 @@ def all_gather_out(
     mine = call.rank * nbytes
 
     def body(input: torch.Tensor) -> None:
-        source = _plain(input)
+        source = plain(input)
         levels = call.levels
         if levels is not None:
             own = levels.near_peers[levels.place]
@@ -258,7 +260,7 @@ def all_to_all_single_out(
         )
 
     def body(input: torch.Tensor) -> RunError | None:
-        flat = as_bytes(_plain(input))
+        flat = as_bytes(plain(input))
         tables = call.rendezvous.free_words()
         expected = [table[: call.size] for table in tables]
         sent = [table[call.size : 2 * call.size] for table in tables]
@@ -308,7 +310,7 @@ def broadcast_out(input: torch.Tensor, src: int, group_name: str, *, out: torch.
 
     def body(input: torch.Tensor) -> None:
         if call.rank == src:
-            source = _plain(input)
+            source = plain(input)
             call.push(call.offset, source, nbytes)
             if source.data_ptr() != out.data_ptr():
                 copy_bytes(call.peers[src], call.offset, source, nbytes)
@@ -357,13 +359,6 @@ def all_to_all_single_into(
     return run
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its elements in memory as they read: contiguous, nothing lazy."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
-
-
 def _rows(tensor: torch.Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
@@ -404,6 +399,7 @@ _SCHEMAS: dict[Callable[..., Run], str] = {
     all_gather_parts_: "Tensor(a!) whole, int[] offsets, int[] nbytes, int group_size, "
     "str group_name",
     barrier_: "Tensor(a!) segment, str group_name",
+    shift_out: "Tensor input, int distance, int group_size, str group_name, *, Tensor(a!) out",
     all_to_all_single_into: f"Tensor input, {_SPLITS}, str group_name, *, Tensor(a!) out",
 }
 
@@ -432,4 +428,20 @@ def _register() -> None:
         torch.library.register_fake(f"symmplan::{name}", _fake, lib=_LIBRARY)
 
 
+def _register_shift() -> None:
+    """The one that makes its result: see `symmplan.memory.shift`."""
+    _LIBRARY.define(
+        "shift(Tensor input, int distance, int group_size, str group_name) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _LIBRARY.impl("shift", shift, "CompositeExplicitAutograd")
+    torch.library.register_fake("symmplan::shift", _like, lib=_LIBRARY)
+
+
+def _like(input: torch.Tensor, *_: object) -> torch.Tensor:
+    """A result of the input's shape."""
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
 _register()
+_register_shift()

@@ -63,8 +63,8 @@ __all__ = [
     "serves_nccl",
 ]
 
-#: The channel of the signal pad that symmplan's barriers use.
-_CHANNEL = 0
+#: The channels of the signal pad that symmplan's barriers use, and those beside them.
+_CHANNEL, _BESIDE = 0, 1
 
 _WORD = 4
 
@@ -162,6 +162,10 @@ class TorchRendezvous(Rendezvous):
         seconds = self._timeout if timeout is None else timeout
         self.handle.barrier(channel=_CHANNEL, timeout_ms=int(seconds * 1000))
 
+    def barrier_beside(self) -> None:
+        """The same, for a stream beside which others have barriers of the program."""
+        self.handle.barrier(channel=_BESIDE, timeout_ms=int(self._timeout * 1000))
+
     def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
         """A barrier. Nothing is compared: that would need the host."""
         del call
@@ -197,6 +201,10 @@ class CollectiveRendezvous(TorchRendezvous):
         """
         del timeout
         dist.all_reduce(self._token, group=self.group.process_group)
+
+    def barrier_beside(self) -> None:
+        """The same: NCCL tells collectives of several streams apart."""
+        self.barrier()
 
 
 class TorchSymmBackend:

@@ -9,7 +9,9 @@ from attrs import frozen
 __all__ = ["DEFAULT_ALIGN", "Algorithm", "AlgorithmName", "OpSpec", "Requirement"]
 
 #: The algorithms of a collective, see `Algorithm`.
-AlgorithmName: TypeAlias = Literal["ordinary", "symmetric", "copy engine", "push", "two-level"]
+AlgorithmName: TypeAlias = Literal[
+    "ordinary", "symmetric", "copy engine", "push", "two-level", "pipelined"
+]
 
 #: Alignment in bytes of a placement unless something asks for more: a vector store of the widest
 #: kind (TMA) wants 256 between input and output, so this keeps every pair congruent.
@@ -27,6 +29,8 @@ class Algorithm:
             ``"push"``: a reduce-scatter whose inputs are copied into the peers' slots, of which
             each group has two. ``"two-level"``: over several hosts, in its placement; through the
             process group from host to host, and in symmetric memory within each.
+            ``"pipelined"``: of compiled graphs, in parts beside the products that need its result
+            or make its input; see `symmplan.integrate.compile.pipelining`.
         reason: Why it stays in ordinary memory.
         fastest: Whether it does because nothing was measured to be faster.
     """

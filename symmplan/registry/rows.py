@@ -211,6 +211,13 @@ COLLECTIVES: tuple[CatalogueRow, ...] = (
     _autograd("all_gather_into_tensor", _AG),
     _autograd("reduce_scatter_tensor", _RS),
     _autograd("all_to_all_single", _A2A, synchronizes=False),
+    _collective(
+        "symmplan::shift",
+        "shift",
+        "input return",
+        synchronizes=False,
+        note="parts of pipelined collectives: each rank waits for one other",
+    ),
     CatalogueRow(
         "_dtensor::shard_dim_alltoall",
         _A2A,

@@ -111,6 +111,9 @@ _ONE_SIDED: Mapping[str, Lowering] = {
     f"{_F}all_to_all_single.default": Lowering(
         "symmplan::all_to_all_single_out", ("return",), why_not=_PUSHES
     ),
+    "symmplan::shift.default": Lowering(
+        "symmplan::shift_out", ("return",), why_not=_PUSHES
+    ),
     f"{_F}broadcast.default": Lowering(
         "symmplan::broadcast_out", ("return",), why_not=_PUSHES
     ),
@@ -151,6 +154,8 @@ _C10D: Mapping[str, Lowering] = {
         "symmplan::all_to_all_single_into", ("input", "return"), equal=True,
         engine="exchange",
     ),
+    # Its input is read by a copy engine until the wait.
+    "symmplan::shift.default": Lowering("symmplan::shift_out", ("input", "return")),
     f"{_F}broadcast.default": Lowering(
         f"{_F}broadcast_", ("return",), inplace=True, why_not=_COPIED
     ),

@@ -56,7 +56,7 @@ class Choice:
         seconds: ``{algorithm: time of the slowest rank}``, copies included. What is large was
             measured on a part, and this is scaled.
         algorithm: The algorithm that was chosen: ``"ordinary"``, ``"symmetric"``,
-            ``"copy engine"``, ``"push"`` or ``"two-level"``.
+            ``"copy engine"``, ``"push"``, ``"two-level"`` or ``"pipelined"``.
         copied_in: Whether its inputs must be copied into placements.
         copied_out: Whether its results must be copied out of them.
         beside: Floating-point operations of the matrix products that a graph runs beside it, the
@@ -97,8 +97,9 @@ class Choice:
         copies = [w for w, b in (("in", self.copied_in), ("out", self.copied_out)) if b]
         under = f", copied {' and '.join(copies)}" if copies else ""
         under += f", beside {self.concurrent}" if self.concurrent else ""
+        what = "a pipeline" if "pipelined" in self.seconds else "symmetric memory"
         return (
-            f"symmetric memory was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
+            f"{what} was not clearly faster: {min(others) * 1e6:.0f} us{under}, "
             f"against {self.seconds['ordinary'] * 1e6:.0f} us in torch's own way"
         )
 
@@ -113,11 +114,18 @@ def fastest(seconds: Mapping[str, float], *, kernels: bool, beside: bool) -> Alg
         beside: Whether anything computes meanwhile.
     """
     inside: tuple[AlgorithmName, ...] = ("symmetric", "two-level")
-    algorithms: tuple[AlgorithmName, ...] = (*inside, "ordinary", "push", "copy engine")
+    last: tuple[AlgorithmName, ...] = (*inside, "pipelined")
+    algorithms: tuple[AlgorithmName, ...] = (
+        *inside,
+        "ordinary",
+        "push",
+        "copy engine",
+        "pipelined",
+    )
     if kernels:
-        algorithms = ("ordinary", "push", "copy engine", *inside)
+        algorithms = ("ordinary", "push", "copy engine", *last)
     if kernels and beside:
-        algorithms = ("push", "copy engine", "ordinary", *inside)
+        algorithms = ("push", "copy engine", "ordinary", *last)
     if kernels:
         seconds = {w: s + MEETING * (w != "ordinary") for w, s in seconds.items()}
     enough = min(seconds.values()) / ALIKE

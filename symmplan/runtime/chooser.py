@@ -49,6 +49,7 @@ _INSTEAD: Mapping[str, tuple[AlgorithmName, ...]] = {
     "copy engine": ("copy engine", "symmetric", "two-level"),
     "push": ("push", "copy engine", "symmetric", "two-level"),
     "two-level": ("two-level", "symmetric"),
+    "pipelined": ("pipelined", "copy engine", "symmetric", "two-level"),
 }
 
 

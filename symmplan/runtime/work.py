@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -19,6 +20,11 @@ __all__ = ["flops_beside"]
 
 #: So many hide any collective.
 _MOST = 1 << 50
+#: Products that write where they are told, as a graph has them, and what they compute.
+_WRITES = {
+    f"symmplan::{name}_out": getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "_scaled_mm")
+}
 
 
 def flops_beside(nodes: Sequence[fx.Node]) -> dict[fx.Node, float]:
@@ -53,12 +59,16 @@ def _waits(node: fx.Node) -> list[fx.Node]:
 def _flops(node: fx.Node) -> float:
     """Of matrix products and the like; the largest possible where sizes are dynamic."""
     overload = overload_of(node.target) if node.op == "call_function" else None
-    if overload is None or overload.overloadpacket not in flop_registry:
+    if overload is None:
+        return 0.0
+    packet = _WRITES.get(overload._schema.name, overload.overloadpacket)
+    if packet not in flop_registry:
         return 0.0
     args, kwargs = tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
-    formula: Any = flop_registry[overload.overloadpacket]
+    others = {name: value for name, value in kwargs.items() if name != "out"}
+    formula: Any = flop_registry[packet]
     try:
-        count = formula(*args, **kwargs, out_val=node.meta["val"])
+        count = formula(*args, **others, out_val=kwargs.get("out", node.meta["val"]))
     except (AssertionError, RuntimeError, TypeError, ValueError):
         return 0.0  # shapes that torch's formula does not know: 2.11's, attention with fewer heads
     known = bound_of(count)

@@ -101,3 +101,34 @@ def watched_work(work: Any, waited: Callable[[], None], written: torch.Tensor) -
     """
     handle = _Watched(work, waited, written)
     return handle, handle.boxed()
+
+
+class _Queued(dist.Work):
+    """Work that was queued on another stream."""
+
+    def __init__(self, done: torch.cuda.Event, kept: torch.Tensor) -> None:
+        super().__init__()
+        self._done: torch.cuda.Event | None = done
+        self._kept: torch.Tensor | None = kept
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 (the interface's)
+        if self._done is not None:
+            self._done.wait(torch.cuda.current_stream())
+        self._done = self._kept = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done is None or bool(self._done.query())
+
+    def is_success(self) -> bool:
+        return True
+
+
+def queued_work(done: torch.cuda.Event, kept: torch.Tensor) -> Any:
+    """A work for which the current stream waits.
+
+    Args:
+        done: Behind it, on its own stream.
+        kept: What it reads, which stays alive until somebody has waited.
+    """
+    return _Queued(done, kept)

@@ -79,7 +79,7 @@ def test_what_an_op_writes_for_others_is_declared(op):
 def test_asynchronous_ops_are_those_that_something_waits_for():
     for op, row in ROWS.items():
         namespace = op.partition("::")[0]
-        if namespace in ("_c10d_functional", "_c10d_functional_autograd", "c10d"):
+        if namespace in ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symmplan"):
             assert row.asynchronous
         else:
             assert row.asynchronous == ("_low_contention" in op and "multicast" not in op)

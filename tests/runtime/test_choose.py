@@ -74,6 +74,7 @@ def test_a_device_is_measured_and_shared_memory_is_not():
         "copy engine": ("copy engine", "copy engine"),
         "push": ("push", "push"),
         "two-level": ("two-level", "two-level"),
+        "pipelined": ("pipelined", "pipelined"),
     }
 
 

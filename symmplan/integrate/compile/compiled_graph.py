@@ -30,6 +30,7 @@ from symmplan.integrate.compile.parts import (
     protect,
 )
 from symmplan.integrate.compile.pinned_inputs import PinnedInputs
+from symmplan.integrate.compile.pipelining import as_exchanges, pipeline
 from symmplan.integrate.compile.plans import structure_of
 from symmplan.integrate.compile.rewrite import rewrite
 from symmplan.memory import BACKENDS
@@ -149,41 +150,49 @@ class CompiledGraph:
         Where ``fixed``, what its forward saved must have the same addresses in each run.
         """
         with self.record.timed():
-            saved, given = self._cross(module, name)
-            if not self.declares(module):
-                return None
-            fitting, room = self._capture(module, name, saved, given)
-            captured = fitting.captured
-            if not captured.sites and not captured.problem.unplanned:
-                return None
-            lowerings, chosen = fitting.lowerings, fitting.chosen
-            plan, captured = self._fit(fitting, captured, room)
-            self.record.add(captured)
-            self.record.plans[name] = plan
-            self.pinned_inputs.plan(captured, name, lowerings.memory)
-            if all(s.buffer is None for s in captured.sites):
-                algorithms = ["ordinary"] * len(captured.specs)
-                self.pool.preparation.log(plan, algorithms, f"compiled graph ({name})")
-                return None
-            # Parts may run in another order than planned (two forwards, then two backwards), so
-            # each also gets the barriers that it needs when it follows itself.
-            alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
-            kept = self.pinned_inputs.barriers(name)
-            points = in_turn(*map(points_of, (plan.barriers, alone, kept)))
-            self.engines.update(chosen.engines.values())
-            self._save(module, captured, plan)
-            barriers = [Barrier(before, group) for before, group in points]
-            program = place(captured, plan, lowerings, chosen, barriers)
-            inputs = rewrite(module, program, fake_mode)
-            self.parts[name] = PlannedPart.of(
-                name, self.record, module.graph, program, points, inputs, fixed=fixed
-            )
-            return self.parts[name]
+            part = self._rewrite(module, name, fake_mode, fixed=fixed)
+            as_exchanges(module)
+        return part
+
+    def _rewrite(
+        self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool
+    ) -> PlannedPart | None:
+        saved, given = self._cross(module, name)
+        if not self.declares(module):
+            return None
+        fitting, room = self._capture(module, name, fake_mode, saved, given)
+        captured = fitting.captured
+        if not captured.sites and not captured.problem.unplanned:
+            return None
+        lowerings, chosen = fitting.lowerings, fitting.chosen
+        plan, captured = self._fit(fitting, captured, room)
+        self.record.add(captured)
+        self.record.plans[name] = plan
+        self.pinned_inputs.plan(captured, name, lowerings.memory)
+        if all(s.buffer is None for s in captured.sites):
+            algorithms = ["ordinary"] * len(captured.specs)
+            self.pool.preparation.log(plan, algorithms, f"compiled graph ({name})")
+            return None
+        # Parts may run in another order than planned (two forwards, then two backwards), so
+        # each also gets the barriers that it needs when it follows itself.
+        alone = barriers_of(captured.problem, items_of(captured.problem), plan.placements)
+        kept = self.pinned_inputs.barriers(name)
+        points = in_turn(*map(points_of, (plan.barriers, alone, kept)))
+        self.engines.update(chosen.engines.values())
+        self._save(module, captured, plan)
+        barriers = [Barrier(before, group) for before, group in points]
+        program = place(captured, plan, lowerings, chosen, barriers)
+        inputs = rewrite(module, program, fake_mode)
+        self.parts[name] = PlannedPart.of(
+            name, self.record, module.graph, program, points, inputs, fixed=fixed
+        )
+        return self.parts[name]
 
     def _capture(
         self,
         module: fx.GraphModule,
         name: PartName,
+        fake_mode: Any,
         saved: Sequence[int],
         given: dict[str, Buffer],
     ) -> tuple[Fitting, int | None]:
@@ -195,6 +204,12 @@ class CompiledGraph:
         names, refused = self._groups(module)
         lowerings = self._prepare(names)
         bound(module, self.pool.bounds, self.record)
+        preparation, room = self.pool.preparation, None
+        asked: list[str] = []
+        gather = functools.partial(self.pool.progress.gather, asked=asked)
+        self.record.choices += pipeline(
+            module, names, lowerings.memory, self.device, preparation, fake_mode, gather
+        )
         other = writes_inductor if self.settings.inner == "inductor" else writes_eager
         capture = functools.partial(
             capture_fx,
@@ -210,10 +225,8 @@ class CompiledGraph:
             given=given,
             default_group=self.settings.default_group,
         )
-        preparation, room = self.pool.preparation, None
         fitting = Fitting(capture, lowerings, self.device, preparation, refused)
-        asked: list[str] = []
-        fitting.choose(functools.partial(self.pool.progress.gather, asked=asked))
+        fitting.choose(gather)
         placed = fitting.placed
         if placed:
             groups = fitting.whole.groups

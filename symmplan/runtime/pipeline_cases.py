@@ -1,0 +1,224 @@
+"""Products beside their collective, whole or in parts: how both are timed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, frozen
+
+from symmplan.runtime.cases import Case, aligned, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from typing_extensions import Self
+
+    from symmplan.runtime.clock import Act
+    from symmplan.runtime.engines import Engines
+
+__all__ = ["PipelineCase"]
+
+_C10D: Any = torch.ops._c10d_functional
+_wait = _C10D.wait_tensor
+#: Parts of fewer rows say nothing of larger ones.
+_LEAST_ROWS = 64
+
+
+@frozen(kw_only=True)
+class PipelineCase(Case):
+    """An all-gather and the products of its result, or products and their reduce-scatter.
+
+    ``numels`` are the elements of a rank's part of the left side, and of the right sides.
+
+    Attributes:
+        rows: Rows of a part.
+        columns: Columns of the left side.
+        widths: Columns of each product.
+        gathers: Whether it is the former.
+    """
+
+    rows: int
+    columns: int
+    widths: tuple[int, ...]
+    gathers: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        gathers: bool,
+        memory: str,
+        group: str,
+        ranks: int,
+        dtype: str,
+        rows: int,
+        columns: int,
+        widths: tuple[int, ...],
+    ) -> Self:
+        """The case of a graph's collective."""
+        return cls(
+            op="all-gather and products" if gathers else "products and reduce-scatter",
+            memory=memory,
+            group=group,
+            ranks=ranks,
+            dtype=dtype,
+            numels=(rows * columns, *(columns * width for width in widths)),
+            algorithms=("pipelined",),
+            rows=rows,
+            columns=columns,
+            widths=widths,
+            gathers=gathers,
+        )
+
+    def part(self, largest: int) -> Self:
+        """The same with fewer rows, where it takes more than so many bytes."""
+        rows = self.rows
+        while rows > _LEAST_ROWS and max(self._with(rows).sizes()) > largest:
+            rows = max(_LEAST_ROWS, rows // 2)
+        return self._with(rows)
+
+    def _with(self, rows: int) -> Self:
+        return evolve(self, rows=rows, numels=(rows * self.columns, *self.numels[1:]))
+
+    def times(self, part: Case) -> float:
+        """How many times more rows it has than a part of it."""
+        return self.rows * self.columns / part.numels[0]
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of what is given and of what is made; both are symmetric as well."""
+        given, made = self._numels()
+        return aligned(given, self.itemsize), aligned(made, self.itemsize)
+
+    def _numels(self) -> tuple[list[int], list[int]]:
+        left, rights = self.rows * self.columns, [self.columns * n for n in self.widths]
+        parts = [self.rows * n for n in self.widths]
+        if self.gathers:
+            return [left, *rights], [left * self.ranks, *(n * self.ranks for n in parts)]
+        # Two of the peers' parts are on their way at a time, of products that are added up.
+        return [left * self.ranks, *rights, *([max(parts)] * self.ranks)], [
+            *(n * self.ranks for n in parts),
+            *([max(parts)] * self.ranks),
+        ]
+
+    def acts(
+        self,
+        plain: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+        engines: Engines | None,
+    ) -> Mapping[str, Act]:
+        """What runs it whole, as torch would, and in parts."""
+        numels, dtype = self._numels(), getattr(torch, self.dtype)
+        given, made = (cut(flat, n, dtype) for flat, n in zip(plain, numels, strict=True))
+        there = [cut(flat, n, dtype) for flat, n in zip(places, numels, strict=False)]
+        for tensor in given:
+            tensor.fill_(1)
+        count = len(self.widths)
+        rights = [
+            t.view(self.columns, n) for t, n in zip(given[1 : 1 + count], self.widths, strict=True)
+        ]
+        if self.gathers:
+            left = given[0].view(self.rows, self.columns)
+            outs = [t.view(-1, n) for t, n in zip(made[1:], self.widths, strict=True)]
+            return {
+                "ordinary": self._gathered(left, rights, outs),
+                "pipelined": self._under_gather(left, rights, outs, there, engines),
+            }
+        left = given[0].view(-1, self.columns)
+        outs = [t.view(-1, n) for t, n in zip(made, self.widths, strict=False)]
+        slots = [[t.view(self.rows, -1) for t in ts[-self.ranks :]] for ts in there]
+        return {
+            "ordinary": self._scattered(left, rights, outs),
+            "pipelined": self._under_scatter(left, rights, outs, slots),
+        }
+
+    def _gathered(
+        self, left: torch.Tensor, rights: list[torch.Tensor], outs: list[torch.Tensor]
+    ) -> Act:
+        def act(beside: Callable[[], None]) -> None:
+            whole = _wait(_C10D.all_gather_into_tensor(left, self.ranks, self.group))
+            for right, out in zip(rights, outs, strict=True):
+                torch.mm(whole, right, out=out)
+            beside()
+
+        return act
+
+    def _under_gather(
+        self,
+        left: torch.Tensor,
+        rights: list[torch.Tensor],
+        outs: list[torch.Tensor],
+        there: list[list[torch.Tensor]],
+        engines: Engines | None,
+    ) -> Act:
+        parts = [torch.chunk(out, self.ranks) for out in outs]
+
+        def multiply(part: int, rows: torch.Tensor) -> None:
+            for right, out in zip(rights, parts, strict=True):
+                torch.mm(rows, right, out=out[part])
+
+        def start() -> torch.Tensor:
+            if engines is None or not there:
+                return _C10D.all_gather_into_tensor(left, self.ranks, self.group)  # type: ignore[no-any-return]
+            (own, *_), (whole, *_) = there
+            own.view_as(left).copy_(left)
+            over = engines.name("gather")
+            _C10D.all_gather_into_tensor_out(own.view_as(left), self.ranks, over, out=whole)
+            return whole.view(-1, self.columns)
+
+        def act(beside: Callable[[], None]) -> None:
+            whole = start()
+            multiply(0, left)
+            rows = torch.chunk(_wait(whole).view(-1, self.columns), self.ranks)
+            for part in range(1, self.ranks):
+                multiply(part, rows[part])
+            beside()
+
+        return act
+
+    def _scattered(
+        self, left: torch.Tensor, rights: list[torch.Tensor], outs: list[torch.Tensor]
+    ) -> Act:
+        def act(beside: Callable[[], None]) -> None:
+            for right, out in zip(rights, outs, strict=True):
+                torch.mm(left, right, out=out)
+            _wait(_C10D.reduce_scatter_tensor(outs[-1], "sum", self.ranks, self.group))
+            beside()
+
+        return act
+
+    def _under_scatter(
+        self,
+        left: torch.Tensor,
+        rights: list[torch.Tensor],
+        outs: list[torch.Tensor],
+        slots: list[list[torch.Tensor]],
+    ) -> Act:
+        shift, shift_out = torch.ops.symmplan.shift, torch.ops.symmplan.shift_out
+        lefts = torch.chunk(left, self.ranks)
+        own = [torch.chunk(out, self.ranks) for out in outs]
+        pushes = bool(slots)
+
+        def multiply(part: int, into: torch.Tensor) -> None:
+            for right, out in zip(rights, own, strict=True):
+                last = right is rights[-1]
+                torch.mm(lefts[part], right, out=into if last else out[part])
+
+        def act(beside: Callable[[], None]) -> None:
+            sent = []
+            for distance in range(1, self.ranks):
+                part = slots[0][distance] if pushes else own[-1][distance]
+                multiply(distance, part)
+                if pushes:
+                    out = slots[1][distance]
+                    shift_out(part, distance, self.ranks, self.group, out=out)
+                    sent.append(out)
+                else:
+                    sent.append(shift(part, distance, self.ranks, self.group))
+            total = own[-1][0]
+            multiply(0, total)
+            for part in sent:
+                total.add_(_wait(part))
+            beside()
+
+        return act
