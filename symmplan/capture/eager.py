@@ -19,6 +19,7 @@ from torch import fx
 
 from symmplan.capture.apart import is_tensor, run_apart, storage_key, view_of
 from symmplan.capture.c10d import Functional, functional_form, reader_of
+from symmplan.capture.module_names import name_modules, parameter_owners
 from symmplan.capture.signatures import signature, stand_in
 from symmplan.capture.streams import MAIN, Timeline
 from symmplan.capture.threads import ProgramThreads
@@ -315,6 +316,9 @@ class Recorder(TorchDispatchMode):
         output = self.graph.output(tuple(list(x.nodes.values())[-1] for x in made))
         output.meta["val"] = None
         self._watches.clear()
+        owners = parameter_owners()
+        given = {x.origin: owners[key] for key, x in self._storages.items() if key in owners}
+        name_modules(self.graph, given)
 
 
 def _stack() -> list[str]:
@@ -325,7 +329,9 @@ def _stack() -> list[str]:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("symmplan", "torch"):
             code = frame.f_code
-            found.insert(0, f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+            function = getattr(code, "co_qualname", code.co_name)  # 3.11
+            function = function.rpartition("<locals>.")[2]
+            found.insert(0, f"{code.co_filename}:{frame.f_lineno} in {function}")
         frame = frame.f_back
     return found
 

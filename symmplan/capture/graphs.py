@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import operator
+import pathlib
 import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,6 +60,8 @@ Value: TypeAlias = tuple[fx.Node, Path]
 
 #: The model itself, as Dynamo calls it: a name of the frame that calls it.
 _ROOT = re.compile(r"^(L__self__|L\['\w+'\])[._]*")
+#: torch's own files.
+_TORCH = f"{pathlib.Path(torch.__file__).parent}/"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
@@ -73,8 +76,11 @@ def stack_of(node: fx.Node) -> tuple[str, ...]:
 def module_of(node: fx.Node) -> str:
     """The module that makes a call, by its name in the program; empty where that is not known.
 
-    Of a call of backward, the module whose forward it belongs to.
+    Of a call of backward, the module whose forward it belongs to. Of an eager call, the module
+    whose parameter it reads.
     """
+    if "symmplan_module" in node.meta:
+        return str(node.meta["symmplan_module"])
     for key in ("nn_module_stack", "fwd_nn_module_stack"):
         for path, *_ in reversed([*(node.meta.get(key) or {}).values()]):
             name = _ROOT.sub("", str(path))
@@ -84,19 +90,33 @@ def module_of(node: fx.Node) -> str:
 
 
 def label_of(made: fx.Node, call: fx.Node) -> str:
-    """The module to which a tensor of a call belongs, by its name; empty where that is not known.
+    """What a tensor of a call is called in the program: its module, or the line that makes it.
 
     Args:
-        made: The node that makes the tensor: of what a call is given the module that computed it.
-        call: The call: what it returns belongs to the module inside that is the first to read it.
+        made: The node that makes the tensor: what a call is given has the name of the module that
+            computed it.
+        call: The call: what it returns has the name of the first module inside that reads it.
+
+    Returns:
+        The module's name, ``"function, file:line"`` where no module is known, or nothing.
     """
     if made is not call:
-        return module_of(made) or module_of(call)
+        return module_of(made) or module_of(call) or _line_of(made) or _line_of(call)
     own, reader = module_of(call), call
     while reader.users and (reader is call or is_pure_view(reader)):
         reader = next(iter(reader.users))
     name = module_of(reader)
-    return name if name.startswith(own) else own
+    return (name if name.startswith(own) else own) or _line_of(call)
+
+
+def _line_of(node: fx.Node) -> str:
+    """The user's function and line that make a call, without the file's folder."""
+    for frame in reversed(stack_of(node)):
+        where, _, function = frame.rpartition(" in ")
+        if not where.startswith(_TORCH):
+            line = pathlib.Path(where).name
+            return line if function == "<module>" else f"{function}, {line}"
+    return ""
 
 
 def overload_of(target: Any) -> OpOverload | None:

@@ -91,8 +91,9 @@ class Buffer:
         where: The argument or result it is, for people.
         dtype: Element type, for people; takes no part in planning.
         shape: Shape in elements, for people; takes no part in planning.
-        label: What of the program it is, such as ``"layers.3.attention.wq"``, where the program has
-            a name for it; for people.
+        label: Name in the program, for people: a module, such as ``"layers.3.attention.wq"``, or
+            the line that makes the tensor, such as ``"forward, model.py:26"``; empty if neither is
+            known.
     """
 
     name: str
