@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from attrs import frozen
 from torch import nn
@@ -183,9 +184,13 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def train() -> None:
-    """One step, on a mesh of pipeline stages x shards x tensor-parallel ranks."""
+    """One step, on a mesh of pipeline stages x shards x tensor-parallel ranks.
+
+    With -1 there are as many shards as the world has room for.
+    """
     c = CONFIGS[os.environ.get("LLAMA", "debug")]
     pp, dp, tp = (int(n) for n in os.environ.get("MESH", "2,4,2").split(","))
+    dp = dist.get_world_size() // (pp * tp) if dp == -1 else dp
     mesh = init_device_mesh(DEVICE, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     if pp == 1:
         model = build(c, range(c.layers), mesh)

@@ -6,6 +6,8 @@ symmplan.simulate. It runs on fake tensors, on any machine.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import resource
 import time
 from pathlib import Path
@@ -13,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts.programs import program_of
 from symmplan.cli.files import write_all, write_text, written_lines
+from symmplan.errors import UsageError
+from symmplan.report.format import seconds, size, table
 from symmplan.report.progress import ProgressLine
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    from symmplan.simulation import SimulationReport
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -25,7 +30,14 @@ __all__ = ["add_arguments", "render", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan simulate``."""
     parser.add_argument("program", metavar="PROGRAM")
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks the world has")
+    world = parser.add_mutually_exclusive_group(required=True)
+    world.add_argument("--ranks", type=int, help="how many ranks the world has")
+    world.add_argument(
+        "--sweep",
+        type=_sweep,
+        metavar="ranks=N,N,...",
+        help="simulate worlds of several sizes, and print how bytes and times grow",
+    )
     parser.add_argument("--rank", type=int, default=0, help="which one is planned (default: 0)")
     parser.add_argument(
         "--memory",
@@ -39,42 +51,105 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-domain", type=int, metavar="N", help="ranks that NVLink joins across hosts"
     )
+    parser.add_argument(
+        "--links",
+        metavar="NAME",
+        help="machine for predicted times: dgx-a100, dgx-h100, dgx-h200, gb200-nvl72, or a file",
+    )
     parser.add_argument("--choices", metavar="FILE", help="algorithms that were measured elsewhere")
     parser.add_argument("--html", metavar="OUT", type=Path, help="write the report as a page")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write it as JSON")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Simulate, write."""
+    """Simulate, write.
+
+    Raises:
+        UsageError: A page or a report was asked for of several worlds.
+    """
+    line = ProgressLine()
+    if args.sweep is None:
+        report, took = _simulated(args, args.ranks, line.mark)
+        writers: dict[str, Callable[[Path], object]] = {
+            "html": lambda path: write_text(path, report.to_html()),
+            "report": lambda path: write_text(path, report.to_json()),
+        }
+        written = write_all(args, writers)
+        about = {**report.facts(), **took, "written": written, "summary": report.summary()}
+        return {"ok": True, **about}
+    if args.html is not None or args.output is not None:
+        raise UsageError("--sweep writes no files", fix="use --json, or --ranks with one number")
+    worlds = []
+    for done, ranks in enumerate(args.sweep):
+        of = f"{ranks:,} ranks, world {done + 1} of {len(args.sweep)}"
+        report, took = _simulated(args, ranks, functools.partial(_mark, line, of))
+        worlds.append({**report.facts(), **took})
+    return {"ok": True, "worlds": worlds, "summary": "\n".join(_growth(worlds)), "written": {}}
+
+
+def _simulated(
+    args: argparse.Namespace, ranks: int, progress: Callable[[str], None]
+) -> tuple[SimulationReport, dict[str, Any]]:
+    """One world, and what it took."""
     from symmplan.simulation import simulate
 
     begin = time.process_time()
     report = simulate(
         program_of(args.program, "trains"),
-        ranks=args.ranks,
+        ranks=ranks,
         rank=args.rank,
         memory=args.memory,
         ranks_per_host=args.ranks_per_host,
         ranks_per_domain=args.ranks_per_domain,
         choices=args.choices,
-        progress=ProgressLine().mark,
+        links=args.links,
+        progress=progress,
     )
-    writers: dict[str, Callable[[Path], object]] = {
-        "html": lambda path: write_text(path, report.to_html()),
-        "report": lambda path: write_text(path, report.to_json()),
-    }
-    written = write_all(args, writers)
-    return {
-        "ok": True,
-        **report.facts(),
+    return report, {
         "cpu_s": round(time.process_time() - begin, 3),
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "written": written,
-        "summary": report.summary(),
     }
+
+
+def _mark(line: ProgressLine, of: str, what: str) -> None:
+    """Say of a sweep how far it is."""
+    line.mark(f"{of}: {what}")
+
+
+def _growth(worlds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each world: its bytes, and what is exposed of its collectives."""
+    timed = worlds[0]["times"] is not None
+    head: tuple[str, ...] = ("ranks", "symmetric", "ordinary", "device")
+    head += ("products", "collectives", "exposed", "if ordinary") if timed else ()
+    rows = [head]
+    for world in worlds:
+        keys = ("peak_bytes", "device_bytes")
+        symmetric, device = (size(world[key]) for key in keys)
+        ordinary = size(world["ordinary_bytes"]["total"])
+        row: tuple[str, ...] = (f"{world['ranks']:,}", symmetric, ordinary, device)
+        if timed:
+            planned, forced = world["times"]["planned"], world["times"]["forced"]
+            times = [planned[key] for key in ("products", "collectives", "exposed")]
+            row += tuple(map(seconds, (*times, forced["ordinary"]["exposed"])))
+        rows.append(row)
+    return table(rows, range(len(head)))
 
 
 def render(result: dict[str, Any]) -> str:
     """The summary, and what it took."""
-    took = f"{result['cpu_s']:.1f} s of CPU, {result['resident_bytes'] / (1 << 30):.2f} GiB"
+    all_ = result.get("worlds", [result])
+    cpu, most = sum(w["cpu_s"] for w in all_), max(w["resident_bytes"] for w in all_)
+    took = f"{cpu:.1f} s of CPU, {most / (1 << 30):.2f} GiB"
     return "\n".join([result["summary"], f"simulated in {took}", *written_lines(result)])
+
+
+def _sweep(text: str) -> tuple[int, ...]:
+    """Numbers of ranks from ``"ranks=64,512"``."""
+    what, _, numbers = text.partition("=")
+    try:
+        found = tuple(map(int, numbers.split(",")))
+    except ValueError:
+        found = ()
+    if what != "ranks" or not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no sweep; say ranks=64,512,4096")
+    return found

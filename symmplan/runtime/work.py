@@ -13,10 +13,10 @@ from symmplan.capture.graphs import is_getitem, is_wait, overload_of
 from symmplan.torch_private.ops import tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
-__all__ = ["flops_beside"]
+__all__ = ["flops_beside", "flops_of"]
 
 #: So many hide any collective.
 _MOST = 1 << 50
@@ -61,18 +61,22 @@ def _flops(node: fx.Node) -> float:
     overload = overload_of(node.target) if node.op == "call_function" else None
     if overload is None:
         return 0.0
-    packet = _WRITES.get(overload._schema.name, overload.overloadpacket)
-    if packet not in flop_registry:
-        return 0.0
     args, kwargs = tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
-    others = {name: value for name, value in kwargs.items() if name != "out"}
-    formula: Any = flop_registry[packet]
-    try:
-        count = formula(*args, **others, out_val=kwargs.get("out", node.meta["val"]))
-    except (AssertionError, RuntimeError, TypeError, ValueError):
-        return 0.0  # shapes that torch's formula does not know: 2.11's, attention with fewer heads
-    known = bound_of(count)
+    known = bound_of(flops_of(overload, args, kwargs, node.meta["val"]))
     return float(_MOST if known is None else min(known, _MOST))
+
+
+def flops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """Floating-point operations of one call; 0 for what is no matrix product or the like."""
+    packet = _WRITES.get(overload._schema.name, overload.overloadpacket)
+    formula: Any = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    others = {name: value for name, value in kwargs.items() if name != "out"}
+    try:
+        return formula(*args, **others, out_val=kwargs.get("out", result))
+    except (AssertionError, RuntimeError, TypeError, ValueError):
+        return 0  # shapes that torch's formula does not know: 2.11's, attention with fewer heads
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -123,6 +123,11 @@ class Storages:
             if parameter.grad is not None:
                 self.seen(parameter.grad).kind = "gradients"
 
+    def with_gradients(self) -> float:
+        """How many of the parameters have their gradients, from 0 to 1."""
+        all_ = [p for m in tuple(self._modules) for p in m.parameters(recurse=False)]
+        return sum(p.grad is not None for p in all_) / max(1, len(all_))
+
     def peak(self) -> dict[Kind, int]:
         """Bytes of each kind at the moment at which all but what is placed are most.
 

@@ -6,17 +6,19 @@ import json
 from html import escape
 from typing import TYPE_CHECKING
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from symmplan.planner.advice import advise
 from symmplan.report import plan_facts
-from symmplan.report.format import count, size, table, visible
+from symmplan.report.format import count, seconds, size, table, visible
 from symmplan.report.html import page, plan_frame, tiles
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from symmplan.model import AlgorithmName, Plan
+    from symmplan.simulation.timeline import Times
 
 __all__ = ["Answer", "Collective", "Ordinary", "SimulationReport"]
 
@@ -33,6 +35,8 @@ class Collective:
         group: Name of the process group.
         ranks: How many ranks that has.
         algorithm: How it runs once it is planned.
+        seconds: ``{algorithm: predicted seconds of one}``, of its own and of others that it may
+            have; empty without links.
     """
 
     op: str
@@ -41,6 +45,7 @@ class Collective:
     group: str
     ranks: int
     algorithm: AlgorithmName
+    seconds: Mapping[str, float] = field(factory=dict, hash=False)
 
 
 @frozen
@@ -112,6 +117,7 @@ class SimulationReport:
         device_bytes_without: Peak of what the rank would have without symmplan, counted as
             `device_bytes`.
         collectives: What ran, by op, size, group and algorithm.
+        times: What the program takes on a machine, as predicted; None without links.
     """
 
     ranks: int
@@ -123,6 +129,7 @@ class SimulationReport:
     ordinary_bytes: Ordinary
     device_bytes_without: int
     collectives: tuple[Collective, ...]
+    times: Times | None = None
 
     def __repr__(self) -> str:
         symmetric, ordinary = size(self.peak_bytes), size(self.ordinary_bytes.total)
@@ -152,6 +159,7 @@ class SimulationReport:
             "device_bytes_without": self.device_bytes_without,
             "ordinary_bytes": {**asdict(self.ordinary_bytes), "total": self.ordinary_bytes.total},
             "collectives": [asdict(c) for c in self.collectives],
+            "times": None if self.times is None else asdict(self.times),
             "plans": [plan_facts(plan) for plan in self.plans],
         }
 
@@ -234,6 +242,18 @@ class SimulationReport:
             f"<h2>Advice</h2><ul>{advice}</ul>{''.join(plans)}</main>",
         )
 
+    def _predicted(self) -> Iterable[str]:
+        """Lines about times."""
+        times = self.times
+        if times is None:
+            return
+        yield f"predicted for {times.machine.name or 'these links'}"
+        rows = [("matrix products", seconds(times.planned.products), "", "")]
+        for name, of in (("as planned", times.planned), *times.forced.items()):
+            took = seconds(of.collectives), "exposed", seconds(of.exposed)
+            rows.append((f"collectives, {name}", *took))
+        yield from table(rows)
+
     def summary(self) -> str:
         """A text for a terminal."""
         ordinary = self.ordinary_bytes
@@ -254,10 +274,12 @@ class SimulationReport:
                         size(c.nbytes),
                         f"{c.ranks:,} ranks",
                         c.algorithm,
+                        ", ".join(f"{w} {seconds(s)}" for w, s in c.seconds.items()),
                     )
                     for c in self.collectives
                 ]
             ),
+            *self._predicted(),
             *(f"plan {plan.fingerprint}" for plan in self.plans),
         ]
         return "\n".join(lines)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from attrs import define
 
 from symmplan.coordination.own import in_own_work
 from symmplan.coordination.world import SimulatedCall, World, current, enter, leave
@@ -20,16 +21,19 @@ from symmplan.memory.topology import simulated
 from symmplan.runtime.algorithms import is_target
 from symmplan.runtime.options import whole
 from symmplan.runtime.tuning_table import read_table, ruled
+from symmplan.runtime.work import flops_of
+from symmplan.simulation.links import Links, Span, links_of
 from symmplan.simulation.memory import Storages
 from symmplan.simulation.report import Collective, Ordinary, SimulationReport
+from symmplan.simulation.timeline import Ran, Row, predicted
 from symmplan.torch_private import fake_world
-from symmplan.torch_private.c10d import group_by_name, group_name, unboxed_group
+from symmplan.torch_private.c10d import group_by_name, group_name, ranks_of, unboxed_group
 from symmplan.torch_private.ops import tree_leaves
 from symmplan.torch_private.table import require
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from symmplan.model import AlgorithmName, Plan
 
@@ -51,6 +55,7 @@ def simulate(
     ranks_per_host: int | None = None,
     ranks_per_domain: int | None = None,
     choices: str | os.PathLike[str] | None = None,
+    links: Links | str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SimulationReport:
     """Plan what a program would need as one rank of a world that is not there.
@@ -76,6 +81,8 @@ def simulate(
             writes it. What it has no row for follows rules: in shared memory all is symmetric; in a
             device's, what is smaller than 1 MiB is ordinary, gathers run on copy engines where
             there are some, FSDP2's reduce-scatters are pushes, and all else is ordinary.
+        links: The machine's links, for predicted times: a name in `symmplan.simulation.PRESETS`, a
+            file, or a `symmplan.simulation.Links`. Without them there are none.
         progress: Called with a line of text now and then.
 
     Returns:
@@ -84,8 +91,8 @@ def simulate(
     Raises:
         SimulationError: The program reads values of tensors, or uses a device that is not there;
             ``rank`` is out of range; a mesh has not all ranks; or the process has process groups.
-        OptionError: ``ranks``, ``rank`` or how many are together is no whole number, or a domain
-            has no whole number of hosts.
+        OptionError: ``ranks``, ``rank`` or how many are together is no whole number, a domain has
+            no whole number of hosts, or there are no such links.
         BackendError: There is no such memory backend, or no such table.
         MissingSeamError: This torch lacks what a simulation rests on.
 
@@ -108,6 +115,7 @@ def simulate(
     """
     _check(program, ranks, rank, memory, progress)
     _check_hosts(ranks_per_host, ranks_per_domain)
+    machine = links_of(links)
     path = None if choices is None else str(choices)
     if path is not None:
         read_table(path)
@@ -124,23 +132,26 @@ def simulate(
     storages = Storages()
     world.seen, world.on_join = storages.seen, storages.begin
     world.reads_values = fake_world.reads_values
-    others: Counter[tuple[SimulatedCall, bool]] = Counter()
+    ran = Ran(world)
     ops, begin = 0, time.monotonic()
-    told = begin
+    told, pace = begin, _Pace()
 
     def seen(op: Any, args: Sequence[Any], results: Any) -> None:
         nonlocal ops, told
         ops += 1
+        ran.planned()
         if ops % 100 == 0 and time.monotonic() - told >= _TELL:
             told = time.monotonic()
             rate = ops / (told - begin)
-            calls = len(world.calls)
-            progress(f"{ops:,} ops, {rate:,.0f} a second; {calls:,} planned collectives")
+            calls, left = len(world.calls), pace.left(storages.with_gradients(), told - begin)
+            progress(f"{ops:,} ops, {rate:,.0f} a second; {calls:,} planned collectives{left}")
         storages.results(results)
         if op.namespace in _COLLECTIVES and not world.quiet:
             call = _call(op, args, results)
             if call is not None:
-                others[call, in_own_work() and is_target(call.op)] += 1
+                ran.other(call, placed=in_own_work() and is_target(call.op))
+        elif machine is not None and (flops := flops_of(op, args[0], args[1], results)):
+            ran.products(float(flops))
 
     def check_mesh(size: int) -> None:
         if size != ranks:
@@ -163,7 +174,7 @@ def simulate(
             kept = program()  # until all is counted
             progress(f"{ops:,} ops: planning")
             plans = [p for planner in world.planners for p in planner.plans() if p is not None]
-            report = _report(world, plans, others, storages)
+            report = _report(ran, plans, storages, machine)
             del kept
             return report
     except Exception as error:
@@ -181,27 +192,41 @@ def simulate(
         gc.collect()
 
 
+@define
+class _Pace:
+    """How long a simulated step still takes.
+
+    Attributes:
+        forward: Seconds that passed before any parameter had a gradient.
+    """
+
+    forward: float = 0.0
+
+    def left(self, share: float, passed: float) -> str:
+        """An estimate for people; empty while a step has not come to its backward.
+
+        Args:
+            share: How many of the parameters have their gradients, from 0 to 1.
+            passed: Seconds since the beginning.
+        """
+        if share == 0:
+            self.forward = passed
+        if not 0 < share < 1:
+            return ""
+        return f"; about {(passed - self.forward) / share * (1 - share):.0f} s left of this step"
+
+
 def _report(
-    world: World,
-    plans: Sequence[Plan],
-    others: Counter[tuple[SimulatedCall, bool]],
-    storages: Storages,
+    ran: Ran, plans: Sequence[Plan], storages: Storages, machine: Links | None
 ) -> SimulationReport:
-    table = None if world.choices is None else read_table(world.choices)
+    world = ran.world
+    ran.planned()
     for planner, known_by, storage in world.buffers:
         if planner is None:
             storage.kind = "segment"
         elif planner.algorithm(known_by) != "ordinary":
             storage.kind = "placed"
-    rows: Counter[tuple[SimulatedCall, AlgorithmName]] = Counter()
-    for (call, placed), many in others.items():
-        algorithm: AlgorithmName = "ordinary"
-        if placed:
-            algorithm = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
-            algorithm = "symmetric" if algorithm == "ordinary" else algorithm
-        rows[call, _in_levels(call, algorithm, world)] += many
-    for planner, known_by, call in world.calls:
-        rows[call, _in_levels(call, planner.algorithm(known_by), world)] += 1
+    rows = [Row(call, algorithm, _span(call, world)) for call, algorithm in _algorithms(ran)]
     return SimulationReport(
         ranks=world.ranks,
         rank=world.rank,
@@ -212,10 +237,28 @@ def _report(
         ordinary_bytes=Ordinary(**storages.peak()),
         device_bytes_without=storages.most_without(),
         collectives=tuple(
-            Collective(c.op, n, c.nbytes, c.group, _size(c.group), algorithm)
-            for (c, algorithm), n in rows.items()
+            Collective(
+                *(row.call.op, n, row.call.nbytes, row.call.group, row.span.ranks, row.algorithm),
+                {} if machine is None else row.seconds(machine),
+            )
+            for row, n in Counter(rows).items()
         ),
+        times=None if machine is None else predicted(machine, ran, rows),
     )
+
+
+def _algorithms(ran: Ran) -> Iterator[tuple[SimulatedCall, AlgorithmName]]:
+    """How each collective that ran does so, in their order."""
+    world = ran.world
+    table = None if world.choices is None else read_table(world.choices)
+    for planner, known_by, call in ran.calls:
+        algorithm: AlgorithmName = "ordinary"
+        if planner is not None:
+            algorithm = planner.algorithm(known_by)
+        elif known_by:  # in a placement
+            algorithm = ruled(table, call.op, _size(call.group), call.nbytes, world.memory)[0]
+            algorithm = "symmetric" if algorithm == "ordinary" else algorithm
+        yield call, _in_levels(call, algorithm, world)
 
 
 def _in_levels(call: SimulatedCall, algorithm: AlgorithmName, world: World) -> AlgorithmName:
@@ -225,6 +268,15 @@ def _in_levels(call: SimulatedCall, algorithm: AlgorithmName, world: World) -> A
     ):
         return algorithm
     return "two-level"
+
+
+def _span(call: SimulatedCall, world: World) -> Span:
+    """How a collective's group lies on the machine."""
+    ranks = ranks_of(group_by_name(call.group))
+    each = world.ranks_per_domain or world.ranks_per_host or world.ranks
+    there = Counter(rank // each for rank in ranks)
+    counts = {*there.values()}
+    return Span(len(ranks), len(there), counts.pop() if len(counts) == 1 else 0)
 
 
 def _size(group: str) -> int:

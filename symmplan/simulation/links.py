@@ -1,0 +1,258 @@
+"""How fast a machine's links are, and what a collective takes over them.
+
+[Note: predicted times]
+    A collective takes ``start`` seconds, a latency for each step that goes over a link, and its
+    bytes by what carries them. Torch's own way is a ring: its steps are those of NCCL's tuning
+    model. In symmetric memory each rank writes to all others of its domain at once, which is one
+    step. In two levels counterparts exchange their part in a ring, and what has come goes on
+    within the domain meanwhile; what is summed is summed there first.
+
+    Not in it: that kernels of collectives and of products slow each other down, trees, messages so
+    small that other protocols carry them, and networks that are not as fast between all hosts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import evolve, field, fields, frozen, validators
+
+from symmplan.errors import OptionError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from typing_extensions import Self
+
+    from symmplan.model import AlgorithmName
+
+__all__ = ["PRESETS", "Links", "Span", "links_of"]
+
+
+@frozen
+class Span:
+    """How a group lies on a machine.
+
+    Attributes:
+        ranks: How many it has.
+        domains: On how many domains: hosts, or hosts that NVLink joins.
+        each: How many are on each; 0 if not equally many.
+    """
+
+    ranks: int
+    domains: int = 1
+    each: int = 0
+
+
+#: Of which kind an op is, which says how many bytes pass.
+_KINDS: Mapping[str, Literal["gather", "sum", "both", "exchange", "copy"]] = {
+    **dict.fromkeys(
+        (
+            *("all_gather", "c10d::allgather_", "c10d::_allgather_base_"),
+            *("c10d::allgather_into_tensor_coalesced_", "c10d::gather_", "c10d::scatter_"),
+            "symmplan::all_gather_out",
+            *(f"_c10d_functional::all_gather_into_tensor{s}" for s in ("", "_out", "_coalesced")),
+        ),
+        "gather",
+    ),
+    **dict.fromkeys(
+        (
+            *("reduce_scatter", "c10d::reduce_scatter_", "c10d::_reduce_scatter_base_"),
+            *("c10d::reduce_scatter_tensor_coalesced_", "symmplan::reduce_scatter_out"),
+            *(f"_c10d_functional::reduce_scatter_tensor{s}" for s in ("", "_out", "_coalesced")),
+        ),
+        "sum",
+    ),
+    **dict.fromkeys(
+        (
+            *("c10d::allreduce_", "c10d::allreduce_coalesced_", "symmplan::all_reduce_out"),
+            *("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"),
+            *(f"_c10d_functional::all_reduce_coalesced{s}" for s in ("", "_")),
+        ),
+        "both",
+    ),
+    **dict.fromkeys(
+        (
+            *("all_to_all", "c10d::alltoall_", "c10d::alltoall_base_"),
+            *("_c10d_functional::all_to_all_single", "symmplan::all_to_all_single_out"),
+        ),
+        "exchange",
+    ),
+}
+
+
+@frozen(kw_only=True)
+class Links:
+    """A machine's links, as one rank sees them, and how fast it computes.
+
+    Attributes:
+        within: Bytes a second that a rank sends to others of its domain in symmetric memory.
+        ordinary: The same in torch's own way.
+        between: Bytes a second that a rank sends to other domains while all of its domain do.
+        within_latency: Seconds of a step within a domain.
+        between_latency: Seconds of a step between domains.
+        start: Seconds that any collective takes besides.
+        rails: Whether torch's own way crosses on all ranks of a domain at a time, as NCCL does with
+            a network card for each device; else on one, as gloo does.
+        flops: Floating-point operations of matrix products a second; 0 if nothing computes.
+        name: Of the machine.
+        source: Where the numbers are from.
+
+    Examples:
+        >>> links = PRESETS["dgx-h100"]
+        >>> span = Span(ranks=64, domains=8, each=8)
+        >>> round(links.seconds("all_gather", 1 << 30, span, "ordinary") * 1e3, 2)
+        2.91
+    """
+
+    within: float = field(converter=float, validator=validators.gt(0.0))
+    ordinary: float = field(converter=float, validator=validators.gt(0.0))
+    between: float = field(converter=float, validator=validators.gt(0.0))
+    within_latency: float = field(default=0.0, converter=float, validator=validators.ge(0.0))
+    between_latency: float = field(default=0.0, converter=float, validator=validators.ge(0.0))
+    start: float = field(default=0.0, converter=float, validator=validators.ge(0.0))
+    rails: bool = True
+    flops: float = field(default=0.0, converter=float, validator=validators.ge(0.0))
+    name: str = ""
+    source: str = ""
+
+    def seconds(self, op: str, nbytes: int, span: Span, algorithm: AlgorithmName) -> float:
+        """What a collective takes; see [Note: predicted times].
+
+        Args:
+            op: As `symmplan.simulation.report.Collective` calls it.
+            nbytes: Bytes of its largest tensor on one rank.
+            span: How its group lies on the machine.
+            algorithm: How it runs.
+        """
+        n, kind = span.ranks, _KINDS.get(op, "copy")
+        if n == 1 or not nbytes:
+            return 0.0
+        if algorithm == "two-level":
+            return self.start + self._two_levels(kind, nbytes, span)
+        turns = 2 if kind == "both" else 1
+        passes = turns * nbytes * (n - 1) / n
+        if kind == "copy":
+            passes = nbytes
+        if algorithm != "ordinary":
+            return self.start + self.within_latency + passes / self.within
+        if kind == "exchange":
+            return self.start + self._exchange(nbytes, span)
+        steps = turns * (n - span.domains), turns * (span.domains - 1)
+        latency = steps[0] * self.within_latency + steps[1] * self.between_latency
+        return self.start + latency + passes / self._ring(span)
+
+    def _ring(self, span: Span) -> float:
+        """Bytes a second of torch's own way."""
+        if span.domains == 1:
+            return self.ordinary
+        cards = (span.each or 1) if self.rails else 1
+        return min(self.ordinary, cards * self.between)
+
+    def _exchange(self, nbytes: int, span: Span) -> float:
+        """Each rank sends to each other: what crosses and what does not, at the same time."""
+        each = span.ranks / span.domains
+        near = nbytes * (each - 1) / span.ranks / self.ordinary + self.within_latency
+        if span.domains == 1:
+            return near
+        return max(near, nbytes * (1 - each / span.ranks) / self.between + self.between_latency)
+
+    def _two_levels(self, kind: str, nbytes: int, span: Span) -> float:
+        n, h, each = span.ranks, span.domains, max(1, span.each)
+        steps = (h - 1) * self.between_latency + self.within_latency
+        near = nbytes * (each - 1) / each / self.within
+        if kind == "gather":  # at the same time, but for the last part
+            far = nbytes / n * (h - 1) / self.between
+            return steps + max(near, far) + min(near, far) / _PARTS
+        far = nbytes / n * (h - 1) / self.between
+        if kind == "sum":
+            return steps + near + far
+        return 2 * (steps + near + far)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Those of a file, as JSON.
+
+        Raises:
+            OptionError: There is none, or it has no such numbers.
+        """
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(**given)
+        except (OSError, ValueError, TypeError) as error:
+            known = ", ".join(x.name for x in fields(cls))
+            raise OptionError(
+                f"{path} has no links: {str(error).splitlines()[0]}",
+                expected=f"a JSON object with {known}, or one of {', '.join(PRESETS)}",
+                got=str(path),
+                fix="name a machine that is known, or write within, ordinary and between in bytes "
+                "a second",
+            ) from error
+
+
+#: Parts in which two levels gather.
+_PARTS = 4
+
+_GB, _US, _TERA = 1e9, 1e-6, 1e12
+_NCCL = "latencies: NCCL's tuning model (src/graph/tuning.cc: rings, protocol Simple)"
+_H100 = Links(
+    name="dgx-h100",
+    within=450 * _GB,
+    ordinary=450 * _GB,
+    between=50 * _GB,
+    within_latency=3.4 * _US,
+    between_latency=9.6 * _US,
+    start=8.4 * _US,
+    flops=989 * _TERA,
+    source="NVIDIA DGX H100 and H100 data sheets: NVLink 900 GB/s in both directions together, a "
+    f"400 Gb/s ConnectX-7 for each GPU, 989 dense bfloat16 TFLOP/s; {_NCCL}",
+)
+#: Machines whose links are known: peak rates as published, which no program reaches in full.
+PRESETS: Mapping[str, Links] = {
+    links.name: links
+    for links in (
+        _H100,
+        evolve(
+            _H100,
+            name="dgx-h200",
+            source=_H100.source.replace("DGX H100 and H100", "DGX H200 and H200"),
+        ),
+        evolve(
+            _H100,
+            name="dgx-a100",
+            within=300 * _GB,
+            ordinary=300 * _GB,
+            between=25 * _GB,
+            flops=312 * _TERA,
+            source="NVIDIA DGX A100 and A100 data sheets: NVLink 600 GB/s in both directions "
+            "together, a 200 Gb/s ConnectX-6 for each GPU, 312 dense bfloat16 TFLOP/s; " + _NCCL,
+        ),
+        evolve(
+            _H100,
+            name="gb200-nvl72",
+            within=900 * _GB,
+            ordinary=900 * _GB,
+            flops=2500 * _TERA,
+            source="NVIDIA GB200 NVL72 data sheet: NVLink 1.8 TB/s in both directions together, a "
+            f"400 Gb/s ConnectX-7 for each GPU, 2.5 dense bfloat16 PFLOP/s; {_NCCL}",
+        ),
+    )
+}
+
+
+def links_of(given: Any) -> Links | None:
+    """Links by name, from a file, or as they are.
+
+    Args:
+        given: A `Links`, a name in `PRESETS`, or the path of a file; None for none.
+
+    Raises:
+        OptionError: It is none of these.
+    """
+    if given is None or isinstance(given, Links):
+        return given
+    found = PRESETS.get(given) if isinstance(given, str) else None
+    return found or Links.read(given)

@@ -1,0 +1,157 @@
+"""When what a simulated program ran would run, by the speed of a machine.
+
+[Note: exposed time]
+    Products run one after the other, in the order of the program. FSDP2's gathers run beside them,
+    one after the other, and each begins when the products begin that had waited for the one
+    before: the next module's parameters come while this one computes. Its reduce-scatters run
+    beside both; each begins when what was computed before is done, and all are over at the end.
+    All other collectives are waited for at once. What products wait for is exposed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import define, field, frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from symmplan.coordination.world import Planner, SimulatedCall, World
+    from symmplan.model import AlgorithmName
+    from symmplan.simulation.links import Links, Span
+
+__all__ = ["Exposure", "Ran", "Row", "Times", "predicted"]
+
+#: Algorithms of collectives within one domain, and over several.
+_WITHIN: tuple[AlgorithmName, ...] = ("ordinary", "symmetric", "copy engine", "push")
+_OVER: tuple[AlgorithmName, ...] = ("ordinary", "two-level")
+_GATHER, _REDUCE = "all_gather", "reduce_scatter"  # FSDP2's
+
+
+@frozen
+class Exposure:
+    """What a program takes by a machine's speed; see [Note: exposed time].
+
+    Attributes:
+        products: Seconds of matrix products.
+        collectives: Seconds of collectives, all together.
+        exposed: Seconds in which products wait for collectives.
+    """
+
+    products: float
+    collectives: float
+    exposed: float
+
+
+@define
+class Ran:
+    """What a simulated program ran, in its order.
+
+    Attributes:
+        world: Where.
+        calls: The collectives: ``(who plans it, what that knows it by, what it is)``. What nobody
+            plans has None and whether it runs in a placement.
+    """
+
+    world: World
+    calls: list[tuple[Planner | None, Any, SimulatedCall]] = field(factory=list)
+    #: Of products their floating-point operations; of collectives their number.
+    _events: list[tuple[Literal["products", "collective"], float]] = field(factory=list)
+    _known: int = 0
+
+    def planned(self) -> None:
+        """Take over the collectives that planners were told of."""
+        for call in self.world.calls[self._known :]:
+            self._add(call)
+        self._known = len(self.world.calls)
+
+    def other(self, call: SimulatedCall, *, placed: bool) -> None:
+        """A collective ran that nobody plans."""
+        self._add((None, placed, call))
+
+    def products(self, flops: float) -> None:
+        """Matrix products ran, of so many floating-point operations."""
+        if self._events and self._events[-1][0] == "products":
+            flops += self._events.pop()[1]
+        self._events.append(("products", flops))
+
+    def exposure(self, flops: float, took: Callable[[int], float]) -> Exposure:
+        """What all of it takes.
+
+        Args:
+            flops: Floating-point operations a second; 0 if products take no time.
+            took: The seconds of a collective, by its number.
+        """
+        now = gathers = reductions = may_begin = products = all_of_them = 0.0
+        for what, value in self._events:
+            if what == "products":
+                seconds = value / flops if flops else 0.0
+                now += seconds
+                products += seconds
+                continue
+            seconds, op = took(int(value)), self.calls[int(value)][2].op
+            all_of_them += seconds
+            if op == _GATHER:
+                gathers = max(gathers, may_begin) + seconds
+                now = may_begin = max(now, gathers)
+            elif op == _REDUCE:
+                reductions = max(reductions, now) + seconds
+            else:
+                now += seconds
+        return Exposure(products, all_of_them, max(now, reductions) - products)
+
+    def _add(self, call: tuple[Planner | None, Any, SimulatedCall]) -> None:
+        self._events.append(("collective", len(self.calls)))
+        self.calls.append(call)
+
+
+@frozen
+class Row:
+    """A collective, how it runs, and how its group lies on the machine."""
+
+    call: SimulatedCall
+    algorithm: AlgorithmName
+    span: Span
+
+    def seconds(self, machine: Links) -> dict[str, float]:
+        """``{algorithm: seconds}`` of those that it may have, of its own first.
+
+        What stays ordinary in the plan has nothing else.
+        """
+        of = _WITHIN if self.span.domains == 1 else _OVER
+        others = () if self.algorithm == "ordinary" else (a for a in of if a != self.algorithm)
+        given = self.call.op, self.call.nbytes, self.span
+        return {a: machine.seconds(*given, a) for a in (self.algorithm, *others)}
+
+
+@frozen
+class Times:
+    """Predicted times of a program on a machine.
+
+    Attributes:
+        machine: Its links.
+        planned: As the plans let it run.
+        forced: ``{algorithm: the same if all collectives ran by it that may}``, of all that occur.
+    """
+
+    machine: Links
+    planned: Exposure
+    forced: Mapping[str, Exposure]
+
+
+def predicted(machine: Links, ran: Ran, rows: Sequence[Row]) -> Times:
+    """What a program takes on a machine, as it is planned and by each algorithm."""
+    known = {row: row.seconds(machine) for row in dict.fromkeys(rows)}
+
+    def exposure(algorithm: str) -> Exposure:
+        def took(number: int) -> float:
+            row = rows[number]
+            return known[row].get(algorithm, known[row][row.algorithm])
+
+        return ran.exposure(machine.flops, took)
+
+    occur = dict.fromkeys(row.algorithm for row in rows)
+    return Times(
+        machine, exposure(""), {a: exposure(a) for a in dict.fromkeys(("ordinary", *occur))}
+    )
