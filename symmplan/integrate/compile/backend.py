@@ -120,8 +120,8 @@ class CompileBackend:
             placed=sum(h is not None for h in how),
             staged=how.count("stage"),
             bound=how.count("bind"),
-            kept=self._pool.places.count,
-            missed=self._pool.places.copies,
+            kept=sum(p.lease.held for part in self._pool.pinned for p in part.places.values()),
+            missed=self._pool.missed,
             unplanned=sum(len(p.unplanned) for p in plans),
             crossing_bytes=sum(record.crossing_bytes for record in records),
             evacuated=sum(self._pool.copies.values()),
@@ -160,7 +160,7 @@ class CompileBackend:
         """
         sites = (site for record in self._records for site in record.sites)
         staged = ((name, op, where, why) for name, op, where, how, why in sites if how == "stage")
-        return (*staged, *self._pool.places.away)
+        return (*staged, *self._pool.away.values())
 
     def evacuated(self) -> tuple[tuple[int, str], ...]:
         """``(count, text)``: copies of tensors that a forward saved, why, and what avoids them."""

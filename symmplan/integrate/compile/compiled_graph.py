@@ -394,7 +394,7 @@ class CompiledGraph:
             # A process group is gone. Another may have its name, and other ranks.
             part.shared = part.groups = None
             part.taken = (None, ())
-            self.pinned_inputs.forget(part.name)
+            self.pinned_inputs.forget()
         shared = part.shared or self._take(part)
         new = part.groups is None
         if shared is None or (new and not self.pinned_inputs.settle(part.name, args)):

@@ -55,16 +55,6 @@ class _Input:
 
 
 @define(eq=False)
-class _Part:
-    """The pinned inputs of a part, their plans by group, and once it has run where they live."""
-
-    inputs: tuple[_Input, ...]
-    plans: dict[str, Plan]
-    memory: str
-    places: list[tuple[_Input, Place]] | None = field(init=False, default=None)
-
-
-@define(eq=False)
 class PinnedInputs:
     """What one graph keeps in symmetric memory.
 
@@ -79,7 +69,9 @@ class PinnedInputs:
     device: torch.device
     timeout: float
     plans: dict[str, Plan]
-    _parts: dict[str, _Part] = field(init=False, factory=dict)
+    _inputs: dict[str, tuple[_Input, ...]] = field(init=False, factory=dict)
+    _by_group: dict[str, dict[str, Plan]] = field(init=False, factory=dict)
+    _memory: str = field(init=False, default="")
     _static: set[str] = field(init=False, factory=set)
     _places: dict[tuple[str, str], Place] = field(init=False, factory=dict)
 
@@ -100,7 +92,7 @@ class PinnedInputs:
             _Input(index[k.node], (k.node.name, k.group), captured.prefix + k.node.name, k)
             for k in captured.kept
         )
-        before = {i.key for known in self._parts.values() for i in known.inputs}
+        before = {i.key for known in self._inputs.values() for i in known}
         plans = {}
         for group in dict.fromkeys(i.kept.group for i in inputs):
             mine = [i for i in inputs if i.kept.group == group]
@@ -110,17 +102,15 @@ class PinnedInputs:
                 fewer = plans[group] if new == mine else _planned(captured.residence, new)
                 self.pool.kept += fewer.peak_bytes
                 self.plans[f"{part} {group}"] = fewer
-        self._parts[part] = _Part(inputs, plans, memory)
+        self._inputs[part], self._by_group[part], self._memory = inputs, plans, memory
 
     def barriers(self, part: str) -> Iterable[Barrier]:
         """The barriers that a part's pinned inputs need."""
-        known = self._parts.get(part)
-        return () if known is None else [b for p in known.plans.values() for b in p.barriers]
+        return [b for plan in self._by_group.get(part, {}).values() for b in plan.barriers]
 
     def groups(self, part: str, plan: Plan) -> dict[str, Any]:
         """``{name: process group}`` of a part's plan and pinned inputs."""
-        kept = self._parts[part].plans if part in self._parts else ()
-        found = resolve_groups([*group_names(plan), *kept])
+        found = resolve_groups([*group_names(plan), *self._by_group.get(part, ())])
         return {name: group.process_group for name, group in found.items()}
 
     def settle(self, part: str, args: Sequence[Any]) -> bool:
@@ -132,21 +122,15 @@ class PinnedInputs:
         Collective: yes, over the groups of the pinned inputs, unless all of them lie where the
         inputs of another graph did on all ranks.
         """
-        known = self._parts.get(part)
-        if known is None or known.places is not None:
-            return True
-        for group in known.plans:
-            unplaced = [i for i in known.inputs if i.kept.group == group]
+        for group in self._by_group.get(part, ()):
+            unplaced = [i for i in self._inputs[part] if i.kept.group == group]
             unplaced = [i for i in unplaced if i.key not in self._places]
             if unplaced and not self._find(part, group, unplaced, args):
                 return False
-        known.places = [(i, self._places[i.key]) for i in known.inputs]
         return True
 
-    def forget(self, part: str) -> None:
-        """Let `settle` find the placements of a part anew, those of groups that are gone."""
-        if part in self._parts:
-            self._parts[part].places = None
+    def forget(self) -> None:
+        """Let `settle` find those placements anew whose groups are gone."""
         for key, place in list(self._places.items()):
             if not is_registered(place.process_group):
                 del self._places[key]
@@ -156,13 +140,12 @@ class PinnedInputs:
 
         Where one cannot live in its placement, a copy there replaces it, which `leave` has to end.
         """
-        known = self._parts.get(part)
-        if known is None:
-            return []
-        if self.pool.released:
+        inputs = self._inputs.get(part, ())
+        if inputs and self.pool.released:
             raise released()
         copies: list[RunCopy] = []
-        for kept, place in known.places or ():
+        for kept in inputs:
+            place = self._places[kept.key]
             if args[kept.index].data_ptr() != place.address:
                 self._admit(part, args, place, kept, copies)
         if copies:
@@ -181,7 +164,12 @@ class PinnedInputs:
         elif self.device.type == "cuda":
             # The old memory may belong to another stream.
             torch.cuda.current_stream(self.device).synchronize()
-        self.pool.places.note((id(self), part, name), row)
+        key = (id(self), part, name)
+        if row is None:
+            self.pool.away.pop(key, None)
+        else:
+            self.pool.missed += 1
+            self.pool.away[key] = row
 
     def leave(self, copies: Sequence[RunCopy], results: Any) -> Any:
         """After a part ran: end its copies. Returns the results as they would be without them."""
@@ -197,17 +185,18 @@ class PinnedInputs:
     def _find(self, part: str, group: str, inputs: list[_Input], args: Sequence[Any]) -> bool:
         """Find or make placements for inputs that have none yet; False if they cannot be had."""
         process_group = resolve_groups([group])[group].process_group
-        plan, places, key = self._parts[part].plans[group], self.pool.places, f"{part} {group}"
-        here = {p.address: p for p in places.of(process_group)}
+        plan, key = self._by_group[part][group], f"{part} {group}"
+        here = {p.address: p for p in self.pool.places(process_group)}
         if here:
             by_number = {p.number: p for p in here.values()}
             found = [here.get(args[i.index].data_ptr()) for i in inputs]
             sizes = [plan.placements[i.buffer].nbytes for i in inputs]
             numbers = [
-                place.number if place is not None and place.bytes.numel() == nbytes else None
+                place.number if place is not None and place.lease.tensor.numel() == nbytes else None
                 for place, nbytes in zip(found, sizes, strict=True)
             ]
-            if not places.were_used(process_group, numbers):
+            # One rank may compile a graph alone whose like all ranks have: then nobody is asked.
+            if None in numbers or (process_group, tuple(numbers)) not in self.pool.pinnings:
                 self.pool.progress.gather({group: process_group})
                 said = all_gather_json(
                     "places", {group: numbers}, {group: process_group}, self.timeout
@@ -216,7 +205,7 @@ class PinnedInputs:
                     n if all(_same(other, numbers, i) for other in said[group]) else None
                     for i, n in enumerate(numbers)
                 ]
-                places.use(process_group, numbers)
+                self.pool.pinnings.add((process_group, tuple(numbers)))
             for kept, number in zip(inputs, numbers, strict=True):
                 if number is not None:
                     self._places[kept.key] = by_number[number]
@@ -236,7 +225,7 @@ class PinnedInputs:
                 final,
                 self.device,
                 {group: process_group},
-                memory=self._parts[part].memory,
+                memory=self._memory,
                 pooled=True,
                 user="pinned inputs",
             )
@@ -247,10 +236,7 @@ class PinnedInputs:
         if arena is None:
             self.plans.pop(key, None)
             return False
-        self.pool.progress.add(arena)
-        made = places.add(
-            process_group, [i.buffer for i in new], arena, self.pool.still, self.pool.progress
-        )
+        made = self.pool.pin(arena, [i.buffer for i in new], process_group)
         self._places.update(zip((i.key for i in new), made, strict=True))
         return True
 

@@ -32,9 +32,9 @@ from attrs import define, field, frozen
 
 from symmplan.errors import RunError
 from symmplan.memory.leased import lease_out
-from symmplan.runtime.leases import Lease, Ledger, copied
+from symmplan.runtime.leases import Ledger, StorageLease, copied
 from symmplan.runtime.tenants import settled
-from symmplan.torch_private import dispatch
+from symmplan.torch_private.dispatch import storage_use_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from symmplan.integrate.compile.progress import Progress
     from symmplan.memory.arena import Arena
 
-__all__ = ["Place", "Places", "RunCopy", "check_others"]
+__all__ = ["PinnedPart", "Place", "RunCopy", "check_others"]
 
 #: Uses of a storage that only one tensor has: that tensor's, and the one of who asks.
 _OWN_USES = 2
@@ -72,7 +72,7 @@ class RunCopy:
             # The original may be a part of what is put back.
             value = copied(self.placed) if self.written else None
             if self.saved is not None:
-                self.place.bytes.copy_(self.saved)
+                self.place.lease.tensor.copy_(self.saved)
             if value is not None:
                 self.original.copy_(value)
 
@@ -88,43 +88,45 @@ class RunCopy:
 
 @define(eq=False)
 class Place:
-    """One placement.
+    """One placement, and its permanent lease.
 
     Attributes:
         number: How many its process group had before; equal on all ranks.
         process_group: The process group.
-        bytes: The placement, uint8.
+        lease: Of its bytes, held while anybody uses them.
         address: Of its first byte.
     """
 
     number: int
     process_group: Any
-    bytes: torch.Tensor = field(init=False)
+    lease: StorageLease = field(init=False)
     address: int = field(init=False)
-    _ledger: Ledger = field(init=False)
-    _begin: int = field(init=False)
     _pinned: Any = field(init=False, default=None)
     _former: list[Any] = field(init=False, factory=list)
     _crowded: bool = field(init=False, default=False)
 
-    def lie(self, arena: Arena, name: str) -> None:
+    def lie(self, arena: Arena, buffer: str) -> None:
         """Be the placement of a buffer of an arena's plan from now on."""
-        place = arena.plan.placements[name]
+        place = arena.plan.placements[buffer]
         segment = arena.segments[place.segment]
-        self._ledger, self._begin = Ledger(segment.leases), segment.begin + place.offset
-        self.bytes = arena.tensor(name)
-        self.address = self.bytes.data_ptr()
+        self.lease = StorageLease(lease_out(arena.tensor(buffer)), name=buffer)
+        self.address = self.lease.tensor.data_ptr()
+        begin = segment.begin + place.offset
+        Ledger(segment.leases).take(begin, begin + place.nbytes, self.lease)
 
     @property
     def can_move(self) -> bool:
         """Whether nobody looks at its bytes but the tensor that lives there."""
-        pinned = self._living()
-        return not self.taken or (pinned is not None and not _is_shared(pinned))
+        return not self.lease.held or (self._living() is not None and self._is_lived_in_alone)
 
-    def move(self, arena: Arena, name: str) -> None:
+    @property
+    def _is_lived_in_alone(self) -> bool:
+        return storage_use_count(self.lease.storage) == self.lease.uses + 1
+
+    def move(self, arena: Arena, buffer: str) -> None:
         """Be the placement of that buffer, together with who lives here."""
         pinned = self._living()
-        self.lie(arena, name)
+        self.lie(arena, buffer)
         if pinned is not None:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._house(pinned)
@@ -135,20 +137,9 @@ class Place:
         return pinned if pinned is not None and pinned.data_ptr() == self.address else None
 
     def _house(self, tensor: torch.Tensor) -> None:
-        lease = Lease()
-        self._ledger.take(*self._span, lease)
         # To the letter what it was, elsewhere.
-        tensor.data = self._filled(tensor, lease_out(self.bytes, lease.drop))
+        tensor.data = self._filled(tensor, self.lease.tensor)
         self._pinned = weakref.ref(tensor)
-
-    @property
-    def _span(self) -> tuple[int, int]:
-        return self._begin, self._begin + self.bytes.numel()
-
-    @property
-    def taken(self) -> bool:
-        """Whether anybody uses a storage on its bytes."""
-        return bool(self._ledger.holders(*self._span))
 
     def admit(self, tensor: torch.Tensor, *, written: bool) -> tuple[RunCopy | None, str]:
         """Let a tensor live here from now on, or copy it in for one run. See [Note: moving in].
@@ -169,7 +160,7 @@ class Place:
                     "several tensors take turns in one compiled graph; compile the module that "
                     "holds it by itself, or all of them as one"
                 )
-            if self.taken and not stays and not self.move_out():
+            if self.lease.held and not stays and not self.move_out():
                 stays = (
                     "it was replaced while other tensors still use the old one's storage; drop "
                     "those (state dicts, detached views) before the next run"
@@ -177,13 +168,13 @@ class Place:
             if not stays:
                 self._house(tensor)
                 return None, ""
-            saved = copied(self.bytes) if self.taken else None
-            placed = self._filled(tensor, lease_out(self.bytes))
+            saved = copied(self.lease.tensor) if self.lease.held else None
+            placed = self._filled(tensor, lease_out(self.lease.tensor))
         return RunCopy(self, tensor, placed, saved, written), stays
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor begins in its bytes."""
-        return self.address <= tensor.data_ptr() < self.address + self.bytes.numel()
+        return self.address <= tensor.data_ptr() < self.address + self.lease.tensor.numel()
 
     def _filled(self, like: torch.Tensor, leased: torch.Tensor) -> torch.Tensor:
         if self.has(like):
@@ -193,14 +184,14 @@ class Place:
     def move_out(self) -> bool:
         """Move what is pinned to ordinary memory. False if others look at its storage, too."""
         pinned = self._living()
-        if pinned is None or _is_shared(pinned):
-            return not self.taken
+        if pinned is None or not self._is_lived_in_alone:
+            return not self.lease.held
         with torch.inference_mode(mode=False), torch.no_grad():
             pinned.data = torch.empty_strided(
                 pinned.size(), pinned.stride(), dtype=pinned.dtype, device=pinned.device
             ).copy_(pinned)
         self._former = [f for f in self._former if f() is not None] + [self._pinned]
-        return not self.taken
+        return not self.lease.held
 
 
 def _why_it_stays(tensor: torch.Tensor) -> str:
@@ -225,7 +216,7 @@ def _why_it_stays(tensor: torch.Tensor) -> str:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    return dispatch.storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
+    return storage_use_count(tensor.untyped_storage()._cdata) > _OWN_USES
 
 
 @define(eq=False)
@@ -255,88 +246,20 @@ class PinnedPart:
 
     def move_in(self, there: Arena) -> None:
         """The same."""
-        for name, place in self.places.items():
-            place.move(there, name)
+        for buffer, place in self.places.items():
+            place.move(there, buffer)
         old, self.arena = self.arena, there
         settled(self, there)
         self._progress.add(there)
         self._progress.remove(old)
         old.give_back()
 
-
-@define(eq=False)
-class Places:
-    """All such placements of a backend.
-
-    Attributes:
-        copies: How often a tensor was not in its placement and was copied there.
-        parts: Their memory.
-    """
-
-    copies: int = field(init=False, default=0)
-    parts: list[PinnedPart] = field(init=False, factory=list)
-    _all: list[Place] = field(init=False, factory=list)
-    _away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
-    _used: set[tuple[Any, tuple[int | None, ...]]] = field(init=False, factory=set)
-
-    @property
-    def arenas(self) -> list[Arena]:
-        """Their memory."""
-        return [part.arena for part in self.parts]
-
-    @property
-    def count(self) -> int:
-        """How many are lived in."""
-        return sum(place.taken for place in self._all)
-
-    @property
-    def away(self) -> tuple[tuple[str, str, str, str], ...]:
-        """What was not in its placement when it was last used; as `CompileBackend.staged`."""
-        return tuple(self._away.values())
-
-    def note(self, key: Any, row: tuple[str, str, str, str] | None) -> None:
-        """Remember what had to be copied in, or that it is in its placement."""
-        if row is None:
-            self._away.pop(key, None)
-        else:
-            self.copies += 1
-            self._away[key] = row
-
-    def of(self, process_group: Any) -> list[Place]:
-        """Those of one process group."""
-        return [p for p in self._all if p.process_group is process_group]
-
-    def add(
-        self, process_group: Any, buffers: Sequence[str], arena: Arena, *given: Any
-    ) -> list[Place]:
-        """The placements of some buffers of a plan, which are new; ``given`` to `PinnedPart`."""
-        made = {}
-        for number, name in enumerate(buffers, len(self.of(process_group))):
-            made[name] = place = Place(number, process_group)
-            place.lie(arena, name)
-        places = [*made.values()]
-        self._all += places
-        self.use(process_group, [p.number for p in places])
-        self.parts.append(PinnedPart(arena, made, *given))
-        return places
-
-    def use(self, process_group: Any, numbers: Sequence[int | None]) -> None:
-        """Remember which placements the inputs of a graph have, on all ranks alike."""
-        self._used.add((process_group, tuple(numbers)))
-
-    def were_used(self, process_group: Any, numbers: Sequence[int | None]) -> bool:
-        """Whether a graph's inputs had these placements, all of them, on all ranks.
-
-        Then a graph that one rank compiles alone may have them, too, and nobody need be asked.
-        """
-        return None not in numbers and (process_group, tuple(numbers)) in self._used
-
     def release(self) -> None:
         """Move all pinned inputs out, and give the memory back. Idempotent. Collective: no."""
-        for place in self._all:
+        for place in self.places.values():
             place.move_out()
-        for part in self.parts:
-            part.arena.give_back()
+        self._progress.remove(self.arena)
+        self.arena.give_back()
 
 
 def check_others(copies: Sequence[RunCopy], args: Sequence[Any]) -> None:

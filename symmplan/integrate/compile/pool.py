@@ -15,7 +15,7 @@ from symmplan.coordination.agreement import agree
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.world import current
 from symmplan.errors import RunError
-from symmplan.integrate.compile.places import Places
+from symmplan.integrate.compile.places import PinnedPart, Place
 from symmplan.integrate.compile.plans import group_names, structure_of
 from symmplan.integrate.compile.progress import Progress
 from symmplan.integrate.compile.turns import Shared, released
@@ -47,6 +47,11 @@ class Pool:
         copies: How many crossing tensors were copied, by reason.
         planned: Bytes of the plans of each structure, as they take turns.
         kept: Bytes of the plans of pinned inputs.
+        pinned: Where those lie.
+        pinnings: Which placements the inputs of graphs have, on all ranks alike: the process group,
+            and each one's number.
+        missed: How often a pinned input was not in its placement and was copied there.
+        away: What was not in its placement when it was last used; as `CompileBackend.staged`.
         rooms: How many bytes plans may take, by their process groups.
         bounds: The largest size that was planned last, by Dynamo's frame and the size's name.
     """
@@ -54,11 +59,14 @@ class Pool:
     preparation: Preparation
     rendezvous: int = field(init=False, default=0)
     released: bool = field(init=False, default=False)
-    places: Places = field(init=False, factory=Places)
     copies: Counter[str] = field(init=False, factory=Counter)
     bounds: dict[tuple[int | None, str], int] = field(init=False, factory=dict)
     planned: dict[Any, int] = field(init=False, factory=dict)
     kept: int = field(init=False, default=0)
+    pinned: list[PinnedPart] = field(init=False, factory=list)
+    pinnings: set[tuple[Any, tuple[int | None, ...]]] = field(init=False, factory=set)
+    missed: int = field(init=False, default=0)
+    away: dict[Any, tuple[str, str, str, str]] = field(init=False, factory=dict)
     rooms: dict[tuple[Any, ...], int] = field(init=False, factory=dict)
     progress: Progress = field(init=False)
     _shared: dict[Any, Shared] = field(init=False, factory=dict)
@@ -88,7 +96,8 @@ class Pool:
             waits = groups if current() is None else {}
             if waits:
                 self.progress.gather(waits)
-            besides = sum(a.segment_bytes for a in (*self.arenas, *self.places.arenas))
+            mine = (*self.arenas, *(part.arena for part in self.pinned))
+            besides = sum(arena.segment_bytes for arena in mine)
 
             def ask() -> int | None:
                 if self.preparation.refusal is not None:
@@ -218,6 +227,25 @@ class Pool:
         mine = (s for (*_, known), s in self._shared.items() if known == structure)
         return [place for shared in mine for place in shared.reserved(but)]
 
+    def places(self, process_group: Any) -> list[Place]:
+        """The placements of pinned inputs of one process group."""
+        places = (place for part in self.pinned for place in part.places.values())
+        return [place for place in places if place.process_group is process_group]
+
+    def pin(self, arena: Arena, buffers: Iterable[str], process_group: Any) -> list[Place]:
+        """New placements of pinned inputs, those of some buffers of an arena's plan.
+
+        Collective: yes, over the arena's groups, the first time for each.
+        """
+        self.progress.add(arena)
+        made = {}
+        for number, buffer in enumerate(buffers, len(self.places(process_group))):
+            made[buffer] = place = Place(number, process_group)
+            place.lie(arena, buffer)
+        self.pinned.append(PinnedPart(arena, made, self.still, self.progress))
+        self.pinnings.add((process_group, tuple(place.number for place in made.values())))
+        return [*made.values()]
+
     def still(self) -> int | None:
         """How many runs there were, where none goes on and no CUDA graph knows an address."""
         mine = self._shared.values()
@@ -226,9 +254,8 @@ class Pool:
     def release(self) -> None:
         """Give all segments back. Idempotent. Collective: no."""
         self.released = True
-        for arena in self.places.arenas:
-            self.progress.remove(arena)
-        self.places.release()
+        for part in self.pinned:
+            part.release()
         for shared in self._shared.values():
             if not shared.released:
                 shared.release()

@@ -193,7 +193,7 @@ def _shared_by_graphs(rank, size):
                     torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
             stats = backend.stats
             found.append((stats.graphs, stats.kept, stats.rendezvous, stats.missed))
-        return found, sum(a.segment_bytes for a in backend._pool.places.arenas)
+        return found, sum(p.arena.segment_bytes for p in backend._pool.pinned)
     finally:
         backend.release()
 
