@@ -13,6 +13,11 @@
     (a CUDA graph has its addresses, somebody holds its bytes), or there is no room for both
     segments at a time, nobody moves, and who asks gets another segment, beside the first.
 
+    Parts are not shared by turns: programs of their own may run at once, in two threads, in another
+    order on each rank, or one inside the other. Whether bytes are in use when a run begins is then
+    what one rank sees alone, and where else the run could go is what all would have to agree on.
+    Graphs that run one after the other are graphs of one backend, and share.
+
     Segments that several groups meet, or whose signal pad is used, are nobody's parts.
 """
 
