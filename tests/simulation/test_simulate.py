@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
 from symmplan.cli import main
-from symmplan.cli.simulate import _program as program_of
+from symmplan.bench.parts.programs import program_of
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
 from symmplan.runtime.tuning_table import Table, TuningRow
