@@ -12,18 +12,19 @@ symmplan simulate.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
+from symmplan.bench.parts.numbers import sizes_of
 from symmplan.errors import CommandError
 from symmplan.report.format import count
 from symmplan.runtime.tuning_table import Table, TuningRow
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     import torch
@@ -31,20 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["OPS", "add_arguments", "compare", "render", "run"]
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ROW = "op bytes gloo_us shm_us speedup equal"
-
-
-def sizes_of(text: str) -> tuple[int, ...]:
-    """Bytes from ``"64K,16M"``, in whole cache lines, so that types and ranks divide them."""
-    sizes = []
-    for part in text.upper().split(","):
-        unit = _UNITS.get(part[-1:], 1)
-        digits = part[:-1] if part[-1:] in _UNITS else part
-        if not digits.isdecimal() or not int(digits):
-            raise argparse.ArgumentTypeError(f"{part!r} is no size; say 4096, 64K or 16M")
-        sizes.append(max(64, int(digits) * unit // 64 * 64))
-    return tuple(sizes)
 
 
 _SIZES = "64K,256K,1M,4M,16M,64M"

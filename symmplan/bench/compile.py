@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = [name for name in cases if name not in _NAMES]
     if unknown:
         raise CommandError(
-            f"unknown case {unknown[0]!r}", expected=", ".join(_NAMES), got=unknown[0]
+            f"unknown case {unknown[0]!r}",
+            expected=", ".join(_NAMES),
+            got=unknown[0],
+            fix=f"--cases {_NAMES[0]}",
         )
     settings["cases"] = cases
     settings["inductor"] = dict(_inductor(given) for given in args.inductor or ())
@@ -101,6 +104,7 @@ def _inductor(given: str) -> tuple[str, Any]:
             f"this torch's Inductor has no setting {name!r}",
             expected="--inductor NAME=VALUE, as in Inductor's config",
             got=given,
+            fix="see what torch._inductor.config has",
         )
     try:
         return name, json.loads(value)
@@ -109,6 +113,7 @@ def _inductor(given: str) -> tuple[str, Any]:
             f"the value of Inductor's setting {name!r} is not JSON",
             expected='true, 3, or "text" in quotes',
             got=value,
+            fix=f"--inductor {name}=true, or another JSON value",
         ) from None
 
 

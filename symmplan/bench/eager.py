@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
+from symmplan.bench.parts.numbers import sizes_of
 
 if TYPE_CHECKING:
     import argparse
@@ -40,10 +41,6 @@ _HOST = ("plain", "placed", "session", "overhead", "copies")
 _SIDES = ("plain", "session", "plain_graph", "session_graph")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(",") if word)
-
-
 _OPTIONS = (
     Option("rounds", "timed rounds", 15),
     Option("calls", "calls in a round", 200),
@@ -51,7 +48,7 @@ _OPTIONS = (
         "messages",
         "bytes of the all-reduces, with commas",
         (64 << 10, 1 << 20, 8 << 20),
-        more={"type": _sizes},
+        more={"type": sizes_of},
     ),
 )
 

@@ -238,10 +238,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             "attention heads cannot share the width evenly",
             expected="--dim that 16 divides",
             got=found["dim"],
+            fix=f"--dim {max(1, found['dim'] // 16) * 16}",
         )
     if graph and args.device != "cuda":
         raise CommandError(
-            "the CPU has no CUDA graphs", expected="--device cuda", got=f"--device {args.device}"
+            "the CPU has no CUDA graphs",
+            expected="--device cuda",
+            got=f"--device {args.device}",
+            fix="leave --cuda-graph out, or add --device cuda",
         )
     wanted = [side for side in _SIDES if side in (found["sides"] or _SIDES)]
     if "symmplan" in wanted:

@@ -20,6 +20,7 @@ import numpy as np
 from attrs import evolve
 
 from symmplan.bench.parts import command, instances
+from symmplan.bench.parts.numbers import number_of
 from symmplan.errors import SymmplanError
 from symmplan.model import Placement, Problem
 from symmplan.planner import plan
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--effort", choices=efforts, default="both", help="default: both")
     add("--quick", action="store_const", const=True, help="a few small cases only")
     about = "time limit of omnimalloc's branch and bound per instance (default 10)"
-    add("--omnimalloc-seconds", type=float, default=10.0, metavar="S", help=about)
+    add("--omnimalloc-seconds", type=number_of, default=10.0, metavar="S", help=about)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,9 +10,10 @@ These lines go to ~/.bashrc, to ~/.zshrc below compinit, or to ~/.config/fish/co
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from typing import Any
+
+from symmplan.cli.mistakes import long_options
 
 __all__ = ["add_arguments", "run"]
 
@@ -33,7 +34,8 @@ complete -o default -F _symmplan symmplan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument of ``symmplan completion``."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shells = ("bash", "zsh", "fish")
+    parser.add_argument("shell", metavar="SHELL", choices=shells, help=", ".join(shells))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -80,6 +82,5 @@ def _options() -> dict[str, list[str]]:
     for command in (*commands, *(f"bench {name}" for name in shell.benches())):
         parser = argparse.ArgumentParser()
         shell.load(command).add_arguments(parser)
-        given = dict.fromkeys(re.findall(r"--[a-z][\w-]*", parser.format_usage()))
-        found[command] = [*given, "--json", "--debug", "--help"]
+        found[command] = [*long_options(parser), "--json", "--debug", "--help"]
     return found

@@ -12,9 +12,10 @@ and a command that cannot be imported does not break the others.
 
 Exit codes:
     0: the command did what it was asked to do.
-    1: an error that symmplan reports on purpose, a file that cannot be read or written, or a
-       result that says ``"ok": false`` (a check that failed). The message is on stderr, or with
-       ``--json`` an object under ``"error"`` on stdout.
+    1: an error that symmplan reports on purpose, a file that cannot be read or written, an error
+       of the user's program that the command runs, or a result that says ``"ok": false`` (a check
+       that failed). The message is on stderr, or with ``--json`` an object under ``"error"`` on
+       stdout.
     2: wrong usage.
     130: interrupted by Ctrl-C; 143: ended by SIGTERM.
 
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmplan import __version__
+from symmplan.cli.mistakes import check_outputs, meant, program_error, unusable
 from symmplan.cli.screen import fitted, write
 from symmplan.errors import CommandError, SymmplanError, UsageError
 
@@ -100,12 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_names(words, parser)
             args, unknown = parser.parse_known_args(words)
             if unknown:  # the command's usage says what it knows
-                getattr(args, "parser", parser).error(f"unknown: {' '.join(unknown)}")
+                known = getattr(args, "parser", parser)
+                known.error(f"unknown: {' '.join(unknown)}{meant(unknown, known)}")
         except SystemExit as stop:  # argparse has printed help or the version
             return stop.code if isinstance(stop.code, int) else 2
         if module is None:
             parser.print_help(sys.stderr)
             return 2
+        check_outputs(args)
         with _ending_on_signals():
             return _print(module, args, module.run(args))
     except UsageError as error:
@@ -125,11 +129,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if debug:
             raise
-        told = _unusable(error)
+        told = unusable(error)
         return _fail(str(told), words, told)
     except KeyboardInterrupt:
         print("symmplan: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        failure = None if debug else program_error(error)
+        if failure is None:  # a bug of symmplan
+            raise
+        return _fail(str(failure), words, failure)
 
 
 @contextlib.contextmanager
@@ -157,20 +166,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """A mistake in the words."""
         raise UsageError(message, fix=self.format_usage().strip())
-
-
-def _unusable(error: OSError) -> CommandError:
-    """What is wrong with a file, and what mends it."""
-    name = Path(str(error.filename or "a file"))
-    folder = name.absolute().parent
-    if isinstance(error, FileNotFoundError):
-        lack = f"{folder} has no such file" if folder.is_dir() else f"there is no folder {folder}"
-        fix = f"check the path: {lack}"
-    elif isinstance(error, IsADirectoryError):
-        fix = f"name a file in {name}"
-    else:
-        fix = f"see who may use it: ls -ld {name}"
-    return CommandError(f"cannot use {name}: {error.strerror or error}", fix=fix)
 
 
 def _fail(

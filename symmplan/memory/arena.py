@@ -8,7 +8,7 @@ from symmplan.coordination.agreement import compare_notes
 from symmplan.coordination.exchange import Exchange
 from symmplan.coordination.groups import resolve_groups
 from symmplan.coordination.own import own_work
-from symmplan.errors import ReleasedError, RunError
+from symmplan.errors import OptionError, ReleasedError, RunError
 from symmplan.memory.backends import resolve_backend
 from symmplan.memory.health import Health
 from symmplan.memory.leased import lease_out
@@ -16,6 +16,7 @@ from symmplan.memory.local import LocalBackend
 from symmplan.memory.races import RaceDetector
 from symmplan.memory.segment import Segment
 from symmplan.memory.shm import ShmBackend
+from symmplan.model import Plan
 from symmplan.process import PROCESS
 from symmplan.torch_private.c10d import has_process_groups, world
 from symmplan.torch_private.table import require
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.memory.backends import Backend
-    from symmplan.model import Placement, Plan, SegmentSpec
+    from symmplan.model import Placement, SegmentSpec
 
 __all__ = ["DEFAULT_TIMEOUT", "Arena", "realize"]
 
@@ -131,6 +132,8 @@ class Arena:
         if self._released:
             raise ReleasedError(
                 f"buffer {name!r} was asked for after the arena's release",
+                expected="an arena that has its segments",
+                got="one whose memory is given back",
                 fix="keep the arena until nothing uses its tensors, or realize the plan again",
                 buffer=name,
             )
@@ -319,6 +322,7 @@ def realize(
 
     Raises:
         AgreementError: The ranks' plans differ; raised on every rank of the group.
+        OptionError: ``plan`` is no plan.
         BackendError: The backend does not fit device, groups or machine.
         OutOfSharedMemoryError: A segment does not fit into the machine's memory.
         PeerTimeoutError: Ranks did not come within the timeout.
@@ -329,6 +333,13 @@ def realize(
     """
     import torch
 
+    if not isinstance(plan, Plan):
+        raise OptionError(
+            f"plan is {plan!r}",
+            expected="a symmplan.Plan",
+            got=type(plan).__name__,
+            fix="pass what symmplan.plan(problem) returned",
+        )
     require("segments")
     device = torch.device(device)
     used = [group for spec in plan.segments for group in spec.groups]

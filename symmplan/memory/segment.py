@@ -440,6 +440,8 @@ def handle(tensor: torch.Tensor, group: str | Any | None = None) -> PlacedTensor
 def _released(segment: Segment) -> ReleasedError:
     return ReleasedError(
         f"segment {segment.spec.name!r} of {segment.nbytes} bytes was used after its release",
+        expected="an arena, handle or backend that has its segments",
+        got="one whose memory is given back",
         fix="keep the arena until nothing uses its tensors, or realize the plan again",
         segment=segment.spec.name,
     )

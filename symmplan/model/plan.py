@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
+from symmplan.errors import OptionError
 from symmplan.model.declared import AlgorithmName  # noqa: TC001 (hints are read where plans are)
 
 if TYPE_CHECKING:
@@ -272,7 +273,17 @@ class Plan:
         Args:
             path: Where to; the folder must exist.
             beside: Another plan to be drawn beside it, on the same scale of bytes.
+
+        Raises:
+            OptionError: ``beside`` is no plan.
         """
+        if beside is not None and not isinstance(beside, Plan):
+            raise OptionError(
+                f"beside is {beside!r}",
+                expected="a symmplan.Plan",
+                got=type(beside).__name__,
+                fix="read a saved plan with symmplan.Plan.from_json(text)",
+            )
         from symmplan.report.html import write_plan_html
 
         write_plan_html(self, path, beside)

@@ -64,7 +64,9 @@ def bytes_of(given: int | str | None) -> int | None:
             f"capacity is {given!r}",
             expected="bytes as a whole number, or text with a unit such as '40GiB' or '512 MiB'",
             got=repr(given),
-            fix="write B for bytes: b means bits" if bits else "pass bytes as int, or such a text",
+            fix="write B for bytes: b means bits"
+            if bits
+            else "pass a number of bytes, or such a text",
         )
     power = " kmgt".index(found[2].lower() or " ")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -165,7 +165,9 @@ def resolve(ref: OpRef) -> tuple[OpOverload, ...]:
         expected='a name like "mylib::foo", an OpOverload, an OpOverloadPacket or the result of '
         "torch.library.custom_op",
         got=type(ref).__name__,
-        fix="put symm_args above torch.library.custom_op, not below it" if callable(ref) else None,
+        fix="put symm_args above torch.library.custom_op, not below it"
+        if callable(ref)
+        else "pass the op's qualified name",
         op=_show(ref),
     )
 

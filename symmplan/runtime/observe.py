@@ -27,6 +27,7 @@ from symmplan.memory.two_levels import SHOWN
 from symmplan.process import PROCESS
 from symmplan.registry.catalogue import collective_of
 from symmplan.runtime.collectives import NCCL
+from symmplan.runtime.options import function
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
@@ -338,10 +339,12 @@ def check(step: Callable[[], Any], device: torch.device | None) -> Checked:
         device: Where the program's tensors lie; None if nothing was planned yet.
 
     Raises:
+        OptionError: ``step`` is no function.
         RunError: Nothing was planned yet, or another check is going on.
 
     Collective: as ``step``.
     """
+    function("step", step, "pass the function itself, without calling it")
     if device is None or checking():
         raise RunError(
             "a step is checked before there is a plan"

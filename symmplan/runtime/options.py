@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from symmplan.runtime.choice import Choose
     from symmplan.runtime.tuning_table import Table
 
-__all__ = ["Options", "here", "known", "whole"]
+__all__ = ["Options", "function", "here", "known", "whole"]
 
 
 @frozen(kw_only=True)
@@ -155,6 +155,7 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
 
     Raises:
         CaptureError: There is no process group, or ``group`` is none.
+        OptionError: There is no such device.
     """
     import torch
 
@@ -185,11 +186,30 @@ def here(who: str, group: Any, device: torch.device | str | None) -> tuple[str, 
             got=repr(device),
             fix="leave device= out, or pass the device of the program's tensors",
         ) from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(
+            f"device is {device!r}",
+            expected="a device that this process has",
+            got="no CUDA device",
+            fix="leave device= out; symmplan doctor says what this machine has",
+        )
     if found.type == "cuda":  # the current one is another in other threads
         found = torch.device(
             "cuda", torch.cuda.current_device() if found.index is None else found.index
         )
     return c10d.group_name(chosen), found
+
+
+def function(what: str, given: object, fix: str) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        OptionError: It is no function.
+    """
+    if not callable(given):
+        raise OptionError(
+            f"{what} is {given!r}", expected="a function", got=type(given).__name__, fix=fix
+        )
 
 
 def known(what: str, given: object, names: Sequence[object]) -> None:

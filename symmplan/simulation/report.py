@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import asdict, field, frozen
 
 from symmplan.planner.advice import advise
+from symmplan.planner.budget import bytes_of
 from symmplan.report import plan_facts
 from symmplan.report.format import count, seconds, size, table, visible
 from symmplan.report.html import page, plan_frame, tiles
@@ -163,11 +164,12 @@ class SimulationReport:
             "plans": [plan_facts(plan) for plan in self.plans],
         }
 
-    def advice(self, capacity: int | None = None) -> tuple[Answer, ...]:
+    def advice(self, capacity: int | str | None = None) -> tuple[Answer, ...]:
         """What fits, what sets the peak, what a budget costs, and what would save bytes.
 
         Args:
-            capacity: Bytes of memory that a device has; None if only the others are asked.
+            capacity: Memory of a device, in bytes or as text such as ``"80GB"``; None to leave out
+                what fits.
 
         Returns:
             Four kinds. ``"peak"`` says for each plan the group whose buffers are most at its peak,
@@ -176,7 +178,11 @@ class SimulationReport:
             much activations, which grow with the sequence or the batch, and layers, with which
             parameters, their state and symmetric memory grow, may grow until all takes
             ``capacity``: a bound from this one run, which a second run with that size confirms.
+
+        Raises:
+            PlanningError: ``capacity`` is no number of bytes.
         """
+        there = bytes_of(capacity)
         found: list[Answer] = []
         for plan in self.plans:
             groups: dict[str, int] = {}
@@ -193,8 +199,8 @@ class SimulationReport:
                 found.append(Answer("peak", text, plan.peak_bytes))
             found += _costs(plan)
             found += [Answer("saves", a.text, a.saves) for a in advise(plan) if a.saves > 0]
-        if capacity is not None:
-            found += self._fits(capacity)
+        if there is not None:
+            found += self._fits(there)
         return tuple(found)
 
     def _fits(self, capacity: int) -> list[Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 import traceback
 from collections import Counter
@@ -19,7 +20,7 @@ from symmplan.errors import BackendError, OptionError, SimulationError
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import simulated
 from symmplan.runtime.algorithms import is_target
-from symmplan.runtime.options import whole
+from symmplan.runtime.options import function, whole
 from symmplan.runtime.tuning_table import read_table, ruled
 from symmplan.runtime.work import flops_of
 from symmplan.simulation.links import Links, Span, links_of
@@ -90,7 +91,8 @@ def simulate(
 
     Raises:
         SimulationError: The program reads values of tensors, or uses a device that is not there;
-            ``rank`` is out of range; a mesh has not all ranks; or the process has process groups.
+            ``rank`` is out of range; the program needs arguments; a mesh does not have all ranks;
+            or the process has process groups.
         OptionError: ``ranks``, ``rank`` or how many are together is no whole number, a domain has
             no whole number of hosts, or there are no such links.
         BackendError: There is no such memory backend, or no such table.
@@ -119,6 +121,7 @@ def simulate(
     path = None if choices is None else str(choices)
     if path is not None:
         read_table(path)
+    _check_callable_alone(program)
     require("simulate")
     world = World(
         ranks,
@@ -301,6 +304,20 @@ def _call(op: Any, args: Sequence[Any], results: Any) -> SimulatedCall | None:
     return SimulatedCall(op._schema.name, nbytes, group)
 
 
+def _check_callable_alone(program: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(program).bind()
+    except ValueError:  # it is not written in Python
+        return
+    except TypeError as error:
+        raise SimulationError(
+            "the program needs arguments",
+            expected="a function without arguments",
+            got=str(error),
+            fix="pass lambda: train(...), with the arguments inside",
+        ) from error
+
+
 def _check(program: object, ranks: int, rank: int, memory: str, progress: object) -> None:
     if not callable(program):
         raise SimulationError(
@@ -309,21 +326,15 @@ def _check(program: object, ranks: int, rank: int, memory: str, progress: object
             got=repr(program),
             fix="pass the function that trains; for a file run symmplan simulate FILE:FUNCTION",
         )
-    if not callable(progress):
-        raise OptionError(
-            f"progress is {progress!r}",
-            expected="a function of a line of text",
-            got=type(progress).__name__,
-            fix="pass print, or leave it out",
-        )
-    whole("ranks", ranks, least=0)
+    function("progress", progress, "pass print, or leave it out")
+    whole("ranks", ranks)
     whole("rank", rank, least=0)
-    if ranks < 1 or not 0 <= rank < ranks:
+    if rank >= ranks:
         raise SimulationError(
             f"rank {rank} is not in a world of {ranks} ranks",
-            expected=f"0 to {ranks - 1}" if ranks > 0 else "at least one rank",
-            got=rank if ranks > 0 else ranks,
-            fix="pass rank= (--rank) below ranks= (--ranks)",
+            expected=f"0 to {ranks - 1}",
+            got=rank,
+            fix=f"pass rank={ranks - 1} (--rank) or less, or more ranks= (--ranks)",
             ranks=ranks,
         )
     if memory not in _MEMORIES:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from symmplan.cli import doctor, main, screen, shell
+from symmplan.cli import plan as cli_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,6 +99,37 @@ def test_a_size_in_bits_is_refused(csv, capsys):
     assert "write B for bytes: b means bits" in capsys.readouterr().err
 
 
+def test_an_option_that_is_misspelt(csv, capsys):
+    assert main(["plan", str(csv), "--capcity", "3GB", "--jsn"]) == 2
+    said = "unknown: --capcity 3GB --jsn; did you mean --capacity and --json?"
+    assert said in capsys.readouterr().err
+    assert main(["plan", str(csv), "--xyz"]) == 2
+    assert capsys.readouterr().err.endswith("unknown: --xyz\n")
+
+
+NUMBERS = {
+    "demo": ("--steps 0", "--timeout 0", "--timeout -1", "--timeout long"),
+    "bench comm": ("--ranks 0", "--repetitions -1", "--timeout inf", "--sizes 0"),
+    "bench compile": ("--layers 0", "--dim 1.5", "--steps 0", "--compilations 0"),
+    "bench concurrent": ("--tokens 64 0", "--rounds 0"),
+    "bench eager": ("--messages -5", "--messages 64,0", "--calls 0"),
+    "bench fsdp": ("--steps 0", "--tokens 64 -1", "--unsharded-modules 0", "--room 2 0"),
+    "bench moe": ("--capacity 0", "--capacity nan", "--width two"),
+    "bench planner": ("--omnimalloc-seconds 0",),
+}
+
+
+@pytest.mark.parametrize("command", NUMBERS)
+def test_numbers_of_which_nothing_can_be_measured_are_refused_at_once(command, capsys):
+    for words in NUMBERS[command]:
+        option, *_, value = words.split()
+        assert main([*command.split(), *words.split()]) == 2, words
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"symmplan: wrong usage: argument {option}"), told
+        assert any(word in told for word in ("of 1 or more", "above 0", "is no size")), told
+        assert value.rpartition(",")[2] in told
+
+
 # ---- files -----------------------------------------------------------------------------------
 
 
@@ -122,6 +154,27 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(folder, tmp_
     told = _told(["plan", csv, "-o", path], capsys)
     assert told["what"].startswith(f"cannot use {path}: ")
     assert told["fix"]
+
+
+@pytest.mark.parametrize("option", ["-o", "--html", "--perfetto", "--memory-viz"])
+def test_files_that_cannot_be_written_are_refused_before_any_work(option, csv, tmp_path, capsys):
+    for path, lack in (
+        (tmp_path / "none" / "x", f"there is no folder {tmp_path}/none"),
+        (tmp_path, "name a file in"),
+        (csv / "x", "see who may use it"),
+    ):
+        assert main(["plan", str(csv), option, str(path)]) == 1
+        told = capsys.readouterr().err
+        assert "planning" not in told
+        assert f"cannot use {path}: " in told
+        assert lack in told
+
+
+def test_simulate_and_benchmarks_look_for_their_output_first(tmp_path, capsys):
+    path = tmp_path / "none" / "x.json"
+    for words in (["simulate", "nothing:there", "--ranks", 2], ["bench", "comm"]):
+        told = _told([*words, "-o", path], capsys)
+        assert told["what"] == f"cannot use {path}: No such file or directory"
 
 
 def test_plan_and_show_read_standard_input(csv, monkeypatch, capsys):
@@ -169,6 +222,59 @@ def test_simulate_names_functions_that_it_can_call(tmp_path, capsys):
     file.write_text("def rank(rank, port): ...\n")
     told = _told(["simulate", f"{file}:rank", "--ranks", 2], capsys)
     assert told["fix"] == f"write a function in {file} that takes no arguments and trains"
+
+
+PROGRAM = """\
+import torch
+import symmplan
+
+def raises():
+    raise ValueError("three")
+
+def multiplies():
+    return torch.ones(2, 3) @ torch.ones(2, 3)
+
+def plans():
+    symmplan.plan(3)
+"""
+
+
+def test_what_a_program_raises_has_no_traceback_of_ours(tmp_path, capsys):
+    file = tmp_path / "failing_program.py"
+    file.write_text(PROGRAM)
+    for function, what, line in (
+        ("raises", "the program raised ValueError: three", 5),
+        ("multiplies", "the program raised RuntimeError: ", 8),
+    ):
+        words = ["simulate", f"{file}:{function}", "--ranks", "2"]
+        assert main(words) == 1
+        shown = capsys.readouterr().err
+        assert what in shown
+        assert f"{file}:{line} in {function}" in shown.replace("\n  ", " ")
+        assert "Traceback" not in shown
+        told = _told(words, capsys)
+        assert told["what"].startswith(what)
+        assert "--debug" in told["fix"]
+        with pytest.raises((ValueError, RuntimeError)):
+            main([*words, "--debug"])
+    assert _told(["simulate", f"{file}:plans", "--ranks", 2], capsys)["kind"] == "CaptureError"
+
+
+@pytest.mark.parametrize("command", ["simulate", "ops"])
+def test_a_module_that_is_no_python(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name = f"no_python_for_{command}"
+    (tmp_path / f"{name}.py").write_text("one two three\n")
+    words = {"simulate": [f"{name}.py:x", "--ranks", 2], "ops": ["--import", name]}
+    told = _told([command, *words[command]], capsys)
+    assert "invalid syntax" in told["what"] + (told["got"] or "")
+    assert told["fix"]
+
+
+def test_errors_of_symmplan_itself_keep_their_traceback(csv, monkeypatch):
+    monkeypatch.setattr(cli_plan, "problem_from_csv", None)
+    with pytest.raises(TypeError, match="not callable"):
+        main(["plan", str(csv)])
 
 
 @pytest.mark.parametrize(

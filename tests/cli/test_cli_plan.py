@@ -85,7 +85,7 @@ def test_sizes(text, nbytes):
         with pytest.raises(PlanningError, match="fix: write B for bytes: b means bits"):
             bytes_of(bits)
     for bad in (f"{text}x", f"-{text}", f"{text}{text}i"):
-        with pytest.raises(PlanningError, match="fix: pass bytes as int, or such a text"):
+        with pytest.raises(PlanningError, match="fix: pass a number of bytes, or such a text"):
             bytes_of(bad)
 
 

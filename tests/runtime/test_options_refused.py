@@ -11,7 +11,14 @@ from fsdp_models import Net, shard
 from ranks import pool_of
 
 import symmplan
-from symmplan.errors import BackendError, OptionError, PlanningError, SimulationError
+import symmplan.memory
+from symmplan.errors import (
+    BackendError,
+    OptionError,
+    PlanningError,
+    SimulationError,
+    SymmplanError,
+)
 
 two = pool_of(2)
 
@@ -81,6 +88,44 @@ def test_what_is_right_is_looked_at():
             ENTRIES[entry](**({"timeout": 5} if entry == "fsdp" else {}))
 
 
+PLAN = symmplan.plan(symmplan.Problem.from_intervals([("a", 0, 2, 64)]))
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "what"),
+    [
+        (lambda: symmplan.memory.realize(3), "plan", "3"),
+        (lambda: symmplan.backend().check(3), "step", "3"),
+        (lambda: symmplan.simulate(dict, ranks=2, progress="loud"), "progress", "'loud'"),
+        (lambda: PLAN.to_html("nothing.html", beside="other.json"), "beside", "'other.json'"),
+    ],
+)
+def test_what_is_no_plan_and_no_function_is_refused(call, option, what):
+    with pytest.raises(OptionError, match=f"option is refused: {option} is {what}") as caught:
+        call()
+    assert caught.value.expected
+    assert caught.value.got
+    assert caught.value.fix
+
+
+def test_a_program_that_needs_arguments_is_refused_before_it_is_called():
+    def train(steps):
+        raise AssertionError(steps)
+
+    with pytest.raises(SimulationError, match="the program needs arguments") as caught:
+        symmplan.simulate(train, ranks=2)
+    assert "'steps'" in caught.value.got
+    assert "lambda" in caught.value.fix
+
+
+def test_advice_of_a_simulation_takes_sizes_as_text():
+    report = symmplan.simulate(lambda: None, ranks=2)
+    assert report.advice("80 GiB") == report.advice(80 << 30)
+    for wrong in ("80Gb", -1, 1.5):
+        with pytest.raises(PlanningError, match="capacity is"):
+            report.advice(wrong)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize("memory", ["nccl", "cuda", "nvshmem"])
 @pytest.mark.parametrize("entry", ["fsdp", "backend", "eager", "experts"])
@@ -110,3 +155,43 @@ def on_the_cpu(rank, world):
 def test_memory_of_devices_is_refused_for_programs_on_the_cpu(two):
     no = (False, "memory='cuda': device cpu is not a CUDA device")
     assert two.run(on_the_cpu) == [[no, no, no, (True, "device is 'gpu'")]] * 2
+
+
+def after_the_end(rank, world):
+    """What objects say that are used when their time is over."""
+    told = []
+    handle = symmplan.fsdp.apply(shard(Net()))
+    handle.remove()
+    session = symmplan.eager()
+    experts = symmplan.expert_parallel(max_tokens=4)
+    experts.release()
+    arena = symmplan.memory.realize(PLAN, memory="shm")
+    arena.release()
+    calls = (
+        handle.__enter__,
+        handle.freeze,
+        session.step,
+        lambda: experts.routes([1] * world),
+        lambda: arena.tensor("a", torch.uint8, (64,)),
+        lambda: symmplan.eager(device="cuda"),
+    )
+    for call in calls:
+        with pytest.raises(SymmplanError) as caught:
+            call()
+        error = caught.value
+        told.append((error.what, all((error.expected, error.got, error.fix))))
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_what_is_over_says_so_in_full(two):
+    whats = (
+        "handle.__enter__() was called after handle.remove()",
+        "handle.freeze() was called after handle.remove()",
+        "the session was used before it was entered",
+        "symmplan.expert_parallel was used after its release",
+        "buffer 'a' was asked for after the arena's release",
+        "device is 'cuda'",
+    )
+    assert two.run(after_the_end) == [[(what, True) for what in whats]] * 2

@@ -368,7 +368,6 @@ def cuda():
         (by_hand, {"ranks": 2}, r"reads a tensor's bytes, at .*in by_hand", "register_fake"),
         (cuda, {"ranks": 2}, "a device that is not there", 'name "cpu"'),
         (wide, {"ranks": 2, "rank": 2}, "rank 2 is not in a world of 2", "pass rank="),
-        (wide, {"ranks": 0}, "not in a world of 0", "pass rank="),
         (
             functools.partial(init_device_mesh, "cpu", (2, 3)),
             {"ranks": 4},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from symmplan.bench.parts.numbers import count_of, number_of
 from symmplan.bench.parts.timing import median_ms, meet, slowest
 from symmplan.errors import CommandError
 from symmplan.report.format import count, table
@@ -25,6 +26,8 @@ __all__ += ["choice_lines", "heading", "settings_of", "words_of"]
 
 #: Seconds for a collective.
 _GROUP_TIMEOUT = 120.0
+#: How numbers of a type are read: nothing is measured of what has no size.
+_CHECKED: dict[Any, Callable[[str], Any]] = {int: count_of, float: number_of}
 
 
 @frozen
@@ -52,16 +55,17 @@ def add_options(
     """What every benchmark that starts ranks has, and its own options."""
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default cpu)")
-    add("--ranks", type=int, default=ranks, help=f"processes to start (default {ranks})")
+    add("--ranks", type=count_of, default=ranks, help=f"processes to start (default {ranks})")
     for option in options:
         more = dict(option.more)
         words = [more.pop("flag", f"--{option.name.replace('_', '-')}"), *more.pop("also", ())]
         if "action" not in more:
             first = option.cpu[0] if isinstance(option.cpu, (list, tuple)) else option.cpu
-            more.setdefault("type", type(first) if first is not None else None)
+            kind = more.get("type", None if first is None else type(first))
+            more["type"] = _CHECKED.get(kind, kind)
         add(*words, dest=option.name, default=None, help=_described(option), **more)
     help_ = f"seconds for everything (default {timeout:g})"
-    add("--timeout", type=float, default=timeout, help=help_)
+    add("--timeout", type=number_of, default=timeout, help=help_)
 
 
 def _described(option: Option) -> str:

@@ -11,15 +11,18 @@ collective_speedup_vs_gloo. The exit code is 1 if the two runs differ.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from symmplan.bench.parts.numbers import count_of, number_of
 from symmplan.report.format import count, size, table, visible
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["add_arguments", "render", "run"]
 
@@ -40,17 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``symmplan demo``."""
     add = parser.add_argument
     add("--out", metavar="DIR", type=Path, help="where to write the plan (default: a new folder)")
-    add("--steps", type=_positive, default=8, help="training steps (default: %(default)s)")
+    add("--steps", type=count_of, default=8, help="training steps (default: %(default)s)")
     about = "what compiles the graphs; auto: inductor if there is a C++ compiler"
     add("--inner", choices=("auto", "inductor", "eager"), default="auto", help=about)
     about = "give up, and end all ranks, after this long (default: %(default)g)"
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help=about)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more; got {text!r}")
-    return int(text)
+    add("--timeout", type=number_of, default=300.0, metavar="SECONDS", help=about)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

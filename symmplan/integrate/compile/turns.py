@@ -341,5 +341,7 @@ def released() -> ReleasedError:
     """What is raised where a graph runs too late."""
     return ReleasedError(
         "a compiled graph ran after its backend was released",
+        expected="a backend that has its segments",
+        got="one whose memory is given back",
         fix="compile the model again, with a new symmplan.backend()",
     )

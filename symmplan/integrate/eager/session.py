@@ -389,7 +389,7 @@ class Session:
             raise self._released()
         if self._keys is None:
             fix = "write `with session:` around the loop, and call session.step() in it"
-            raise self._misused("the session was used before it was entered", fix)
+            raise self._misused("the session was used before it was entered", "none yet", fix)
         return self._keys
 
     def _usable(self) -> None:
@@ -399,8 +399,10 @@ class Session:
 
     def _released(self) -> SessionError:
         fix = "call session.step() inside the with-block, or make a new session"
-        return self._misused("the session was used after it was left", fix)
+        return self._misused("the session was used after it was left", "one that is over", fix)
 
-    def _misused(self, what: str, fix: str) -> SessionError:
-        group = self._settings.group
-        return SessionError(what, fix=fix, group=group.name, rank=group.rank)
+    def _misused(self, what: str, got: str, fix: str) -> SessionError:
+        group, expected = self._settings.group, "an open session"
+        return SessionError(
+            what, expected=expected, got=got, fix=fix, group=group.name, rank=group.rank
+        )

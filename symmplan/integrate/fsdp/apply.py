@@ -51,6 +51,7 @@ class Handle:
         return f"<symmplan.fsdp.Handle: {self._count} modules, {state}>"
 
     def __enter__(self) -> Self:
+        self._must_be_applied("__enter__")
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -389,6 +389,8 @@ class ExpertParallel:
         if self._released:
             raise ReleasedError(
                 "symmplan.expert_parallel was used after its release",
+                expected="an object whose with-block has not ended",
+                got="one whose memory is given back",
                 fix="make a new one",
                 **self._group.here,
             )
