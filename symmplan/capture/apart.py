@@ -1,15 +1,16 @@
-"""Declared ops of an iteration that is being recorded, run by themselves to their end.
+"""Runs the declared ops of a recorded iteration by themselves, to their end.
 
 [Note: recorded collectives run apart]
-    Threads of a process group may hold the tensors of a collective for a moment after its wait, so
-    that the release of a storage would be seen now here, now there. While recording, declared ops
-    therefore run on clones, to their end, and the program gets clones of their results. Where a
-    device has no room for a clone, the op has the tensor itself, and is over when nobody else does.
+    Threads of a process group may hold the tensors of a collective for a moment after its wait. The
+    release of a storage would then be seen at varying moments. So while recording, declared ops run
+    on clones, to their end, and the program gets clones of their results. If a device has no room
+    for a clone, the op gets the tensor itself, and counts as ended when only the program refers to
+    the tensor.
 
 [Note: scratch]
     Nothing has a placement yet, but an op that reads its peers' memory by itself needs symmetric
-    memory all the same. Its declared arguments are copied into scratch that is symmetric; the ranks
-    meet before the op and behind it, so that it needs no handshake or release of its own.
+    memory all the same. Its declared arguments are copied into symmetric scratch memory. The ranks
+    meet before and after the op, so it is safe even if it neither handshakes nor releases.
 """
 
 from __future__ import annotations

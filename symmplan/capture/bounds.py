@@ -1,9 +1,9 @@
 """Sizes that are not known when a graph is compiled, but have an upper bound.
 
 A dimension marked with ``torch._dynamo.mark_dynamic(x, dim, max=...)`` gives its symbol a range.
-Tensors whose sizes are sums, products and quotients of such symbols are planned for the largest
-they can be. A symbol that the program gives no bound gets the next power of two, as a guard of the
-compiled code. A larger size makes Dynamo compile, and so plan, again, or refuse.
+Tensors whose sizes are sums, products and quotients of such symbols are planned for their largest
+size. If the program gives a symbol no bound, the next power of two is the bound, as a guard of the
+compiled code. A larger size makes Dynamo compile and plan again, or refuse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`torch.distributed`'s in-place collectives in the words of the functional ones.
 
 ``dist.all_reduce(x)`` reaches the dispatcher as ``c10d::allreduce_``, whose schema does not say
-that it writes ``x``. The functional collectives do the same with schemas that tell the truth, so a
-recorded call becomes one of those, and capture, registry and lowerings need to know only them.
+that it writes ``x``. The functional collectives do the same, and their schemas are right. So a
+recorded call becomes a functional one, and capture, registry and lowerings need to know only those.
 
 The dispatcher gives all arguments by position, but for defaults at the end. The group and the
 reduction are in boxes, made anew for each call. ``async_op`` and ``timeout`` come last: they say

@@ -2,12 +2,13 @@
 
 [Note: held tensors]
     A graph knows the last *use* of a tensor; a running program may hold one longer, and could use
-    it at any time, even in ways that are not seen. So the moment at which a storage is released is
-    recorded, and where other operations lie between last use and release the buffer gets one more
-    access, ``<buffer>:drop``, on the stream on which it was made: whoever uses it elsewhere must
-    have made that stream wait by then, or the memory would not be safe without a plan either. With
-    ``record_stream`` it gets one on each of those streams, too. A program that computes nothing in
-    vain and drops each tensor after its last use has none, and gives exactly the problem of FX.
+    it at any time, even in ways that are not seen. So the release of a storage is recorded. If
+    other operations lie between the last use and the release, the buffer gets one more access,
+    ``<buffer>:drop``, on the stream on which it was made. A program that uses the buffer on another
+    stream must have made the first stream wait by then; otherwise the memory would not be safe
+    without a plan either. With ``record_stream`` the buffer gets such an access on each of those
+    streams, too. A program that drops each tensor right after its last use has no such accesses,
+    and gives exactly the problem of FX.
 """
 
 from __future__ import annotations

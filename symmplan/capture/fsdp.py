@@ -5,10 +5,10 @@ host this is a list of three kinds of events, the same on all ranks, in the orde
 issued; that order is the problem's one stream.
 
 [Note: issue order is enforced]
-    On a device the streams of FSDP2 run apart, so issue order alone would order nothing. Whoever
-    hands out the placements therefore makes each new user of some bytes wait for the event that
-    was recorded when the old one was dropped, on whatever stream. With that, issue order *is* an
-    order of the accesses of any two buffers that share bytes, and of no others.
+    On a device FSDP2 uses several streams, so issue order alone would order nothing. So the code
+    that hands out placements makes each new user of some bytes wait for the event that was recorded
+    when the previous user's buffer was dropped, on any stream. Issue order then *is* an order of
+    the accesses of two buffers that share bytes. It orders no other accesses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What FSDP2 did in a stretch of the program: its collectives, and how long their buffers lived."""
+"""Records FSDP2's collectives, and how long their buffers live."""
 
 from __future__ import annotations
 

@@ -6,16 +6,16 @@
     until the next gather was started, unless that had been started ahead of time.
 
 [Note: unsharded modules]
-    Told how many gathers may be alive, the plan gives released bytes to the next gather at once
-    where there would be more. What is gathered ahead of its time and finds no room is gathered when
-    the next module is released. A gather that is needed before that, as a block's inside a root's,
-    goes beyond the number.
+    If the number of unsharded modules is limited, the plan gives released bytes to the next gather
+    at once where the limit would be exceeded. A prefetch that finds no room waits until the next
+    module is released. A gather that is needed before that, such as a block's inside its root,
+    exceeds the limit.
 
 [Note: kept after forward]
-    Told a larger number than the program has, the plan keeps the last modules of a forward pass
-    unsharded until their backward pass, as many as the number has room for: these are not gathered
-    again. It is what ``reshard_after_forward=False`` of `torch.distributed.fsdp.fully_shard` does,
-    and FSDP2 itself is told to do it. Which modules those are follows from the recording alone.
+    If the limit is larger than the program's own number, the plan keeps the last modules of a
+    forward pass unsharded until their backward pass, as many as fit. These are not gathered again.
+    This is what ``reshard_after_forward=False`` of `torch.distributed.fsdp.fully_shard` does, and
+    symmplan sets it on these modules. Which modules those are follows from the recording alone.
 """
 
 from __future__ import annotations

@@ -4,16 +4,18 @@ A buffer stands for a storage, not a tensor: its accesses are those of all its a
 (see [Note: aliases]). An asynchronous op holds its buffers until its ``wait_tensor``.
 
 [Note: pinned inputs]
-    Parameters and the like may lie in symmetric memory from run to run, so that nothing is copied
-    in. Between runs anybody may write them (an optimizer, say). So their problem begins and ends
-    with an operation that stands for the outside and writes them all: what peers still read when
-    the graph ends, or read before they have met this rank, then asks for a barrier. It is a problem
-    of its own because graphs take turns in the bytes of all others.
+    Parameters and other inputs may lie in symmetric memory from run to run, so that they are not
+    copied in. Between runs other code, such as an optimizer, may write them. So their problem
+    begins and ends with an operation that stands for that code and writes them all. If peers may
+    still read an input when the graph ends, or before they have met this rank, the plan then has a
+    barrier. Pinned inputs have a problem of their own, because graphs take turns in the bytes of
+    all other buffers.
 
 [Note: crossing]
-    What a forward saves for its backward leaves the one graph and comes into the other, but nobody
-    else sees it. So its buffer stays where it is: the forward's problem ends with an operation that
-    reads all such buffers, the backward's begins with one, and joined they are one live range.
+    A tensor that a forward saves for its backward leaves the first graph and enters the second, and
+    no other code sees it. So its buffer stays where it is. The forward's problem ends with an
+    operation that reads all such buffers, and the backward's problem begins with one. When the two
+    problems are joined, each buffer has one live range.
 """
 
 from __future__ import annotations

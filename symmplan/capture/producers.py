@@ -1,7 +1,8 @@
 """Which ops can write their result straight into memory that they are given.
 
-Asked for the producer of a tensor that some op declares: if it can, the tensor is *bound* (made in
-its placement, no copy); if it cannot, the tensor is *staged* (copied there).
+Capture asks for the producer of each declared tensor. If the producer can write there, the tensor
+is *bound*: it is made in its placement, without a copy. If not, the tensor is *staged*: it is
+copied there.
 """
 
 from __future__ import annotations

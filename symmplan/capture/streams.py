@@ -1,17 +1,17 @@
 """Streams and events of a recorded iteration, as edges of its happens-before order.
 
 [Note: what is seen of streams]
-    Each recorded op runs on the stream that is current when it is called. What orders streams is
-    seen where Python asks for it: recording an event, letting a stream or the host wait for one,
-    synchronizing a stream or the device (`torch.cuda.Stream.wait_stream` is made of those), and
-    waiting for a collective. Each becomes a *mark*, an operation that touches nothing, on its
-    stream, and a wait is an edge between two marks. An order that is made elsewhere is not seen: a
-    buffer whose accesses are then in no order is left out of the plan.
+    Each recorded op runs on the stream that is current when it is called. The recording sees the
+    calls in Python that order streams: recording an event, letting a stream or the host wait for
+    one, synchronizing a stream or the device (`torch.cuda.Stream.wait_stream` is made of those),
+    and waiting for a collective. Each becomes a *mark* on its stream, an operation that touches
+    nothing. A wait is an edge between two marks. The recording does not see an order that is made
+    elsewhere. If it leaves a buffer's accesses unordered, the buffer is left out of the plan.
 
 [Note: the end of an iteration]
-    A program repeats, so whatever it does in an iteration must be over before the next one. The
-    session joins the streams of its declared calls in `step`; work on other streams must have been
-    waited for on one of them.
+    A program repeats, so the work of an iteration must be over before the next one. The session
+    joins the streams of its declared calls in `step`. The program must have made one of these
+    streams wait for its work on other streams.
 """
 
 from __future__ import annotations

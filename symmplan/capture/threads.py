@@ -2,11 +2,11 @@
 
 [Note: threads of a program]
     A session records and serves the thread that entered it, and the threads in which autograd runs
-    that thread's backward: torch carries a mark of the thread over to them. What other threads call
-    runs in torch's own way, in the recorded iteration and in all others. A checkpoint's or a
-    metric's collective comes whenever its thread does, and that is in no order which ranks could
-    agree on. A tensor that such a thread is the last to drop has left the iteration: nobody knows
-    when it will be dropped the next time.
+    that thread's backward: torch carries a mark of the thread over to them. Calls of other threads
+    run in torch's own way, in every iteration. The collective of a checkpoint or a metric comes
+    when its thread makes it, so ranks could not agree on an order. If such a thread is the last to
+    drop a tensor, the tensor counts as one that leaves the iteration, because the moment of the
+    drop differs from iteration to iteration.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""All ranks of some groups exchange bytes through the groups' stores; all get them, or an error.
+"""Ranks of some groups exchange bytes through the groups' stores; all get them, or an error.
 
 [Note: rounds]
     Everything collective in `symmplan.memory` happens in *rounds*. In a round every rank posts one
-    value to each of its groups, and only then waits for the others, so the order in which ranks
-    see their groups cannot deadlock. A rank that fails posts its error instead; whoever waits in
-    any of its groups raises it too, and by failing hands it on to *its* other groups. A rank that
-    gives up waiting counts as failed, so that one that comes late does not wait for it.
+    value to each of its groups, and only then waits for the others, so the order in which ranks see
+    their groups cannot deadlock. A rank that fails posts its error instead. Ranks that wait in any
+    of its groups raise it, too, and thereby pass it on to *their* other groups. A rank that gives
+    up waiting counts as failed, so that a late rank does not wait for it.
 
     Rounds that belong together share a sequence number, which each rank counts in the store
     itself: process groups may be destroyed and made again on the same store. Each rank also posts

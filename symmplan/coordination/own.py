@@ -2,10 +2,10 @@
 
 [Note: own work]
     Meeting for a barrier, registering a segment, timing a choice, or running a compiled graph in
-    its placements calls torch's collectives. An eager session watches those, and must not take
-    these for the program's: they are in no recording, and a plan knows nothing of them. Whatever
-    symmplan runs by itself therefore runs inside `own_work`, and a session looks away meanwhile.
-    It is a matter of the thread: the program may go on in another.
+    its placements calls torch's collectives. An eager session watches torch's collectives, and must
+    not take these for the program's: they are in no recording and no plan. So everything that
+    symmplan runs by itself runs inside `own_work`, and a session ignores it. This holds for one
+    thread; the program may go on in another.
 """
 
 from __future__ import annotations

@@ -3,16 +3,16 @@
 Errors travel from rank to rank as plain data, which is never unpickled.
 
 [Note: keys of a session]
-    Ranks number their exchanges, each for itself. An error can leave them with different numbers,
-    and its text in a place that some rank comes to later. So everything that a session's ranks
-    exchange among themselves lies below keys of that session alone: ranks enter sessions of a group
+    Ranks number their exchanges, each for itself. After an error their numbers may differ, and the
+    error's text may be under a key that some rank reads later. So all that a session's ranks
+    exchange among themselves uses keys of that session alone. Ranks enter sessions of a group
     equally often, and the session's number is part of each key, also in the stores of other groups.
-    What they exchange with ranks outside of it lies where it would without a session. When a
-    session is planned again its keys are new once more. Whoever leaves by an error says so to the
-    session as a whole, wherever its peers wait in it.
+    What they exchange with ranks outside of the session uses the keys that it would use without
+    one. A session that is planned again gets new keys. A rank that leaves by an error posts it for
+    the whole session, so that its peers find it wherever they wait.
 
-    A rank says which session it is in. Who waits for it outside of that session, or in an earlier
-    one, does not wait in vain.
+    A rank posts which session it is in. A peer that waits for it outside that session, or in an
+    earlier one, gets an error at once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A world that is not there: one process stands for all ranks, and memory is sizes alone.
+"""The simulated world: one process stands for all ranks, and memory is only counted.
 
 [Note: the simulated world]
-    `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. What
-    the integrations do there is what they do anywhere, but for four things that ask `current`:
-    an exchange between ranks hears from each what this one says (`symmplan.coordination.exchange`),
-    segments have no bytes (`symmplan.memory.local`), algorithms are ruled or looked up instead of
-    measured, and nothing runs in placements (`symmplan.runtime.executor`).
+    `symmplan.simulate` runs a program as one rank of a world without peers, on fake tensors. The
+    integrations do there what they do anywhere, with four exceptions that ask `current`: in an
+    exchange every other rank says what this one says (`symmplan.coordination.exchange`), segments
+    have no bytes (`symmplan.memory.local`), algorithms are ruled or looked up instead of measured,
+    and nothing runs in placements (`symmplan.runtime.executor`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The segment cache: segments that nobody leases any more, for who comes next.
+"""The segment cache: segments that nobody leases any more, kept for the next plan.
 
 [Note: windows that stay]
     Torch 2.11 registers a segment as a window of NCCL's communicator and frees it without taking
-    the window back. NCCL finds windows by address, so it would take ordinary memory that comes to
-    lie at that address later for symmetric, and reach into peers' memory that is something else.
-    NVSHMEM frees collectively, but models end on one rank after the other. So such segments are
-    never freed while the process lives: when a model or a compile backend lets go of them they are
-    kept, and the next one of the same groups gets them if its plan fits. What is borrowed for a
-    while comes from them, too, or else from memory that can be freed.
+    the window back. NCCL finds windows by address. So it would take ordinary memory that is later
+    allocated at that address for symmetric, and reach into unrelated memory of peers. NVSHMEM frees
+    collectively, but models end on one rank after the other. So such segments are never freed while
+    the process lives. When a model or a compile backend releases them they are kept, and the next
+    one of the same groups gets them if its plan fits. Memory that is borrowed for a while comes
+    from these segments, or from memory that can be freed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     one counter for each group (how often the owner has arrived) and what the owner says about its
     current call. There is no lock that a killed process could keep, and nothing to reset.
 
-    Beside its counter a rank says how far its program is (see `Meeting.tell`): words in the same
-    cache line, which cost nobody anything until somebody waits long enough to look.
+    Beside its counter a rank publishes how far its program is (see `Meeting.tell`). These words are
+    in the same cache line and cost nothing until a peer waits long enough to look at them.
 
     A call's notes have two slots, used alternately. A rank that is one arrival ahead writes the
     other slot, and it cannot be two ahead, because it waits for everyone in between.

@@ -1,4 +1,4 @@
-"""The NVLink domain of a device, as NVIDIA's driver says it.
+"""The NVLink domain of a device, as NVIDIA's driver reports it.
 
 NVLink may reach across hosts (NVL72 and its like). All devices of one such domain and clique
 address each other's memory; NCCL asks the same question in the same way.

@@ -1,10 +1,10 @@
-"""Bytes of a segment as a storage of their own, whose end is noticed.
+"""Bytes of a segment as a storage of their own, so that the end of their use is noticed.
 
 [Note: leased bytes]
-    Who is handed a tensor does not say that it is done with it; it drops the last reference. Views
-    of a segment share the segment's storage, whose end says nothing. So such bytes are leased as a
-    storage of their own (through numpy's array interface, or CUDA's): its owner's ``__del__`` runs
-    when the last tensor on it is gone, whoever held it, in whatever thread.
+    A program does not report that it is done with a tensor; it drops the last reference. Views of a
+    segment share the segment's storage, so the end of that storage says nothing about one view. So
+    bytes are leased as a storage of their own (through numpy's array interface, or CUDA's). Its
+    owner's ``__del__`` runs when the last tensor on it is gone, in any thread.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """One-sided collectives on segments, as torch ops in the library ``symmplan``.
 
-Each handshakes on entry (no symmetric byte is touched before all ranks arrived, and what they are
-about to do is compared) and releases on exit (it returns only when all ranks' accesses ended), so
-a buffer may be reused at once before and after. That goes for this rank's own bytes, too, which a
-peer may just have written one-sidedly, or be about to read. They write ``out`` and return nothing;
-shapes are those of c10d: concatenation along dimension 0. There is no autograd formula: they run
-below it.
+Each op handshakes on entry: it touches no symmetric byte before all ranks have arrived and their
+calls have been compared. Each op releases on exit: it returns only when the accesses of all ranks
+have ended. So a buffer may be used right before and right after a call. This includes the rank's
+own bytes, which a peer may just have written one-sidedly or be about to read. The ops write ``out``
+and return nothing. Shapes are those of c10d: concatenation along dimension 0. The ops have no
+autograd formula, because they run below autograd.
 
 | op | must be symmetric | who moves the bytes |
 | --- | --- | --- |
@@ -20,18 +20,18 @@ below it.
 
 Over a group on several hosts the first four run in two levels: `symmplan.memory.two_levels`.
 
-What must be symmetric is contiguous and lies at the same offset on all ranks. ``group_size`` and
-``group_name`` are those of the group, ``what`` is anything else that must be equal on all ranks.
-All are collective and raise `RunError` where an argument does not fit or ranks make different
-calls, `PeerTimeoutError` and `PeerLostError` where peers do not come.
+Symmetric tensors are contiguous and lie at the same offset on all ranks. ``group_size`` and
+``group_name`` are those of the group; ``what`` is anything else that must be equal on all ranks.
+All ops are collective. They raise `RunError` if an argument does not fit or ranks make different
+calls, and `PeerTimeoutError` or `PeerLostError` if peers do not come.
 
 Reductions: sum, avg, max, min, product, band, bor, bxor. Every rank gets the same bits; see
 [Note: summing] in `symmplan.memory.kernels`.
 
-``all_to_all_single_into`` is another kind: a process group's collective that torch has in no form
-that writes a given tensor. As torch's functional collectives it returns at once: ``wait_tensor`` of
-``out`` ends it. Until then neither ``input`` nor ``out`` may be written or freed. Source:
-torch/csrc/distributed/c10d/Functional.cpp.
+``all_to_all_single_into`` is different: it is a collective of the process group in a form that
+writes a given tensor, which torch does not have. Like torch's functional collectives it returns at
+once, and ``wait_tensor`` of ``out`` ends it. Until then neither ``input`` nor ``out`` may be
+written or freed. Source: torch/csrc/distributed/c10d/Functional.cpp.
 """
 
 # ruff: noqa: A002 (`input` is what torch calls it)

@@ -1,30 +1,31 @@
 """Find races: accesses of the same bytes, one of them a write, that nothing orders.
 
-Whoever accesses bytes says so to `touch`; nothing happens unless they lie in a segment that is
-watched.
+Code that accesses bytes calls `touch`. The call does nothing unless the bytes lie in a watched
+segment.
 
 [Note: how races are found]
-    Each rank counts the moments at which it told others how far it is (its own *component*), and
-    knows of each other rank the last such moment that precedes what it does now: a vector clock.
-    All arenas of a process have one clock: what orders accesses may be a meeting on another one.
-    Clocks travel where ranks meet: with every arrival at a barrier or handshake on a watched
-    segment, and with every start of a process group's collective. Who has met a peer joins the
-    clock that the peer published there, and no later one, even if the peer is already ahead.
+    Each rank has a vector clock. It counts the moments at which it told others how far it is (its
+    own *component*). For each other rank it knows the last such moment that precedes what it does
+    now. All arenas of a process have one clock, because accesses in one arena may be ordered by a
+    meeting in another. Clocks are passed on where ranks meet: at every arrival at a barrier or
+    handshake on a watched segment, and at every start of a process group's collective. A rank that
+    has met a peer joins the clock that the peer published for that meeting, and no later one, even
+    if the peer is already ahead.
 
     Every access is first written down in shared memory (`symmplan.memory.race_log`), with the
     component at which it ends, and then compared with what the other ranks have written down: an
     access of a peer whose end this rank has not heard of is not ordered before this one. Of two
-    racing ranks at least the one that comes second sees the other, whichever that is: a race is
-    found also where its bytes happened to come out right. What an asynchronous collective accesses
-    has no end until it was waited for.
+    racing ranks, the one that comes second sees the other. So a race is also found when the bytes
+    happened to come out right. The accesses of an asynchronous collective do not end before its
+    wait.
 
-    What is ordered by something that is not seen, such as a message through a store, is reported
-    all the same if the bytes are touched; a plan does not count on such an order either.
+    The detector does not see every kind of order, such as a message through a store. It reports
+    accesses that are ordered only in that way. A plan does not count on such an order either.
 
 [Note: who hears of a race]
-    Who finds a race breaks all arenas that are watched, leaves word in their logs and raises. Peers
-    that wait on an arena notice that it is broken; peers that go on look into the logs at their
-    next access.
+    A rank that finds a race breaks all watched arenas, writes the race into their logs, and raises.
+    Peers that wait on an arena notice that it is broken; peers that go on look into the logs at
+    their next access.
 """
 
 from __future__ import annotations

@@ -7,17 +7,19 @@
     release, even if nobody refers to it any more: a compiled graph may hold only views.
 
 [Note: parts]
-    A segment may have its bytes of another one, its *host*, where ranks of one group need several
-    (see `symmplan.memory.pool`). Its health and its meetings are its own: who fails there fails for
-    nobody else who lies in the host. What is leased stands in the host's one list. Where its bytes
-    are other programs', too, while its own does not run, a tensor there does not say whose it is:
-    such a part has the host's meetings and health, and is not found by an address.
+    A segment may be a part of another one, its *host*, if ranks of one group need several segments
+    (see `symmplan.memory.pool`). A part has health and meetings of its own, so a failure in it does
+    not affect other parts of the host. Its leases are in the host's list. Some parts share their
+    bytes with other programs while their own program does not run. There an address does not tell
+    whose tensor it is. Such a part has the host's meetings and health, and `locate` does not find
+    it.
 
 [Note: forked processes]
-    A process that is forked from a rank has the rank's memory, also what the rank shares with its
-    peers, and its objects. Whatever it does with those, also by ending, would be done in the rank's
-    name: a release would end the arena, a barrier count as the rank's. So in it segments are only
-    let go of: nothing is written, freed or told to peers, and meeting them is an error.
+    A process that is forked from a rank inherits the rank's objects and memory, including memory
+    that the rank shares with its peers. Anything that it did with these, even at its end, would
+    count as done by the rank: a release would end the arena, and a barrier would count as the
+    rank's. So a forked process only drops segments. It writes, frees and tells nothing, and a
+    meeting with peers is an error there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared memory files: make one that vanishes with its last user, and open a peer's safely.
+"""Shared memory files: create one that vanishes with its last user, and open a peer's file safely.
 
 [Note: nameless files]
     A named file outlives a crash. So the file has no name: ``O_TMPFILE`` makes it nameless in the

@@ -1,11 +1,11 @@
 """Where collectives in symmetric memory may run, and which CUDA graph they are captured into.
 
 [Note: captured steps]
-    What a CUDA graph captures may not wait for an event from outside, nor what is outside for one
-    of a capture. Nor does it have to. A capture begins when the device has nothing left to do, and
-    a replay comes behind what the program has queued on the stream that it is launched on, which
-    at the end of a step has waited for all that the step did. So who waits for whoever had some
-    bytes before waits for those of its own capture alone.
+    Inside a capture of a CUDA graph nothing may wait for an event from outside, and outside nothing
+    may wait for an event of a capture. Such waits are not needed. A capture begins when the device
+    is idle. A replay runs after everything that the program has queued on its stream, and at the
+    end of a step that stream has waited for the whole step. So inside a capture a new user of some
+    bytes waits only for earlier users of the same capture.
 """
 
 from __future__ import annotations

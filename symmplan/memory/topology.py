@@ -1,15 +1,15 @@
 """What a process group is: its hosts, and whose memory its ranks can reach.
 
 [Note: who can be served]
-    Symmetric memory is memory that every rank of a group addresses. Processes of one host share
-    the host's; devices of one host reach each other over NVLink or PCIe, where they have peer
-    access; devices of several hosts do where NVLink joins the hosts to one domain. What lies
-    farther apart is served by no backend but NVSHMEM, or in two levels: see
-    [Note: two levels] in `symmplan.memory.counterparts`. What neither serves is torch's own.
+    Symmetric memory is memory that every rank of a group addresses. Processes of one host share the
+    host's; devices of one host reach each other over NVLink or PCIe, where they have peer access;
+    devices of several hosts do so if NVLink joins the hosts to one domain. Ranks that are farther
+    apart are served by NVSHMEM, or in two levels: see [Note: two levels] in
+    `symmplan.memory.counterparts`. The collectives of all other groups run in torch's own way.
 
-    So before anything is planned for a group, each of its ranks says what it is, once in a process
-    and for each kind of device, and all of them conclude the same. A host is what NCCL takes for
-    one: ``NCCL_HOSTID`` if that is set, else its name and its boot.
+    So before anything is planned for a group, its ranks exchange these facts, once per process and
+    kind of device, and all come to the same result. A host is what NCCL takes for one:
+    ``NCCL_HOSTID`` if that is set, otherwise the host's name and boot ID.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ torch/csrc/distributed/c10d/{ProcessGroupNCCL.cpp,symm_mem/{SymmetricMemory.cpp,
 NCCLSymmetricMemory.cu}}.
 
 [Note: torch's allocators]
-    - One allocator serves a process: it may be chosen until it was first used. CUDA is the default,
-      and in torch 2.11 cannot be chosen by name.
+    - One allocator serves a process. It can be chosen until it is first used. CUDA is the default,
+      and cannot be chosen by name in torch 2.11.
     - NCCL registers windows with a communicator that must exist already, so each group runs a
       small collective first. Its handle has no barrier; a one-element all-reduce, in the order
       of the stream, serves as one.
@@ -24,10 +24,10 @@ NCCLSymmetricMemory.cu}}.
       first, and release before the process group is destroyed.
 
 [Note: windows of a pool]
-    A process group registers what lies in a ``torch.cuda.MemPool`` as windows, and takes the
-    windows back when asked, which torch's own symmetric memory does not. NCCL runs the same kernels
-    and copy engines there. But torch does not know such memory as symmetric: it gives no handles of
-    it, and ``torch.ops.symm_mem`` refuses it. So only temporary segments are made this way.
+    A process group registers the memory of a ``torch.cuda.MemPool`` as windows and can deregister
+    them, which torch's own symmetric memory cannot. NCCL runs the same kernels and copy engines
+    there. But torch does not treat such memory as symmetric: there are no handles of it, and
+    ``torch.ops.symm_mem`` refuses it. So only temporary segments are made in this way.
 """
 
 from __future__ import annotations

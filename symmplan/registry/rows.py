@@ -1,22 +1,22 @@
 """The catalogue as data: torch's collectives, ``torch.ops.symm_mem``, and what it leaves out.
 
 [Note: what the catalogue says]
-    ``where`` names what some algorithm of the op can use if it is symmetric, not what it
-    refuses to do without: all collectives also run on ordinary memory. Which of it a memory backend
-    really uses is decided where the program is rewritten for that backend. So ``all_reduce``
-    declares its input, too, although torch's own implementation clones it and reduces the clone in
+    ``where`` names the tensors that some algorithm of the op can use if they are symmetric. It does
+    not say that the op needs them to be: all collectives also run on ordinary memory. Which of
+    these tensors a memory backend really uses is decided when the program is rewritten for that
+    backend. So ``all_reduce`` declares its input, too, although torch's own implementation clones
+    it and reduces the clone in
     place: a one-sided all-reduce reads the input where it lies.
 
 [Note: facts of collectives]
-    What the process group's own collectives do, on any backend (symmplan's collectives over shared
-    memory do more, see `symmplan.memory.ops`). The words are those of [Note: peers count] in
-    `symmplan.model`.
+    These are facts of the process group's own collectives, on any backend. symmplan's collectives
+    in shared memory do more, see `symmplan.memory.ops`. The words are those of [Note: peers count]
+    in `symmplan.model`.
 
-    *synchronizes*: what a rank gets from an all-gather, a reduce-scatter or an all-reduce depends
-    on what every rank gave, so no rank is through (at the wait) before all have started. A
-    broadcast makes the others wait for the root and for nobody else. In an all-to-all a rank waits
-    for those that send it something: with given splits that may be nobody. Neither synchronizes,
-    then.
+    *synchronizes*: a rank's result of an all-gather, a reduce-scatter or an all-reduce depends on
+    the inputs of all ranks, so no rank is past the wait before all have started. In a broadcast the
+    other ranks wait for the root only. In an all-to-all a rank waits for those ranks that send it
+    something; with given splits there may be none. So neither of these two synchronizes.
 
     *enters*, *releases*: a rank's tensors are the collective's from the moment it calls it until
     its work ends there; that is the contract under which programs reuse them. Peers, and whoever

@@ -1,4 +1,4 @@
-"""What symmplan does, in the log: one line for each plan, one warning where there is nothing to do.
+"""The log: one line for each plan, one warning if there is nothing to plan.
 
 The logger is named ``symmplan``, so ``TORCH_LOGS=symmplan`` shows what is made (INFO) and
 ``TORCH_LOGS=+symmplan`` also each plan's summary (DEBUG); so does `logging`, however it is set up.

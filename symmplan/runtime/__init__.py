@@ -1,4 +1,4 @@
 """The one runtime: how calls run on placements, whoever asks for them.
 
-The integrations decide when something of this runs; what it does is written here.
+This package says what a placed call does. The integrations decide when it runs.
 """

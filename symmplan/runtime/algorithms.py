@@ -1,8 +1,8 @@
 """How each collective runs once its tensors have placements, by memory backend.
 
 A functional collective allocates its result itself, so it cannot write a placement. Each row names
-the form that can, and which of the op's declared tensors that form needs in symmetric memory: the
-catalogue says what the *op* wants, a row what *this algorithm* wants.
+a form that can, and which of the op's declared tensors that form needs in symmetric memory. The
+catalogue says which tensors the *op* can use there, a row which ones *this algorithm* needs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What cannot be had on one rank is done without on all.
+"""If one rank cannot have symmetric memory, all ranks do without it.
 
 [Note: together or not at all]
-    Memory may be had on one rank and not on another: a device or ``/dev/shm`` is full there, or its
-    driver refuses to share. Whoever fails tells its peers, who wait for it somewhere on the way,
-    and then all say how it ended, also those whose attempt was good. If it failed anywhere, all
-    give back what they have, and the program runs in torch's own way from then on.
+    One rank may get memory and another may not: its device or ``/dev/shm`` is full, or its driver
+    refuses to share. A rank that fails tells its peers, which wait for it at some point of the
+    attempt. Then every rank says how its attempt ended. If it failed on one of them, all ranks free
+    what they have, and the program runs in torch's own way from then on.
 
-    That is no way out for errors in programs: ranks that made different plans, that did not come or
-    that are gone raise, as does what is wrong with symmplan itself.
+    Errors of programs stay errors: different plans, ranks that do not come and ranks that are gone
+    raise on all ranks. So do faults of symmplan itself.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Symmetric memory is not always faster: without NVLink multicast a symmetric reduce-scatter is slower
 than the ordinary one, small all-gathers gain nothing, and a copy into or out of a placement may
-cost more than the collective saves. And what a collective costs is not its own time: its kernels
-take multiprocessors from the program's, copy engines do not. So on devices each kind, size and
-group of collective is timed in every way there is, beside matrix products; see
-[Note: what is timed] in `symmplan.runtime.clock`.
+cost more than the collective saves. The cost of a collective is more than its own time: its kernels
+take multiprocessors from the program's kernels, while copy engines take none. So on devices each
+kind, size and group of collective is timed by every algorithm, beside matrix products; see [Note:
+what is timed] in `symmplan.runtime.clock`.
 
-Algorithms that are about as fast are told apart by what else they cost: multiprocessors where the
-program computes meanwhile, then symmetric bytes.
+Of algorithms that are about equally fast the one that costs least otherwise is taken: first fewer
+multiprocessors, if the program computes meanwhile, then fewer symmetric bytes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The algorithm of each collective of a program: ruled, or measured in it, the same on all ranks.
 
-Before a program is planned each of its collectives is timed by every algorithm there is, at its
-size, with its copies, and beside as many matrix products as the program has between its start and
-its wait; where another group's may run meanwhile, beside that, too, see
-[Note: concurrent collectives] in `symmplan.runtime.concurrent`. What does not gain clearly stays
-out of the plan, with the times as the reason.
+Before a program is planned, each of its collectives is timed by every algorithm: at its size, with
+its copies, and beside as many matrix products as the program has between its start and its wait. If
+a collective of another group may run meanwhile, it is timed beside that, too; see [Note: concurrent
+collectives] in `symmplan.runtime.concurrent`. A collective without a clear gain stays out of the
+plan, with the times as the reason.
 
 A case is measured once in a process, see [Note: who measures] in `symmplan.runtime.trials`.
 """

@@ -3,24 +3,24 @@
 [Note: what is timed]
     On a device: the span from the begin of the first to the end of the last of two things that run
     side by side, on two streams. One is the collective, several times if it is small. The other is
-    as many matrix products as the program runs beside it, but not many more than hide it; where
-    that is not known, as many as take as long as torch's own way takes alone. A way that is slower
-    by itself and an algorithm that slows the products down both make the span longer, each by as
-    much as it costs such a program. All ranks begin together, after an all-reduce, and the host is
-    ahead of the device: before that all-reduce run products that take longer than the host took so
-    far to queue what is timed. On the CPU the products run between the collective's start and its
-    end.
+    as many matrix products as the program runs beside it, but not many more than hide it. If that
+    number is not known, the products take as long as the ordinary algorithm takes alone. An
+    algorithm that is slower by itself and one that slows the products down both make the span
+    longer, each by its cost in such a program. All ranks begin together, after an all-reduce. The
+    host is ahead of the device by then, because other products run before that all-reduce, for
+    longer than the host needs to queue what is timed. On the CPU the products run between the
+    collective's start and its end.
 
-    What else is asked for to run concurrently runs as often as the collective, on a third stream;
-    on the CPU it runs between the collective's start and its end, and the products within it.
+    A concurrent collective runs as often as the collective that is timed, on a third stream. On the
+    CPU it runs between that collective's start and end, and the products run within it.
 
 [Note: a rank that fails meanwhile]
-    Nothing ends a collective of the process group on the CPU whose peers do not come, but the
-    group's own timeout, half an hour if nobody has set one. So there the collectives run in a
-    thread of their own, and who waits for it looks whether a peer has failed, as the host of a
-    device does. A rank that fails has missed collectives that its peers have begun, so the group is
-    of no more use to the program: that is an error on all ranks, also where want of memory is the
-    reason.
+    If peers do not come to a collective of a process group on the CPU, only the group's own timeout
+    ends it, which is half an hour by default. So on the CPU the collectives run in a thread of
+    their own, and the thread that waits for it looks whether a peer has failed, as the host of a
+    device does. A rank that fails has missed collectives that its peers have begun, so the program
+    cannot use the group any more. That is an error on all ranks, even if the reason is a lack of
+    memory.
 
 The algorithms take turns, the median of some turns is taken, and the slowest rank counts.
 """

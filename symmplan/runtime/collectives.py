@@ -1,10 +1,11 @@
 """What NCCL can do with each collective in symmetric memory, and how symmplan runs it on a group.
 
 [Note: NCCL falls back silently]
-    NCCL runs a collective whose tensors lie in symmetric memory as it sees fit: in a symmetric
-    kernel if it has one for the type, the reduction and the size, on copy engines if the
-    communicator asks for them, else in a ring or tree as ever. It tells nobody. So what it has
-    kernels for is written down here, for a verdict before anything runs and for a reason after.
+    NCCL decides how to run a collective whose tensors lie in symmetric memory: in a symmetric
+    kernel if it has one for the type, the reduction and the size; on copy engines if the
+    communicator asks for them; otherwise in a ring or tree. It does not report which. So this file
+    lists what NCCL has kernels for, for the choice before a program runs and for the reason that is
+    given afterwards.
 
 Sources: NCCL's user guide on window registration and copy-engine collectives, ``sym_kernels.cc``,
 release notes; seen in profiles of 2.28.9.

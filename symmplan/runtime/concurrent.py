@@ -1,21 +1,21 @@
 """Which collectives of a program may run while another group's does.
 
 [Note: concurrent collectives]
-    Collectives of one group run one after the other, those of two groups need not: a sharded gather
-    and a tensor-parallel sum share links, copy engines and multiprocessors. So each such kind of
-    collective is also timed beside the other group's, in the way that this has by then, and what is
-    timed is until both are done. It goes round twice, as the other may take another algorithm
-    meanwhile. The slowest of all ranks that meet counts, also through other groups, so that a whole
-    mesh takes the same ways; where these ranks have no such programs alike, what was measured alone
-    holds.
+    Collectives of one group run one after the other. Those of two groups may run at the same time:
+    a sharded gather and a tensor-parallel sum then share links, copy engines and multiprocessors.
+    So each such kind of collective is also timed while the other group's collective runs by its
+    current algorithm, until both have ended. There are two rounds, because the other collective may
+    get another algorithm in the first one. The slowest of all ranks counts that are connected
+    through these groups, so that a whole mesh takes the same algorithms. If these ranks have
+    different programs, the times that were measured alone count.
 
-    Of several neighbours the kind with most bytes counts, as often as it runs for each collective
-    of this kind.
+    If several kinds may run beside a collective, the kind with most bytes is taken, as many of them
+    as run for each collective of this kind.
 
     FSDP2's collectives of one kind and size all take one algorithm, so they have one set of
-    concurrent collectives, that of all of them together. It is what was heard of other groups in
-    the recorded step (see [Note: listening] in `symmplan.runtime.listening`), and runs in torch's
-    own way.
+    concurrent collectives, that of all of them together. These are the collectives of other groups
+    that were noted in the recorded step (see [Note: listening] in `symmplan.runtime.listening`).
+    They run in torch's own way.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Communicators whose collectives copy engines run instead of kernels.
 
 [Note: own communicators]
-    NCCL's copy engines take no multiprocessor from the program's own kernels. Whether NCCL uses
-    them is a property of a communicator (its CTA policy), and the program's own one may serve
-    anything. So a group gets two more: one for all-gathers, one for the all-to-alls of
+    NCCL's copy engines take no multiprocessor from the program's own kernels. A communicator's CTA
+    policy says whether NCCL uses them, and the program's own communicator serves other collectives,
+    too. So a group gets two more communicators: one for all-gathers, one for the all-to-alls of
     reduce-scatters, because collectives of one communicator run one after the other. They are made
     once per process and set of ranks, for all models, and live until the process groups are
     destroyed.
 
     Only the ranks of a group take part, so torch names the new group by its ranks and by how many
-    groups a rank is in. Where that differs within a group its ranks would wait for each other under
-    different names; such a group gets none.
+    groups a rank is in. If that number differs within a group, its ranks would wait for each other
+    under different names. Such a group gets no communicators of its own.
 
 Source: ncclConfig_t.CTAPolicy in nccl.h; torch/distributed/distributed_c10d.py.
 """

@@ -1,11 +1,11 @@
-"""Who runs what integrations plan: this process, or nobody, where the world is simulated.
+"""Runs what integrations plan in this process, or nowhere if the world is simulated.
 
 [Note: who runs]
     An integration records, plans and decides when its collectives run, and asks its `Executor` to
-    run them. That of a simulated world runs nothing in placements: buffers are fake tensors, each
-    with a storage of its own whose end is seen as a lease's is, and collectives run as torch runs
-    them, or not at all. It writes down which there were, for the plan says later how they would
-    have run. What matters is what a program asks for, and when it drops it.
+    run them. The executor of a simulated world runs nothing in placements. Buffers are fake
+    tensors, each with a storage of its own whose end is noticed like that of a lease. Collectives
+    run as torch runs them, or not at all; the executor notes them, and the plan says later how they
+    would have run. A simulation needs only what a program asks for, and when the program drops it.
 """
 
 from __future__ import annotations

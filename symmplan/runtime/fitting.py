@@ -1,9 +1,9 @@
 """A captured program on its way to a plan: how its collectives run, and what is demoted.
 
-It is captured with all in placements that can be. Once it is known how each collective runs, and
-what the plan may take, it is captured again without what stays in ordinary memory. See
-[Note: demotions] in `symmplan.planner.budget`; calls of one op over one group with tensors of
-the same sizes are demoted together.
+The first capture puts every tensor into a placement that can have one. When it is known how each
+collective runs and how many bytes the plan may take, the program is captured again, without the
+tensors that stay in ordinary memory. See [Note: demotions] in `symmplan.planner.budget`; calls of
+one op over one group with tensors of the same sizes are demoted together.
 """
 
 from __future__ import annotations

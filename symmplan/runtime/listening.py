@@ -1,12 +1,13 @@
-"""Hears whose collectives run while a program is recorded that knows its own alone.
+"""Notes collectives of other groups while a step of FSDP2 is recorded.
 
 [Note: listening]
-    FSDP2 tells of its own collectives. What else runs meanwhile, as the sums of tensor parallelism,
-    is heard while its first step is recorded, and only then: the ops of ``c10d::``, to which all
-    collectives of process groups come, have a kernel at the key BackendSelect that notes the call
-    and hands it on. A frozen eager session has kernels there, too (see [Note: nobody else pays] in
-    `symmplan.integrate.eager.kernels`), and needs them to itself: beside one nobody listens, and
-    one that comes ends the listening. What was heard until then counts.
+    FSDP2 reports its own collectives only. Other collectives, such as the sums of tensor
+    parallelism, are noted while its first step is recorded, and only then. All collectives of
+    process groups reach ops of ``c10d::``. Meanwhile these have a kernel at the key BackendSelect
+    that notes the call and passes it on. A frozen eager session also has kernels there (see [Note:
+    nobody else pays] in `symmplan.integrate.eager.kernels`), and the two exclude each other:
+    nothing is noted while there is a session, and a session that begins ends the listening. What
+    was noted until then counts.
 """
 
 from __future__ import annotations

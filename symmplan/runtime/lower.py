@@ -1,8 +1,8 @@
-"""What a placed call does: copies in, the op or the form that writes where it is told, copies on.
+"""What a placed call does: copies in, the op or its ``out`` form, copies out.
 
-It is written once, for whoever can make a tensor of a placement, copy, and call ops: the emitter of
-compiled graphs, to which values are nodes, and a call of an eager session, to which they are
-tensors.
+It is written once, for a `Machine` that can make a tensor of a placement, copy, and call ops. One
+is the emitter of compiled graphs, whose values are nodes. The other is a call of an eager session,
+whose values are tensors.
 """
 
 from __future__ import annotations

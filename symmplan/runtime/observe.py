@@ -1,11 +1,11 @@
-"""What was planned is what ran: a step under torch's profiler, each collective with its kernels.
+"""Compares plans with runs: a step under torch's profiler, each collective with its kernels.
 
 [Note: how an algorithm shows]
     NCCL's symmetric kernels are called ``ncclSymk...``, its others ``ncclDevKernel_...``; copy
-    engines show as ``Memcpy PtoP``, and so do pushes, which are such copies. Shared memory's own
-    collectives show under their names, ``symmplan::...``, and those of torch as ``c10d::...``.
-    Whoever launches a planned collective during a check marks the time that this takes on the host;
-    what the host launched meanwhile is that collective's.
+    engines show as ``Memcpy PtoP``, and so do pushes, which are such copies. The collectives of
+    shared memory show as ``symmplan::...``, those of torch as ``c10d::...``. During a check the
+    host marks the time in which it launches a planned collective. The kernels that it launches
+    meanwhile belong to that collective.
 """
 
 from __future__ import annotations

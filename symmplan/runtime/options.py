@@ -1,4 +1,4 @@
-"""How a program is asked to be placed: the options of all entry points, checked alike.
+"""The options of all entry points, checked in the same way for each.
 
 They are checked where they are given, before the program is looked at.
 """

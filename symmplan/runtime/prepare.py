@@ -1,20 +1,21 @@
-"""From a captured program to memory that all ranks have agreed on and met in: the one way there.
+"""From a captured program to memory in which all ranks agree and meet, for every integration.
 
 [Note: the lifecycle]
     Every program of every integration goes the same way: its ranks agree on their options, choose
     how each collective runs (`symmplan.runtime.chooser`), agree on a room, plan within it and
-    verify, agree on the plan, obtain memory, meet there, and say so in the log. The steps are
-    written here, and how a step ends that fails on one rank. An integration says *when* each is
-    taken, what the problem is, and what it does with the memory.
+    verify, agree on the plan, obtain memory, meet there, and say so in the log. These steps are
+    written here, and so is what happens if a step fails on one rank. An integration says *when*
+    each step is taken, what the problem is, and what it does with the memory.
 
 [Note: options are agreed first]
-    What a rank was asked to do decides which exchanges, measurements and collectives of ours it
-    makes. So before any of them the ranks of a program tell each other what they were given, and
-    what serves their memory. Where that differs each of them raises the same error. A backend that
-    some rank cannot set up is done without on all.
+    A rank's options decide which exchanges, measurements and collectives symmplan makes on it. So
+    before any of these the ranks of a program compare their options and memory backends. If they
+    differ, every rank raises the same error. If a rank cannot set up the backend, all ranks do
+    without it.
 
-    Each integration agrees when its program first plans for a group, as often on all ranks: not
-    when options are new to a process, which those of one rank may be and those of its peers not.
+    Each integration compares options when its program first plans for a group, which happens
+    equally often on all ranks. It does not ask whether the options are new to the process, because
+    they may be new on one rank alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A captured program and its plan -> one list of instructions.
 
 An instruction says what happens: bytes are copied into a placement, ranks meet, an op is launched,
-a result is copied out. Whoever runs the program decides when: a compiled graph has the instructions
-as nodes, an eager session runs those of a call when the program makes it.
+a result is copied out. The integration decides when that is: a compiled graph has the instructions
+as nodes, an eager session runs those of a call when the program makes the call.
 
-What a call does between them is in `symmplan.runtime.lower`.
+`symmplan.runtime.lower` says what a launched call does.
 """
 
 from __future__ import annotations

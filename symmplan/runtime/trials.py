@@ -1,22 +1,22 @@
-"""Collectives timed by every algorithm there is, by all ranks alike, once in a process.
+"""Times collectives by each of their algorithms, on all ranks alike, once in a process.
 
 [Note: who measures]
-    All ranks of a group must measure the same, or nobody. So what decides it, and under what the
-    result is found again, is the same on all of them: the collective, its sizes, its process group
-    and whether any products run beside it. How many do depends on the rest of the program, and so
-    on a batch that may be smaller on one rank: the first program with a case decides for later
-    ones, and of several such collectives in it that with most products.
+    All ranks of a group must measure the same cases. So a case is found again by facts that are the
+    same on all of them: the collective, its sizes, its process group, and whether any products run
+    beside it. The number of products is not among these facts. It depends on the rest of the
+    program, and so on a batch that may be smaller on one rank. The first program with a case
+    decides for later ones; if it has several such collectives, the one with most products does.
 
-    A process group is known by itself and not by its name: another one may have had that before,
-    and other ranks.
+    A process group is known by the object and not by its name, because an earlier group with other
+    ranks may have had that name.
 
 [Note: how much memory measuring takes]
-    At most `BEYOND` bytes, those of the clock and of both copies of what is measured together. A
-    collective that is too large for that is measured on a part, of which the ratio of its
-    algorithms hardly depends on the size any more, and the seconds are scaled. Where a rank has
-    fewer bytes to spare the parts are smaller on all; where those would say nothing, nothing is
-    measured, and the rules of `symmplan.runtime.tuning_table` choose. All of it is given back, also
-    to the driver, before anything is planned.
+    Measuring takes at most `BEYOND` bytes, including those of the clock and both copies of the
+    tensors. A larger collective is measured on a part, and the seconds are scaled: at such sizes
+    the ratio of its algorithms hardly depends on the size any more. If a rank has fewer bytes to
+    spare, the parts are smaller on all ranks. If they would be too small to tell anything, nothing
+    is measured, and the rules of `symmplan.runtime.tuning_table` choose. All of it is given back,
+    also to the driver, before anything is planned.
 """
 
 from __future__ import annotations

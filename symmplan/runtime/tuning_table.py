@@ -1,10 +1,10 @@
 """Algorithms that were measured elsewhere, in a file; and the rules for what was measured nowhere.
 
 [Note: rules]
-    What is planned without a measurement and without a row that fits follows these. In shared
-    memory everything is symmetric. In a device's memory, what is smaller than 1 MiB is ordinary;
-    gathers run on copy engines where the memory backend has them, else they are ordinary;
-    FSDP2's reduce-scatters are pushes; all else is ordinary.
+    These rules apply to collectives that were not measured and that no row of a table fits. In
+    shared memory every collective is symmetric. In a device's memory a collective of less than 1
+    MiB is ordinary; a larger gather runs on copy engines if the memory backend has them; a larger
+    reduce-scatter of FSDP2 is a push; all others are ordinary.
 """
 
 from __future__ import annotations

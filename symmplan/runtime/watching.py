@@ -3,17 +3,18 @@
 [Note: what is seen]
     A dispatch mode sees all ops: those of the program, the copies that symmplan makes, and what a
     declared op does inside, since the mode stays active for the ops that a custom op calls, and a
-    peer's bytes are tensors like others. An op of ATen reads and writes what its schema says; of
-    an op that calls no other (it may work on bare memory) the same is assumed, at its end.
-    One-sided collectives of symmplan's own report what they do, see `symmplan.memory.kernels`.
+    peer's bytes are tensors like others. An op of ATen reads and writes what its schema says. An op
+    that calls no other op may work on bare memory; it is assumed to do what its schema says, at its
+    end. symmplan's one-sided collectives report their accesses themselves, see
+    `symmplan.memory.kernels`.
 
     A process group's collective reads its own rank's inputs and writes its outputs between its
     start and its wait. Ranks that it makes wait for each other have met then: a rank's wait comes
-    after the start of all its peers, or for a broadcast after that of the root. Which those are is
-    waited for here, too, and the other ranks, for which a process group may wait as well: a peer
-    that found a race never starts, and nobody shall wait for it.
+    after the start of all its peers, or for a broadcast after the start of the root. Before a rank
+    waits for the collective, the detector waits until all ranks have started it: a peer that found
+    a race never starts, and the other ranks must not wait for it in vain.
 
-    Code that Inductor makes does not call ops. So compiled graphs that are watched run op by op.
+    Code that Inductor generates does not call ops. So a watched graph runs op by op.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a program holds in ordinary memory, counted by storages of fake tensors.
+"""Counts a program's ordinary memory by the storages of fake tensors.
 
 [Note: kinds are found later]
-    When a storage is made nobody knows what it will be: a gradient is a result like any other until
-    a parameter has it, and whether a buffer lies in a placement is decided by a plan that comes
-    later. So each storage is written down with its size as it was made, resized and dropped, and
-    sorted when the program has ended.
+    The kind of a storage is not known when it is made: a gradient is a result like any other until
+    it is assigned to a parameter, and a later plan decides which buffers lie in placements. So each
+    storage is noted with its size when it is made, resized and dropped. The storages are assigned
+    to kinds when the program has ended.
 """
 
 from __future__ import annotations

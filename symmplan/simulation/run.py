@@ -1,4 +1,4 @@
-"""`symmplan.simulate`: a program of many ranks, planned in one process without any of them."""
+"""`symmplan.simulate`: plans for one rank of a program of many ranks, in one process."""
 
 from __future__ import annotations
 

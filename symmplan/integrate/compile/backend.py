@@ -1,9 +1,9 @@
 """`torch.compile(model, backend="symmplan")`: compiled graphs in planned symmetric memory.
 
-For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Each is
-captured, planned and rewritten when it is compiled, both in one set of segments. Nothing is
-allocated before the program first runs: then the ranks agree on the plan and rendezvous once.
-All graphs of a backend take turns in the same segments.
+For each graph that Dynamo hands over, AOTAutograd makes a forward and a backward. Both are
+captured, planned and rewritten when they are compiled, and share one set of segments. Nothing is
+allocated before the program first runs. Then the ranks agree on the plan and rendezvous once. All
+graphs of a backend take turns in the same segments.
 """
 
 from __future__ import annotations

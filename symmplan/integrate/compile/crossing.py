@@ -2,26 +2,26 @@
 
 [Note: crossing tensors]
     A forward that saves a tensor which lies in a placement returns the placement itself, and the
-    backward reads it there. The plan keeps the bytes for it until the backward's last reader, as
-    long as a backward follows its forward. A program may do otherwise: run the forward twice, keep
-    the graph of a backward, run another graph in between. So whoever is about to write bytes that
-    somebody still holds *evacuates* them first: the tensors that the forward returned are given
-    copies, in place (autograd keeps the very tensors that it was given, and sees no new version).
+    backward reads it there. The plan reserves the bytes for it until the backward's last reader, on
+    the assumption that each backward follows its forward. A program may also run the forward twice,
+    keep the graph of a backward, or run another graph in between. So a graph *evacuates* bytes that
+    are still held before it writes them: the tensors that the forward returned get copies as their
+    storage. Autograd keeps the same tensor objects and sees no new version.
 
-    That is decided by each rank alone, because it changes no offset and no order between ranks. A
-    peer overwrites our bytes only behind a meeting of all ranks in the graph that it runs, which
-    this rank enters after it has evacuated: an op that handshakes is one, and for others there is a
-    barrier at the entry of each graph (see `Shared.enter`).
+    Each rank decides alone whether to evacuate, because this changes no offset and no order between
+    ranks. A peer overwrites this rank's bytes only after all ranks have met in the graph that it
+    runs, and this rank enters that meeting after it has evacuated. An op that handshakes is such a
+    meeting; otherwise there is a barrier at the entry of the graph (see `Shared.enter`).
 
-    A backward takes what was saved as an input. Whether that lies in its placement makes no
-    difference to ordinary readers; for an op that needs it there, it is copied back on entry, and
-    for a CUDA graph, which would be recorded again for every new address.
+    A backward takes the saved tensors as inputs. Ordinary readers do not care whether these lie in
+    their placements. They are copied back on entry for an op that needs them there, and for a CUDA
+    graph, which would otherwise be recorded again for every new address.
 
 [Note: who still holds them]
-    Each crossing buffer is handed out as a storage of its own, and somebody holds it while that
-    storage has more references than it began with. Hooks on saved tensors (checkpointing,
-    offloading) take other tensors on the same storage, which nobody could move: where such hooks
-    are active, copies are handed out.
+    Each crossing buffer is handed out as a storage of its own. It is held while that storage has
+    more references than it began with. Hooks on saved tensors (checkpointing, offloading) create
+    other tensors on the same storage, and these cannot be moved. While such hooks are active,
+    copies are handed out.
 """
 
 from __future__ import annotations

@@ -7,27 +7,26 @@
     can be allocated when the program first runs.
 
 [Note: fences]
-    Inductor computes late what it can: a reader of a placement may still be pending when an op
-    that overwrites the bytes is lowered, and for ops that are not its own it looks for pending
-    readers only after it has queued the op. A fence makes it compute them first. So there is one
-    before every operation that writes; it costs nothing when the program runs.
+    Inductor computes late what it can: a reader of a placement may still be pending when an op that
+    overwrites the bytes is lowered, and for ops that are not its own it looks for pending readers
+    only after it has queued the op. A fence makes it compute them first. Every operation that
+    writes a placement has one before it. A fence costs nothing when the program runs.
 
     A segment that holds several dtypes is several inputs, one for each dtype, because Inductor has
-    no free view that changes the element size; storages of their own are more inputs, and so is
-    what a forward left in a placement for its backward. Inductor cannot know that they overlap. So
-    where bytes pass from one input to another, the fence covers both, and stays in the schedule as
-    a node that does nothing, to keep what was before it before it.
+    no free view that changes the element size; storages of their own and the tensors that a forward
+    left in placements for its backward are further inputs. Inductor cannot know that these inputs
+    overlap. So where bytes pass from one input to another, the fence covers both inputs. It stays
+    in the schedule as a node that does nothing, so that earlier operations stay before it.
 
-    Nor can it know that an asynchronous collective still reads its input until its wait, because
-    the wait is given only what the collective writes. So where the bytes of an input that was read
-    asynchronously are written again, the fence covers what was waited for, too.
+    Inductor cannot know either that an asynchronous collective reads its input until its wait,
+    because the wait is given only the result. So where such an input's bytes are written again, the
+    fence also covers the result that was waited for.
 
 [Note: storages of their own]
     c10d's ``wait_tensor`` waits for all work that was registered on a tensor's *storage*. If all
-    placements shared the segment's, to wait for one collective would be to wait for all of them.
-    So what asynchronous collectives write is reached through inputs of their own, one for each
-    offset, whose storage begins there. Work that is under way at the same time never shares an
-    offset.
+    placements shared the segment's storage, a wait for one collective would wait for all of them.
+    So the results of asynchronous collectives are further inputs, one for each offset, whose
+    storage begins there. Work that is under way at the same time never shares an offset.
 """
 
 from __future__ import annotations

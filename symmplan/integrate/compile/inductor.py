@@ -2,11 +2,11 @@
 
 [Note: passes first, plan second]
     Inductor's graph passes assume a functional graph: they drop copies, move reads and merge
-    collectives. A plan made before them would be stale after them, and a graph that follows a plan
-    would be broken by them. So all of them run first (bucketing and users' own passes included);
-    then the graph is captured, planned and rewritten; and then it is compiled with those passes
-    off. What is left, Inductor's scheduler and its buffer reuse, keeps the order of all accesses
-    to a segment, because it is one tensor that everybody mutates (see [Note: segments are inputs]).
+    collectives. They would make an earlier plan stale, and would break a graph that follows a plan.
+    So all of them run first, bucketing and users' own passes included. Then the graph is captured,
+    planned and rewritten, and compiled with those passes off. Inductor's scheduler and its buffer
+    reuse remain. They keep the order of all accesses to a segment, because a segment is one tensor
+    that the graph mutates (see [Note: segments are inputs]).
 """
 
 from __future__ import annotations

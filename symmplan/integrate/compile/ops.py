@@ -1,10 +1,11 @@
 """Ops that compiled graphs call, and forms of torch's own ops that can be traced.
 
-Inductor takes no op that returns a tensor it was given, and functionalization none that returns the
-tensor it wrote. So such ops get forms that return nothing: ATen's ``out`` overloads, so that a
-matrix product can write its placement without a copy, and ops of ``torch.ops.symm_mem``. Wherever a
-program is traced, one of the latter becomes that form, which stands for it in the registry, and the
-tensor that it wrote. Eager programs run the op itself.
+Inductor does not accept an op that returns one of its arguments, and functionalization does not
+accept an op that returns the tensor it wrote. So such ops get forms that return nothing: ATen's
+``out`` overloads, through which a matrix product writes its placement without a copy, and ops of
+``torch.ops.symm_mem``. When a program is traced, an op of ``symm_mem`` is replaced by its form and
+the tensor that it wrote; the registry knows the form by the op's declaration. Eager programs run
+the op itself.
 """
 
 from __future__ import annotations

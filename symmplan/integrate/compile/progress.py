@@ -1,38 +1,38 @@
 """How far each rank is: who plans a new graph while its peers run an old one.
 
 [Note: a rank that plans alone]
-    A rank may be given a smaller batch than its peers, and compile for it alone. If its new plan
-    shows its peers what one has shown that was agreed before, it runs with that and nobody has to
-    know. If not, this rank waits for peers that do not plan, and they wait for it in a collective.
+    A rank may get a smaller batch than its peers and compile for it alone. If its new plan looks to
+    its peers like one that was agreed before, the rank runs with it, and the peers need not know.
+    Otherwise this rank waits for peers that do not plan, and they wait for it in a collective.
 
-    So each rank says, in words that peers see (see `symmplan.memory.segment.Rendezvous.tell`), how
-    many runs of planned graphs it has begun, and for which run it last planned; for each process
-    group. Ranks run the same program, so their counts are equal at the
-    same place in it. Who has begun the run that a peer plans for, without having planned for it,
-    runs an old graph in its place. Both sides look: who plans while it waits for the others, who
-    runs when a run begins and while it waits in a barrier.
+    So each rank publishes two counts for each process group, in words that peers can read (see
+    `symmplan.memory.segment.Rendezvous.tell`): how many runs of planned graphs it has begun, and
+    for which run it last planned. Ranks run the same program, so their counts are equal at the same
+    place in it. A rank that has begun the run for which a peer plans, and has not planned for it,
+    is running an old graph in its place. Both sides look at the counts: the planning rank while it
+    waits for the others, the running rank when a run begins and while it waits in a barrier.
 
-    A graph may be planned over several groups. Who plans announces it in all of them before it says
-    so in any: who is told in one group counts alike in the others, too.
+    A graph may be planned over several groups. A rank announces its planning in all of them before
+    it says so in any: a peer that is told in one group counts alike in the others, too.
 
-    An exchange in which ranks wait for all to plan takes no number of the group's. It is named
-    after the run that is planned for, so one that a rank makes alone leaves the group as good as
-    before.
+    The exchange in which ranks wait for all to plan does not use up one of the group's sequence
+    numbers. It is named after the run that is planned for. So an exchange that one rank makes alone
+    does no harm to the group.
 
 [Note: epoch counters]
-    Where ranks share their segments' control words (CPU ranks of one host) the words lie beside the
-    counters of its barriers, and who waits there looks. On devices a rank's host waits in CUDA, if
-    at all, and its words need a place of their own: the epoch counters, a small piece of shared
-    memory of the host. Ranks look there when a run begins, before anything is launched, and while
-    they wait for an agreement. Groups of several hosts have none: to look at their store in each
-    run would cost them a round trip.
+    CPU ranks of one host share their segments' control words. There these counts lie beside the
+    counters of the barriers, and a rank that waits in a barrier looks at them. On devices the host
+    waits in CUDA, if at all, so the counts have a place of their own: the epoch counters, a small
+    piece of the host's shared memory. Ranks look there when a run begins, before anything is
+    launched, and while they wait for an agreement. Groups of several hosts have none, because a
+    look at their store in each run would cost a round trip.
 
     Backends that are tenants of one segment (see [Note: tenants] in `symmplan.runtime.tenants`)
     count apart, so only the first to come speaks there.
 
-    Where all collectives of a group were measured to be faster in ordinary memory there are no
-    segments either, and who runs such a graph waits in the process group, if at all. So that who
-    plans alone meanwhile hears of it before its patience is over, they get epoch counters as well.
+    If all collectives of a group were measured to be faster in ordinary memory, there are no
+    segments either, and a rank that runs such a graph waits in the process group, if at all. These
+    groups get epoch counters, too, so that a rank that plans alone hears of it before its timeout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fake values of nodes after passes have changed a graph.
 
-Capture follows aliases by the fake tensors' storages, so each node needs the value that it has
-now. Passes change few nodes, and to run the whole graph again would cost as much as the rest of
-what symmplan does to it. So what every node was is noted before the passes, and afterwards only
-those are run whose op, arguments or inputs' values are no longer the same.
+Capture follows aliases by the storages of fake tensors, so each node needs an up-to-date value.
+Passes change few nodes, and running the whole graph again would double the time that symmplan takes
+for it. So the nodes are noted before the passes. Afterwards only those nodes are run whose op,
+arguments or input values have changed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The schedule of a placed recording.
 
 [Note: barriers of an eager program]
-    The plan may want a barrier before an op that is not declared, and those are not seen any more.
-    What it protects from is a peer's access, which only a declared op can have made, so the
-    barrier moves up to the end of the declared op before it. Before the first, it moves to the end
-    of the iteration: the program repeats.
+    A plan may have a barrier before an op that is not declared, but a session does not see such ops
+    in later iterations. A barrier protects from a peer's access, and only declared ops access
+    peers' bytes. So the barrier moves up to the end of the preceding declared op. If there is none,
+    it moves to the end of the iteration, because the program repeats.
 """
 
 from __future__ import annotations

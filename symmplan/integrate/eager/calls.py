@@ -1,8 +1,8 @@
-"""What the planned calls of a frozen session do, decided once, when each comes first.
+"""The planned calls of a frozen session: each is decided once, when it first comes.
 
-What a placed call does is told by `symmplan.runtime.lower`. A compiled graph has it as nodes; here
-it becomes a Python function of what the program gives. Views, addresses, groups, and where the
-arguments are, that knows by then.
+`symmplan.runtime.lower` says what a placed call does. A compiled graph has that as nodes. A session
+writes it as a Python function of the call's arguments, in which views, addresses and groups are
+already filled in.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One rank of an eager session fails: what its peers hear of it, and when.
+"""How peers hear that one rank of an eager session has failed.
 
 [Note: one rank diverges]
-    Who finds that the program makes another call than planned rings the alarm of the group, breaks
-    the arena, and raises. Peers that wait in the arena notice that it is broken, read the alarm and
-    raise the same error, which names rank, op and buffer; those that wait in an exchange, as at the
-    end of the session, find it there. Nobody looks for a peer that waits elsewhere: in a collective
-    of a process group, on the host or on a device, the group's own timeout ends the wait, as it
-    does without a session.
+    A rank whose program makes another call than planned posts an alarm to the group, breaks the
+    arena, and raises. Peers that wait in the arena notice that it is broken, read the alarm and
+    raise the same error, which names rank, op and buffer. Peers that wait in an exchange, as at the
+    end of the session, find the alarm there. A peer that waits in a collective of a process group,
+    on the host or on a device, is not told: the group's own timeout ends its wait, as it does
+    without a session.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What a frozen session expects next.
 
 [Note: when bytes may be overwritten]
-    Every placement that the program gets to see is leased as a storage of its own on the segment's
-    bytes. Before an event writes a placement, nobody may hold any of its bytes. So a tensor that
-    is held longer than planned is found before a byte of it changes, at the price of a few
-    reference counts.
+    Every placement that the program gets is leased as a storage of its own on the segment's bytes.
+    Before an event writes a placement, the session checks that no tensor of the program still holds
+    any of its bytes. So a tensor that is held longer than planned is found before a byte of it
+    changes. The check costs a few look-ups of reference counts.
 """
 
 from __future__ import annotations

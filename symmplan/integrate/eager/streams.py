@@ -2,8 +2,8 @@
 
 [Note: streams have no names]
     A program may take new streams from CUDA's pool in every iteration. So a recorded stream is a
-    role: the first declared call that should run on it tells which stream plays it in this
-    iteration, and later calls of the same role must run there, those of others elsewhere.
+    role. The first declared call of a role says which stream plays it in this iteration. Later
+    calls of the same role must run on that stream, and calls of other roles on other streams.
 """
 
 from __future__ import annotations

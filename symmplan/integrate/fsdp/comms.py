@@ -1,8 +1,8 @@
-"""What FSDP2 is given: one all-gather and one reduce-scatter object for each of its modules.
+"""The objects that FSDP2 calls: one all-gather and one reduce-scatter for each of its modules.
 
-FSDP2 asks such an object for a buffer (`allocate`), fills it, and calls the object. A
-reduce-scatter's object is asked twice, for its input and for its output. FSDP2's own objects, which
-were there before, make ordinary memory and run the collectives of the process group.
+FSDP2 asks such an object for a buffer (`allocate`), fills it, and calls the object. It asks a
+reduce-scatter's object twice, for the input and for the output. FSDP2's default objects allocate
+ordinary memory and run the collectives of the process group.
 """
 
 from __future__ import annotations

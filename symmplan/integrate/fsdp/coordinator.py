@@ -1,4 +1,4 @@
-"""What a parameter group asks of whoever serves all groups of its model."""
+"""The interface through which a parameter group reaches the object that serves its whole model."""
 
 from __future__ import annotations
 

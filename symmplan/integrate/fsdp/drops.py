@@ -1,9 +1,9 @@
-"""Until when buffers are held, on whatever rank holds them longest.
+"""How long buffers are held, on the rank that holds them longest.
 
 [Note: the latest drop counts]
-    Ranks run the same collectives in the same order, but when a buffer's last reference goes may
-    differ: a thread or a cycle of references may hold it a little longer on one of them. The plan
-    must not depend on that, so a buffer counts as live until its latest drop on any rank.
+    Ranks run the same collectives in the same order, but the last reference to a buffer may go at
+    different moments: a thread or a cycle of references may hold it a little longer on one rank.
+    The plan must not depend on that, so a buffer counts as live until its latest drop on any rank.
 """
 
 from __future__ import annotations

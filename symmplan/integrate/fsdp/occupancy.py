@@ -1,8 +1,8 @@
-"""Which modules have bytes for their unsharded parameters, by FSDP2's calls.
+"""Which modules have bytes for their unsharded parameters, according to FSDP2's calls.
 
-Ranks make the same calls, so what is said here is the same on all of them: whether a gather that
-FSDP2 asks for ahead of time begins may depend on it. What a rank's own memory holds is another
-matter; see [Note: somebody is in the bytes] in `zero_copy`.
+All ranks make the same calls and so come to the same answer. Therefore it may decide whether a
+prefetch begins. The bytes that are really held on one rank may differ; see [Note: somebody is in
+the bytes] in `zero_copy`.
 """
 
 from __future__ import annotations

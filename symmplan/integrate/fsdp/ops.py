@@ -1,7 +1,7 @@
 """How FSDP2's collectives run on symmetric bytes: by the rows of `symmplan.runtime.algorithms`.
 
-A row that runs an op of symmplan's gets that op. The process group's own collectives are FSDP2's,
-which makes them as it likes; copy engines run them over communicators of their own.
+A row that names an op of symmplan's runs that op. Otherwise FSDP2 makes the process group's
+collective itself. Copy engines run it over communicators of their own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Serves FSDP2's collectives: records the first step, freezes a plan, follows it.
 
 [Note: when the plan is frozen]
-    FSDP2 says nothing of steps, and all ranks must freeze at the same moment. So that moment is
-    read from the sequence of collectives: the first one outside a backward pass that follows a
-    backward pass in which gradients were reduced. A program that reduces no gradients is frozen
-    after `PATIENCE` collectives for each FSDP module, when one outside a backward pass comes again.
-    Such moments divide later steps, too: at one of them, a program that has used collectives that
-    the plan does not know is planned again.
+    FSDP2 does not say where a step ends, and all ranks must freeze at the same moment. So the
+    moment comes from the sequence of collectives: it is the first collective outside a backward
+    pass after a backward pass that reduced gradients. A program that reduces no gradients is frozen
+    after `PATIENCE` collectives for each FSDP module, at the next collective outside a backward
+    pass. The same rule divides later steps. If a step has used collectives that the plan does not
+    know, the program is planned again at such a moment.
 """
 
 from __future__ import annotations

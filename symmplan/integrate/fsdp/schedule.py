@@ -1,10 +1,10 @@
 """A plan as a list of collectives to be followed step after step.
 
 [Note: one answer on all ranks]
-    Where a collective's bytes lie must be the same on all ranks, so it may depend on nothing but
-    what all ranks share: the sequence of FSDP2's collectives itself. `Schedule.follow` is a
-    function of that sequence alone. It does not look at whether the bytes are free on this rank;
-    where they are not, this rank alone makes room (see `symmplan.integrate.fsdp.memory`).
+    A collective's bytes must lie at the same place on all ranks. So the place may depend only on
+    what all ranks share, which is the sequence of FSDP2's collectives. `Schedule.follow` is a
+    function of that sequence alone. It does not look at whether the bytes are free on this rank. If
+    they are not, this rank alone makes room (see `symmplan.integrate.fsdp.memory`).
 """
 
 from __future__ import annotations

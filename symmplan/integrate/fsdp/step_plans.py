@@ -1,4 +1,4 @@
-"""Plans of recorded steps, before they have memory: what they are made of, and what they hold."""
+"""Plans of recorded steps, before they have memory: their problems and their contents."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
 """Unsharded parameters that live in their placements: nothing is copied in or out.
 
 FSDP2 casts shards into a flat tensor, copies that into the all-gather's input, gathers rank after
-rank, and copies the result out into parameters. Here a parameter's whole placement is its storage:
-shards are cast straight into this rank's parts of it, and one coalesced gather fills the rest.
+rank, and copies the result out into parameters. Here a parameter's placement is its storage: shards
+are cast straight into this rank's parts of it, and one coalesced gather fills the rest.
 
 [Note: the seam]
-    FSDP2's public hooks hand out flat buffers; no torch up to 2.15 lets a custom all-gather choose
-    how parameters lie, which is proposed upstream (pytorch/pytorch#188276). So methods of its
-    parameter groups are replaced, as attributes of the objects: ``unshard``, ``wait_for_unshard``
-    and ``_to_sharded`` of a group, ``free_unsharded_param`` of its parameters. Where any of what
-    they use is missing, a group does what they do not (see `layout_of`), or somebody has replaced
-    them on the class, the class's methods run and gathers are flat.
+    FSDP2's public hooks hand out flat buffers; up to torch 2.15 a custom all-gather cannot choose
+    how parameters lie. An upstream proposal (pytorch/pytorch#188276) would allow it. So symmplan
+    replaces methods of FSDP2's parameter groups, as attributes of the objects: ``unshard``,
+    ``wait_for_unshard`` and ``_to_sharded`` of a group, ``free_unsharded_param`` of its parameters.
+    The class's own methods run, and gathers are flat, if this torch lacks a name that the
+    replacements use, if a group needs something that they do not do (see `layout_of`), or if other
+    code has replaced the methods on the class.
 
 [Note: one address]
     Autograd saves views of an unsharded parameter in forward and reads them in backward, after it
@@ -20,12 +21,13 @@ shards are cast straight into this rank's parts of it, and one coalesced gather 
 [Note: somebody is in the bytes]
     Which gathers run, in what order and into which bytes, follows from FSDP2's calls and the plan,
     which are the same on all ranks. A program that keeps more modules unsharded than it did while
-    it was recorded may find a gather's bytes in use. If FSDP2 asks for it ahead of time, it waits
-    until FSDP2 needs it, on all ranks: by FSDP2's calls alone (`Occupancy.crowded`). If it is
-    needed, it runs. This rank alone copies aside who is there: parameters that no graph has views
-    of go to memory of their own, what only a later backward pass reads is put back before that. If
-    somebody must stay, what is gathered goes to memory of its own at once. Only where the graphs of
-    two modules that are in use have views of the same bytes the program cannot go on.
+    it was recorded may find a gather's bytes in use. If FSDP2 asks for that gather ahead of time,
+    it waits on all ranks until FSDP2 needs it; this follows from FSDP2's calls alone
+    (`Occupancy.crowded`). A gather that is needed now runs. The rank whose bytes are in use then
+    copies the parameters that lie there aside: those that no graph has views of move to memory of
+    their own, and those that only a later backward pass reads are put back before that pass. If
+    they cannot move, the gathered parameters move to memory of their own at once. The program
+    cannot go on only if two modules in use have graphs with views of the same bytes.
 """
 
 from __future__ import annotations
