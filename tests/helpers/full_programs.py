@@ -36,7 +36,7 @@ _SEAMS = (
 )
 
 #: What a program without symmplan allocates as well, and as much.
-_ITS_OWN = {"integrate/moe/dispatcher.py:exchange"}
+_ITS_OWN = {"integrate/moe/dispatcher.py:start"}
 
 
 class Full:

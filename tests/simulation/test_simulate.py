@@ -207,7 +207,7 @@ def test_experts_without_values_get_the_worst_case():
     report = symmplan.simulate(train, ranks=16, memory="shm")
     experts, fsdp = report.plans
     rows = int(1.25 * 512 * 2)
-    assert experts.peak_bytes == 2 * rows * 256 * 2  # two slots of bfloat16
+    assert rows * 256 * 2 <= experts.peak_bytes < 1.01 * rows * 256 * 2  # in bfloat16, and signals
     assert report.peak_bytes == experts.peak_bytes + fsdp.peak_bytes
     assert {c.ranks for c in report.collectives} == {2, 8, 16}
     gathers = [b for b in fsdp.problem.buffers if "forward" in b.name]

@@ -35,11 +35,14 @@ def expert_parallel(
         max_tokens: Rows that a rank gets in one call at most, equal on all ranks: with a capacity
             factor, ``int(factor * rows_that_a_rank_sends)``. If a call has more, on any rank, all
             ranks plan again for more, a warning of the logger ``symmplan`` says so, and
-            ``stats.replans`` counts it.
-        choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``; ``"push"``, and all
-            other names of algorithms: copied into the peers' memory; ``"measure"``: whichever is
-            faster at the worst case, on all ranks alike; ``"auto"``: measured on devices, else
-            pushed.
+            ``stats.replans`` counts it. With ``routes(..., rows=...)``, of which the host knows
+            nothing, it is an error.
+        choose: How rows move. ``"ordinary"``: by torch's ``all_to_all_single``; ``"symmetric"``: by
+            kernels that write into the peers' memory, on devices where there is Triton; ``"push"``,
+            and all other names of algorithms, and ``"symmetric"`` without such kernels: copied into
+            the peers' memory; ``"measure"``: whichever is fastest at the worst case, on all ranks
+            alike, but by kernels where the host does not know the routes; ``"auto"``: measured on
+            devices, else ``"symmetric"``.
         device: Where rows lie; the current CUDA device if the group has NCCL, else the CPU.
         timeout: Seconds that ranks wait for each other before they raise.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
+from expert_programs import here, late
 from ranks import RankPool
 
 import symmplan
@@ -44,23 +44,14 @@ def _layer(experts, rows, counts, rank):
     return routes, inside, experts.combine(inside * (rank + 1), routes)
 
 
-def _late(dice, device):
-    """Be late, on the host or on the device."""
-    seconds = dice.choice([0, 0, 0.002, 0.01])
-    if device.type == "cuda":
-        torch.cuda._sleep(int(seconds * 1.8e9))
-    else:
-        time.sleep(seconds)
-
-
 def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
     """Layers of random widths and types with random routes; each value is known beforehand."""
     import torch.distributed as dist
 
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    device = here(kind)
     replans = []
     for seed in seeds:
-        dice, late = random.Random(seed), random.Random(7 * seed + rank)
+        dice, slow = random.Random(seed), random.Random(7 * seed + rank)
         bound = dice.choice([1, 5, 40])
         with symmplan.expert_parallel(max_tokens=bound, choose=choose, timeout=30.0) as experts:
             for iteration in range(dice.randint(2, 5)):
@@ -77,7 +68,7 @@ def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
                         for row in table
                     ]
                     rows = all_rows[rank].clone().requires_grad_()
-                    _late(late, device)
+                    late(slow, device)
                     counts = table[rank] if number else torch.tensor(table[rank])
                     routes, inside, outside = _layer(experts, rows, counts, rank)
                     assert [list(row) for row in routes.table] == table
@@ -93,7 +84,7 @@ def random_calls(rank, world_size, seeds, choose="auto", kind="cpu"):
                     outputs.append(outside)
                     inputs.append(rows)
                     expected.append((all_rows[rank], factors))
-                _late(late, device)
+                late(slow, device)
                 weights = [(o.detach() * 0 + i + 2) for i, o in enumerate(outputs)]
                 sum((o * w).sum() for o, w in zip(outputs, weights, strict=True)).backward()
                 for out, rows, weight, (given, factors) in zip(
@@ -156,7 +147,7 @@ def test_overflow_on_one_rank_is_planned_again_by_all(pool):
         assert len(told) == 1
         assert f"a rank gets {9 * size} rows" in told[0]
         assert (served, rendezvous, users) == (10, 2, ("expert parallel",))
-        assert nbytes >= 2 * most * 24
+        assert most * 24 <= nbytes < 2 * most * 24  # one slot, and signals
 
 
 def _faults(rank, world_size):

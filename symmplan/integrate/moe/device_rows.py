@@ -1,0 +1,208 @@
+"""Rows that kernels write straight into peers' memory, and counts that the host never sees.
+
+The kernels run on CUDA devices; where Triton interprets (``TRITON_INTERPRET=1``), in shared memory.
+See [Note: signals] in `symmplan.integrate.moe.rows_kernel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symmplan.errors import PeerTimeoutError, RunError
+from symmplan.memory.kernels import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmplan.coordination.groups import Group
+    from symmplan.errors import SymmplanError
+    from symmplan.integrate.moe.routes import PaddedRoutes, Routes
+    from symmplan.memory.segment import Rendezvous
+    from symmplan.model import Placement
+
+__all__ = ["DeviceRows", "has_kernels", "signals_nbytes"]
+
+#: Programs of a kernel, on devices and where Triton interprets; equal on all ranks.
+_PROGRAMS = {"cuda": 32, "cpu": 2}
+#: Bytes that a program copies at a time, and its warps.
+_BLOCK, _WARPS = 32 * 1024, 16
+#: How often a waiting program looks in a second, about.
+_LOOKS = {"cuda": 1_000_000, "cpu": 10_000}
+#: Element types of a size that divides that of a row.
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether there is a Triton that runs kernels on ``device``."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return _kernels() is not None
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        from symmplan.integrate.moe import rows_kernel
+    except ImportError:
+        return None
+    return rows_kernel
+
+
+def signals_nbytes(ranks: int) -> int:
+    """Bytes of a rank's signals; see [Note: signals] in `symmplan.integrate.moe.rows_kernel`."""
+    return 8 * (3 * ranks + 2 * ranks * (ranks + 1))
+
+
+class DeviceRows:
+    """Exchanges over one group by kernels, one after the other.
+
+    Args:
+        meeting: How the ranks meet where rows and signals lie.
+        slot: Where rows come in.
+        signals: Where signals do; bytes that nobody else uses.
+        group: The ranks.
+        device: Where the rows lie.
+        timeout: Seconds that a kernel waits for a peer, about.
+
+    Collective: yes, to make one.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        slot: Placement,
+        signals: Placement,
+        group: Group,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        peers = meeting.peers
+        self._peers = peers  # whose memory stays mapped meanwhile
+        self._group, self._device = group, device
+        self._slot, self._signals = slot.offset, signals.offset
+        addresses = [peer.data_ptr() for peer in peers]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._state = torch.zeros(4, dtype=torch.int64, device=device)
+        # The host looks at it without waiting for the device.
+        self._told = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._limit = min(int(timeout * _LOOKS[device.type]), 2**31 - 1)
+        self._timeout = timeout
+        self._padded_size = 1 << (group.size - 1).bit_length()
+        peers[group.rank][signals.offset : signals.end].zero_()
+        meeting.barrier()
+
+    def table(self, counts: torch.Tensor, rows: int) -> torch.Tensor:
+        """The counts of all ranks: ``(ranks, ranks + 1)``; behind each rank's, the rows it has.
+
+        Args:
+            counts: How many rows this rank sends to each, 64 bits, on the device.
+            rows: How many it has.
+
+        Collective: yes.
+        """
+        size = self._group.size
+        made = torch.empty(size, size + 1, dtype=torch.int64, device=self._device)
+        with _on(self._device):
+            _kernels().exchange_counts[(1,)](
+                *(counts, made, self._addresses, self._state, self._told),
+                *(self._group.rank, size, rows, self._signals, self._limit),
+                RANKS=self._padded_size,
+                num_warps=4,
+            )
+        return made
+
+    def push(
+        self, result: torch.Tensor, rows: torch.Tensor, routes: Routes | PaddedRoutes, room: int
+    ) -> Callable[[], None]:
+        """Start an exchange on the current stream.
+
+        Args:
+            result: Where this rank's rows go; contiguous, as ``rows``.
+            rows: What it sends.
+            routes: Who sends how many to whom.
+            room: How many rows a rank may get.
+
+        Returns:
+            What ends it, on the stream that is current then, behind this one. Before the next one
+            starts, it must be called.
+
+        Collective: yes, and what is returned, too.
+        """
+        group = self._group
+        nbytes = math.prod(rows.shape[1:]) * rows.element_size()
+        kind = _word(nbytes, rows.data_ptr() | result.data_ptr())
+        width = nbytes // kind.itemsize
+        given, made = (as_bytes(x.detach()).view(kind) for x in (rows, result))
+        table = routes.on_device(self._device)
+        steps = (group.size + 1, 1) if routes.out else (1, group.size + 1)
+        where = (table, self._addresses, self._state, self._told, group.rank, group.size)
+        constants = {
+            "RANKS": self._padded_size,
+            "ALIGN": 2 if kind is torch.int64 and not width % 2 else 1,
+            "BLOCK": _BLOCK // kind.itemsize,
+            "PROGRAMS": _PROGRAMS[self._device.type],
+            "num_warps": _WARPS,
+        }
+        grid = (_PROGRAMS[self._device.type],)
+        there = (self._slot, self._signals, self._limit)
+        with _on(self._device):
+            _kernels().push_rows[grid](
+                given, made, *where, *steps, room, width, *there, **constants
+            )
+
+        def take() -> None:
+            with _on(self._device):
+                _kernels().take_rows[grid](
+                    made, *where, *steps, room, width, result.shape[0], *there, **constants
+                )
+
+        return take
+
+    def fault(self) -> SymmplanError | None:
+        """What kernels have found wrong so far; None if nothing. The host waits for nothing."""
+        code, value = self._told.tolist()
+        kernels = _kernels()
+        here = self._group.here
+        if code == kernels.FITS:
+            return None
+        if code == kernels.OVERFLOW:
+            return RunError(
+                f"a call outgrew its plan: a rank gets {value} rows",
+                expected="at most max_tokens rows, as counts were only known on the device",
+                got=f"{value} rows",
+                fix=f"pass max_tokens={value} or more, or leave rows= out",
+                **here,
+            )
+        if code == kernels.COUNTS:
+            return RunError(
+                f"the counts of rank {value} do not say how many of its rows go where",
+                expected="numbers of rows, none negative, no more together than there are",
+                got="others; what they were is only known on the device",
+                fix="pass how many rows go to each rank of the group",
+                **here,
+                ranks=(value,),
+            )
+        return PeerTimeoutError(
+            f"rank {value} did not come to an exchange of rows",
+            expected=f"all ranks within {self._timeout:g} s",
+            got=f"no signal of rank {value}",
+            fix="make the same calls on all ranks, or pass a longer timeout=",
+            **here,
+            missing=(value,),
+        )
+
+
+def _word(nbytes: int, addresses: int) -> torch.dtype:
+    """The widest type in which rows of so many bytes can be copied between these addresses."""
+    aligned = nbytes | addresses
+    return next(kind for size, kind in _WORDS if not aligned % size)
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

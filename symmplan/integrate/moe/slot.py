@@ -1,0 +1,290 @@
+"""The memory of `symmplan.expert_parallel`, and which algorithm moves rows through it.
+
+[Note: overflow]
+    What decides whether a call fits is the most that any rank gets, which stands in the routes.
+    So all ranks find alike, without another word, that it does not, and plan again for more. Where
+    only the device knows the routes, its kernels find that, write nothing, and stop for good; the
+    host of each rank raises when it next comes by. See [Note: faults] in
+    `symmplan.integrate.moe.rows_kernel`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from symmplan.coordination.all_gather import all_agree
+from symmplan.errors import BackendError
+from symmplan.integrate.moe.device_rows import DeviceRows, has_kernels, signals_nbytes
+from symmplan.integrate.moe.exchanges import RowPushes, plain
+from symmplan.integrate.moe.routes import PaddedRoutes, Routes
+from symmplan.memory.streams import synchronize
+from symmplan.model import Access, Buffer, Operation, Problem
+from symmplan.report.log import LOG
+from symmplan.runtime.choice import Choice
+from symmplan.runtime.clock import at_once
+from symmplan.runtime.prepare import Preparation, checked_plan
+from symmplan.runtime.trials import measure_there
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmplan.coordination.groups import Group
+    from symmplan.errors import SymmplanError
+    from symmplan.memory import Arena
+    from symmplan.model import AlgorithmName, Plan
+    from symmplan.runtime.options import Options
+
+__all__ = ["RowSlot"]
+
+_ROWS, _SIGNALS = "rows", "signals"
+#: How many rows the host lets kernels move where it has looked at the routes itself.
+_CHECKED = 2**31 - 1
+
+
+class RowSlot:
+    """Where the rows of one group come in.
+
+    Args:
+        group: The ranks.
+        device: Where their rows lie.
+        options: How they move.
+        rows: How many a rank may get in a call.
+
+    Attributes:
+        rows: The same, as last planned.
+        preparation: Its way to memory.
+        arena: The memory; None while there is none.
+        pushes: What copies rows there.
+        kernels: What runs the kernels; None where there are none.
+        choices: What was measured, for each size of a row.
+        counts: Rendezvous and plans, as `Stats` counts them.
+        fault: What kernels had found wrong in memory that was given back since.
+    """
+
+    def __init__(self, group: Group, device: torch.device, options: Options, rows: int) -> None:
+        self._group, self._device, self._options = group, device, options
+        self.rows = rows
+        self._row = 0  # bytes of the largest row so far
+        self.preparation = Preparation(options, "symmplan.expert_parallel", "expert parallel")
+        self.arena: Arena | None = None
+        self.pushes: RowPushes | None = None
+        self.kernels: DeviceRows | None = None
+        #: ``{bytes of a row and whether routes are padded: how such rows move}``.
+        self._algorithms: dict[tuple[int, bool], AlgorithmName] = {}
+        self.choices: list[Choice] = []
+        self.counts: Counter[str] = Counter()
+        self.fault: SymmplanError | None = None
+
+    def known(self, row: int) -> AlgorithmName:
+        """How rows of so many bytes move where that was decided, else ``"ordinary"``."""
+        found = (self._algorithms.get((row, padded)) for padded in (True, False))
+        return next(filter(None, found), "ordinary")
+
+    def algorithm(
+        self, rows: torch.Tensor, row: int, routes: Routes | PaddedRoutes
+    ) -> AlgorithmName:
+        """How a call moves its rows, of ``row`` bytes each; all ranks find the same.
+
+        Collective: yes, where there is no such call yet, or it needs more memory.
+        """
+        key = (row, isinstance(routes, PaddedRoutes))
+        algorithm = self._algorithms.get(key)
+        if algorithm == "ordinary" or not row:
+            return "ordinary"
+        if self.arena is None or routes.most * row > self._room(self.arena):
+            self._replan(key, routes.most)
+            algorithm = None if algorithm is None else self._algorithms.get(key)
+        if self.arena is None:
+            return "ordinary"
+        if algorithm is None:
+            algorithm = self._algorithms[key] = self._chosen(self.arena, rows, key)
+            if all(a == "ordinary" for a in self._algorithms.values()):
+                self.let_go()
+        return algorithm
+
+    def start(
+        self,
+        algorithm: AlgorithmName,
+        result: torch.Tensor,
+        rows: torch.Tensor,
+        routes: Routes | PaddedRoutes,
+        *,
+        apart: bool,
+    ) -> Callable[[], Any]:
+        """Start to move rows; what is returned ends that.
+
+        Args:
+            algorithm: How.
+            result: Where they go.
+            rows: What is sent.
+            routes: Who sends what to whom.
+            apart: Whether the end comes later.
+
+        Collective: yes, and what is returned, too.
+        """
+        if algorithm == "symmetric":
+            assert self.kernels is not None
+            room = routes.most if isinstance(routes, PaddedRoutes) else _CHECKED
+            return self.kernels.push(result, rows, routes, room)
+        if algorithm == "ordinary":
+            begin = plain(self._group.process_group, apart=apart)
+        else:
+            assert self.pushes is not None
+            begin = self.pushes.start
+        if isinstance(routes, Routes):
+            return begin(result, rows, routes)
+        known = routes.on_host()
+        there = sum(known.received)
+        take = begin(result[:there], rows[: sum(known.sent)], known)
+
+        def padded() -> None:
+            take()
+            result[there:].zero_()
+
+        return padded
+
+    def let_go(self) -> None:
+        """Give the memory back."""
+        arena, self.arena = self.arena, None
+        if arena is None:
+            return
+        synchronize(self._device)
+        if self.kernels is not None:
+            self.fault = self.fault or self.kernels.fault()
+        self.pushes = self.kernels = None
+        arena.give_back()
+
+    def _room(self, arena: Arena) -> int:
+        return arena.plan.placements[_ROWS].nbytes
+
+    def _replan(self, key: tuple[int, bool], most: int) -> None:
+        """Make room for this call. See [Note: overflow]. Collective: yes."""
+        refused = self.preparation.refusal is not None
+        if refused or self._options.chosen(self._device) == "ordinary":
+            self._algorithms[key] = "ordinary"
+            return
+        before = self.rows
+        if most > self.rows:
+            self.rows = 1 << (most - 1).bit_length()
+            LOG.warning(
+                "a call outgrew its plan: a rank gets %s rows, planned were up to %s; all ranks "
+                "plan again, for up to %s",
+                *(most, before, self.rows),
+            )
+        self._row = max(self._row, key[0])
+        if self.arena is not None:
+            self.let_go()
+            self.counts["replans"] += 1
+        self.arena = self._obtained(self.rows * self._row)
+        if self.arena is None:
+            self._algorithms = dict.fromkeys((*self._algorithms, key), "ordinary")
+
+    def _obtained(self, nbytes: int) -> Arena | None:
+        """So many bytes that all ranks can reach; None if some rank cannot have them.
+
+        Collective: yes.
+        """
+        group, preparation = self._group, self.preparation
+        groups = {group.name: group.process_group}
+        plan = _plan(nbytes, group, self._options.effort)
+        kernels = has_kernels(self._device)
+
+        def meet(arena: Arena) -> None:
+            slot, signals = (arena.plan.placements[name] for name in (_ROWS, _SIGNALS))
+            meeting = arena.segments[slot.segment].meeting(group.name)
+            try:
+                meeting.peers  # noqa: B018
+            except BackendError as error:
+                raise BackendError(
+                    error.what,
+                    fix="put the ranks that share experts on one host, with devices that reach "
+                    "each other",
+                    **group.here,
+                ) from error
+            self.pushes = RowPushes(meeting, slot, group)
+            if kernels:
+                timeout = self._options.timeout
+                self.kernels = DeviceRows(meeting, slot, signals, group, self._device, timeout)
+
+        def make() -> tuple[Arena, int] | None:
+            if preparation.refusal is not None:
+                return None
+            return preparation.obtain(plan, self._device, groups, meet)
+
+        if kernels and preparation.refusal is None:
+            kernels = all_agree("kernels", kernels, groups, self._options.timeout)
+        made = preparation.attempt(make, groups, lambda made: made[0].give_back())
+        if made is None:
+            self.pushes = self.kernels = None
+            return None
+        preparation.log(plan)
+        self.counts["rendezvous"] += made[1]
+        return made[0]
+
+    def _chosen(self, arena: Arena, rows: torch.Tensor, key: tuple[int, bool]) -> AlgorithmName:
+        """How rows of that size move. Collective: yes, if that is measured."""
+        choose = self._options.chosen(self._device)
+        row, padded = key
+        if self.kernels is not None and (choose == "symmetric" or (padded and choose == "measure")):
+            return "symmetric"  # by the others the host would have to wait for padded routes
+        if choose != "measure":
+            return "push"
+        group = self._group
+        part = max(1, self.rows // group.size)
+        even = Routes(((part,) * group.size,) * group.size, group.rank)
+        if even.most * row > self._room(arena):
+            return "ordinary"
+        choice = self._measured(rows, even)
+        if choice is None:  # some rank cannot have the memory to measure: none uses any
+            self._algorithms = dict.fromkeys(self._algorithms, "ordinary")
+            return "ordinary"
+        self.choices.append(choice)
+        return choice.algorithm
+
+    def _measured(self, rows: torch.Tensor, even: Routes) -> Choice | None:
+        """What is fastest for such rows, where all ranks send as many to each. Collective: yes."""
+        group, preparation = self._group, self.preparation
+
+        def measured() -> Choice | None:
+            if preparation.refusal is not None:
+                return None
+            sample = rows.new_zeros((sum(even.sent), *rows.shape[1:]))
+            into = torch.empty_like(sample)
+            names: list[AlgorithmName] = ["ordinary", "push"]
+            names += ["symmetric"] if self.kernels is not None else []
+
+            def act(name: AlgorithmName) -> None:
+                self.start(name, into, sample, even, apart=False)()
+
+            return measure_there(
+                Choice(
+                    op="all_to_all",
+                    nbytes=sample.numel() * sample.element_size(),
+                    dtype=str(rows.dtype).removeprefix("torch."),
+                    group=group.name,
+                    ranks=group.size,
+                    seconds={},
+                    algorithm="ordinary",
+                    copied_out=True,
+                ),
+                {name: at_once(lambda name=name: act(name)) for name in names},  # type: ignore[misc]
+                group.process_group,
+                self._device,
+                self._options.timeout,
+            )
+
+        return preparation.attempt(measured, {group.name: group.process_group})
+
+
+def _plan(nbytes: int, group: Group, effort: Literal["fast", "optimal"]) -> Plan:
+    """Rows that come in, and signals, which are in use at the same time."""
+    sizes = {_ROWS: nbytes, _SIGNALS: signals_nbytes(group.size)}
+    problem = Problem(
+        buffers=tuple(Buffer(name, size, group.name) for name, size in sizes.items()),
+        operations=(Operation("exchange", op="symmplan.expert_parallel"),),
+        accesses=tuple(Access("exchange", name, write=True) for name in sizes),
+    )
+    return checked_plan(problem, effort)
