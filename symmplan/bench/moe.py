@@ -1,18 +1,22 @@
 """Time expert-parallel layers, and their dispatch and combine alone, with and without symmplan.
 
-``plain`` is what such programs do: an all-to-all of the counts, then ``all_to_all_single`` with
-splits that are known only then. ``symmplan`` is `symmplan.expert_parallel` as it chooses by itself,
-``push`` the same with rows pushed into the peers' memory. All sides get the same rows, and must
-give the same bits.
+``plain`` is what eager programs do: an all-to-all of the counts, which the host waits for, then
+``all_to_all_single`` with splits that are known only then. ``known`` is the latter alone, as if
+somebody had told the splits. ``push`` is `symmplan.expert_parallel` with copies into the peers'
+memory, ``symmplan`` the same as it chooses by itself: on devices with routes that the host does not
+know, so rows move by kernels. ``graph`` is that in a CUDA graph. All sides get the same rows, and
+must give the same bits.
 
-``exchange``: one dispatch and one combine, with the exchange of counts. ``layers``: forward and
-backward of layers whose experts are two matrix products. Routes are uneven and change in each
-round; sides alternate; a round is over when its slowest rank is, and the median counts.
+``dispatch`` has the exchange of counts in it. ``layers``: forward and backward of layers whose
+experts are two matrix products; where routes are padded, experts compute on the padding, too.
+Routes are uneven and change in each round; sides alternate; a round is over when its slowest rank
+is, and the median counts. Dispatch and combine run several times in a round on devices, and the
+host's time is what passes until it has called them.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import time
 from typing import TYPE_CHECKING, Any
 
 from symmplan.bench.parts import command, timing
@@ -21,12 +25,16 @@ from symmplan.report.format import count, size
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     import torch
 
 __all__ = ["add_arguments", "render", "run"]
 
 _WARM_UP = 3
+#: How often a dispatch or combine runs in a round, on a device and elsewhere.
+_OFTEN = {"cuda": 20, "cpu": 1}
+_SHAPES = ("dispatch", "combine", "layers")
 _OPTIONS = (
     Option(
         "tokens",
@@ -39,6 +47,12 @@ _OPTIONS = (
     Option("layers", "layers", 4),
     Option("rounds", "timed rounds", 15),
     Option("capacity", "capacity factor of the plan", 1.5),
+    Option(
+        "one_device",
+        "all ranks on the first GPU: what is timed is that GPU, and no link",
+        cpu=False,
+        more={"action": "store_true"},
+    ),
 )
 
 
@@ -64,64 +78,196 @@ def _row(rounds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """A table for people."""
+    """Tables for people."""
     what = f"rows of {result['width']} elements, {count(result['layers'], 'layer')}; ms"
-    heads = "what tokens plain symmplan push speedup algorithm segment equal"
+    results = result["results"]
+    sides = list(results[0]["ms"])
+    heads = ["what", "tokens", "bytes", *sides, "speedup"]
     rows = []
-    for row in result["results"]:
-        told = {**row, **row["ms"], "segment": size(row["segment_bytes"])}
-        rows.append([told[head] for head in heads.split()])
-    return "\n".join([command.heading(result, what), *command.cells(heads, rows)])
+    for row in results:
+        told = {**row, **row["ms"], "bytes": size(row["nbytes"])}
+        rows.append([told[head] for head in heads])
+    lines = [command.heading(result, what), *command.cells(heads, rows)]
+    rows = [[row["what"], row["tokens"], *(row["host_ms"][s] for s in sides)] for row in results]
+    lines += ["", "the host's part; ms", *command.cells(["what", "tokens", *sides], rows)]
+    segments = {row["tokens"]: row["segment_bytes"] for row in results}
+    needs = ", ".join(f"{size(nbytes)} for {tokens} tokens" for tokens, nbytes in segments.items())
+    wrong = [f"{row['what']} of {row['tokens']} tokens" for row in results if not row["equal"]]
+    equal = f"NOT THE SAME RESULTS: {', '.join(wrong)}" if wrong else "all sides: the same results"
+    return "\n".join([*lines, "", f"symmetric memory: {needs}", equal])
 
 
 def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """What every rank runs."""
-    kinds = [(what, n) for n in settings["tokens"] for what in ("exchange", "layers")]
+    kinds = [(what, n) for n in settings["tokens"] for what in _SHAPES]
     shown = timing.marked(kinds, lambda kind: f"{kind[0]} of {kind[1]} tokens")
     return {"rows": [_compare(what, tokens, rank, settings) for what, tokens in shown]}
 
 
 def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each round on each side, and whether all sides gave the same."""
+    import statistics
+
     import torch
 
     import symmplan
 
-    width, device = settings["width"], timing.device_of(settings, rank)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(rank)
-    source = torch.randn(tokens, width, generator=generator).to(device, dtype)
-    experts = [
-        [torch.randn(width, width, generator=generator).to(device, dtype) / width**0.5] * 2
-        for _ in range(settings["layers"])
-    ]
-    rounds = range(settings["rounds"] + _WARM_UP)
-    routes = [_counts(tokens, settings["ranks"], generator).to(device) for _ in rounds]
+    work = _Work(what, tokens, rank, settings)
     bound = int(settings["capacity"] * tokens)
-    ours = symmplan.expert_parallel(max_tokens=bound)
-    pushed = symmplan.expert_parallel(max_tokens=bound, choose="push")
-    work = _exchange if what == "exchange" else _layers
-    made = {"plain": _Plain(), "symmplan": ours, "push": pushed}
-    sides = {side: partial(work, via, source, experts, routes) for side, via in made.items()}
+    memory = "cuda" if settings["one_device"] else "auto"
+    cuda = work.device.type == "cuda"
+
+    def ours(choose: str = "auto") -> Any:
+        return symmplan.expert_parallel(memory=memory, max_tokens=bound, choose=choose)
+
+    made = {"push": ours("push"), "symmplan": ours()}
+    acts = {"plain": _Side(work, _Plain()), "known": _Side(work, _Known(work.counts))}
+    acts["push"] = _Side(work, made["push"])
+    acts["symmplan"] = _Side(work, made["symmplan"], padded=cuda)
+    if cuda:
+        made["graph"] = ours()
+        acts["graph"] = _Graph(work, made["graph"])
+    host: dict[str, list[float]] = {name: [] for name in acts}
+
+    def timed(name: str) -> Callable[[int], torch.Tensor]:
+        def run(_: int) -> torch.Tensor:
+            begin = time.perf_counter()
+            result = acts[name].run()
+            host[name].append(time.perf_counter() - begin)
+            return result
+
+        return run
+
     equal = True
 
     def judge(results: dict[str, torch.Tensor]) -> None:
         nonlocal equal
-        equal &= all(torch.equal(results["plain"], result) for result in results.values())
+        expected = results["plain"]
+        equal &= all(torch.equal(expected, r[: len(expected)]) for r in results.values())
 
-    seconds = timing.alternate(sides, settings["rounds"], device, warm_up=_WARM_UP, judge=judge)
-    stats = ours.stats
-    ours.release()
-    pushed.release()
+    sides = {name: timed(name) for name in acts}
+    seconds = timing.alternate(
+        sides,
+        settings["rounds"],
+        work.device,
+        warm_up=_WARM_UP,
+        judge=judge,
+        prepare=lambda name, turn: acts[name].prepare(turn),
+    )
+    segment = made["symmplan"].stats.segment_bytes
+    acts.clear()
+    for via in made.values():
+        via.release()
+    often = work.often
     return {
         "what": what,
         "tokens": tokens,
-        "seconds": seconds,
+        "nbytes": work.source.nbytes,
+        "seconds": {name: [s / often for s in times] for name, times in seconds.items()},
+        "host_ms": {
+            name: round(statistics.median(times[_WARM_UP:]) / often * 1e3, 3)
+            for name, times in host.items()
+        },
         "equal": equal,
-        "algorithm": "push" if stats.served else "ordinary",
-        "replans": stats.replans,
-        "segment_bytes": stats.segment_bytes,
+        "segment_bytes": segment,
     }
+
+
+class _Work:
+    """What one row of the table runs on one rank: the same rows and routes on all sides."""
+
+    def __init__(self, what: str, tokens: int, rank: int, settings: dict[str, Any]) -> None:
+        import torch
+
+        width, self.device = settings["width"], timing.device_of(settings, rank)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        generator = torch.Generator().manual_seed(rank)
+        self.source = torch.randn(tokens, width, generator=generator).to(self.device, dtype)
+        self.experts = [
+            torch.randn(width, width, generator=generator).to(self.device, dtype) / width**0.5
+            for _ in range(settings["layers"])
+        ]
+        rounds = range(settings["rounds"] + _WARM_UP)
+        made = [_counts(tokens, settings["ranks"], generator) for _ in rounds]
+        self.counts = [counts.to(self.device) for counts in made]
+        self.often = 1 if what == "layers" else _OFTEN[self.device.type]
+        self.what = what
+
+
+class _Side:
+    """What runs the rounds of one side."""
+
+    def __init__(self, work: _Work, via: Any, *, padded: bool = False) -> None:
+        self._work, self._via = work, via
+        self._more = {"rows": len(work.source)} if padded else {}
+        self._counts = work.counts[0].clone()
+        self._routes: Any = None
+        self._inside: Any = None
+
+    def prepare(self, turn: int) -> None:
+        """What is not timed: the counts, and what a combine has behind it."""
+        self._counts.copy_(self._work.counts[turn])
+        if isinstance(self._via, _Known):
+            self._via.turn = turn
+        if self._work.what == "combine":
+            self._begin()
+
+    def _begin(self) -> None:
+        self._routes = self._via.routes(self._counts, **self._more)
+        self._inside = self._via.dispatch(self._work.source, self._routes)
+
+    def run(self) -> torch.Tensor:
+        """One round."""
+        via, work = self._via, self._work
+        for _ in range(work.often):
+            if work.what == "combine":
+                made = via.combine(self._inside, self._routes)
+            elif work.what == "layers":
+                made = self._layers()
+            else:
+                made = via.dispatch(work.source, via.routes(self._counts, **self._more))
+        return made  # type: ignore[no-any-return]
+
+    def _layers(self) -> torch.Tensor:
+        import torch
+
+        via = self._via
+        rows = self._work.source.detach().requires_grad_()
+        x = rows
+        for weight in self._work.experts:
+            routes = via.routes(self._counts, **self._more)
+            inside = via.dispatch(x, routes)
+            x = x + via.combine(torch.relu(inside @ weight) @ weight, routes)
+        (gradient,) = torch.autograd.grad(x.sum(), rows)
+        return gradient
+
+
+class _Graph(_Side):
+    """The same in CUDA graphs: one of what is timed, one of what a combine has behind it."""
+
+    def __init__(self, work: _Work, via: Any) -> None:
+        import torch
+
+        super().__init__(work, via, padded=True)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            super()._begin()
+            super().run()
+        timing.meet()
+        torch.cuda.synchronize()
+        self._before, self._timed = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._before):
+            super()._begin()
+        with torch.cuda.graph(self._timed):
+            self._made = super().run()
+
+    def _begin(self) -> None:
+        self._before.replay()
+
+    def run(self) -> torch.Tensor:
+        """One round."""
+        self._timed.replay()
+        return self._made
 
 
 def _counts(tokens: int, size: int, generator: torch.Generator) -> torch.Tensor:
@@ -132,30 +278,6 @@ def _counts(tokens: int, size: int, generator: torch.Generator) -> torch.Tensor:
     counts = (shares / shares.sum() * tokens).long()
     counts[0] += tokens - counts.sum()
     return counts
-
-
-def _exchange(
-    via: Any, source: torch.Tensor, _experts: Any, counts: list[torch.Tensor], turn: int
-) -> torch.Tensor:
-    routes = via.routes(counts[turn])
-    back: torch.Tensor = via.combine(via.dispatch(source, routes), routes)
-    return back
-
-
-def _layers(
-    via: Any, source: torch.Tensor, experts: Any, counts: list[torch.Tensor], turn: int
-) -> torch.Tensor:
-    import torch
-
-    rows = source.clone().requires_grad_()
-    x = rows
-    for up, down in experts:
-        routes = via.routes(counts[turn])
-        inside = via.dispatch(x, routes)
-        x = x + via.combine(torch.relu(inside @ up) @ down, routes)
-    x.sum().backward()
-    assert rows.grad is not None
-    return rows.grad
 
 
 class _Plain:
@@ -180,3 +302,14 @@ class _Plain:
 
     def combine(self, rows: torch.Tensor, routes: tuple[list[int], list[int]]) -> torch.Tensor:
         return self.dispatch(rows, (routes[1], routes[0]))
+
+
+class _Known(_Plain):
+    """The same for who was told the splits of all rounds before."""
+
+    def __init__(self, counts: list[torch.Tensor]) -> None:
+        self.turn = 0
+        self._told = [super(_Known, self).routes(each) for each in counts]
+
+    def routes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:  # noqa: ARG002
+        return self._told[self.turn]

@@ -43,6 +43,8 @@ class Life:
         connect: Let NCCL connect at once. Communicators that are made later are then split from
             the first one, which those with other options should not be.
         copy_engines: Let NCCL use no processors for what copy engines can do.
+        one_device: With ``"nccl"``: all ranks have the first device. NCCL, which refuses two ranks
+            of a host there, takes each for a host of its own; peers' memory is CUDA's.
         quiet: Keep what ranks print, for `symmplan.testing.ranks.RankOutcome.stack`.
         forked: Whether they have the memory of the process that started them.
         enter: Called with its rank by each before all else, while it has one thread.
@@ -56,6 +58,7 @@ class Life:
     store_host: str = "127.0.0.1"
     connect: bool = False
     copy_engines: bool = False
+    one_device: bool = False
     quiet: bool = False
     forked: bool = False
     enter: Callable[[int], None] | None = None
@@ -211,9 +214,13 @@ def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
         PROCESS.kept.append(forget_groups())
     more: dict[str, Any] = {}
     if life.init == "nccl":
-        torch.cuda.set_device(rank)
-        if life.connect:
-            more["device_id"] = torch.device("cuda", rank)
+        index = 0 if life.one_device else rank
+        torch.cuda.set_device(index)
+        if life.connect or life.one_device:
+            more["device_id"] = torch.device("cuda", index)
+        if life.one_device:
+            host = {"NCCL_HOSTID": str(rank), "NCCL_IB_DISABLE": "1"}
+            os.environ.update(host, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
         if life.copy_engines:
             from symmplan.torch_private import nccl
 
@@ -227,6 +234,9 @@ def _meet(rank: int, world_size: int, life: Life, port: int) -> None:
     dist.init_process_group(
         life.init, store=store, rank=rank, world_size=world_size, timeout=timeout, **more
     )
+    if life.one_device:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        del os.environ["NCCL_HOSTID"]  # which NCCL has read; all ranks are on this host
 
 
 def _pickled(answer: tuple[str, Any]) -> bytes:

@@ -39,11 +39,12 @@ def test_tables_of_benchmarks_fit_on_eighty_columns():
     graphs = {"plain_graph_us": None, "session_graph_us": None}
     message = {"nbytes": 8 << 20, **times, **graphs}
     moe = {
-        "what": "exchange",
+        "what": "dispatch",
         "tokens": 65536,
-        "ms": {"plain": 1234.567, "symmplan": 1234.567, "push": 1234.567},
+        "nbytes": 512 << 20,
+        "ms": dict.fromkeys(("plain", "known", "push", "symmplan", "graph"), 123.456),
+        "host_ms": dict.fromkeys(("plain", "known", "push", "symmplan", "graph"), 1234.567),
         "speedup": 12.34,
-        "algorithm": "ordinary",
         "segment_bytes": 3 << 19,
         "equal": True,
     }

@@ -19,7 +19,7 @@ from test_moe import random_calls
 pytestmark = [*needs_devices(), pytest.mark.all_cases]
 
 
-pool = pool_on(2, timeout=300)
+pool = pool_on(2, timeout=110)
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,7 @@ def graphs(rank, world_size, seeds, apart):
                 loss = sum([part.to(loss.dtype) for part in beside], loss)
                 return inside, outside, *torch.autograd.grad(loss, given)
 
+            torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(2):
                     step()

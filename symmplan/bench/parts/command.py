@@ -115,7 +115,8 @@ def measured(
     Args:
         name: Of the benchmark.
         act: Defined at the top of a module; returns plain data.
-        settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines.
+        settings: What `settings_of` made; ``zero_cta``: let NCCL use copy engines; ``one_device``:
+            see `symmplan.testing.rank_process.Life`.
         args: Of the command.
         connect: Whether NCCL connects at once; see `symmplan.testing.ranks.RankPool`.
 
@@ -127,8 +128,9 @@ def measured(
         CommandError: There are fewer devices than ranks.
         RanksFailedError: A rank failed, or did not finish in time. No process is left.
     """
+    one_device = bool(settings.get("one_device"))
     if settings["device"] == "cuda":
-        _check_devices(settings["ranks"])
+        _check_devices(1 if one_device else settings["ranks"])
     ranks = run_shown(
         _act,
         settings["ranks"],
@@ -140,6 +142,7 @@ def measured(
         threads=settings["threads"],
         connect=connect,
         copy_engines=bool(settings.get("zero_cta")),
+        one_device=one_device,
     )
     about = {"ok": True, "command": words_of(name, args), **settings, "machine": ranks[0][0]}
     return about, [found for _, found in ranks]

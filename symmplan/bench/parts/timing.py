@@ -20,7 +20,9 @@ def device_of(settings: Mapping[str, Any], rank: int) -> torch.device:
     """This rank's device."""
     import torch
 
-    return torch.device("cuda", rank) if settings["device"] == "cuda" else torch.device("cpu")
+    if settings["device"] != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if settings.get("one_device") else rank)
 
 
 def meet() -> None:
@@ -77,6 +79,7 @@ def alternate(
     warm_up: int = 0,
     before: Callable[[], Any] = meet,
     judge: Callable[[dict[str, Any]], Any] = id,
+    prepare: Callable[[str, int], Any] | None = None,
 ) -> dict[str, list[float]]:
     """Run all sides in each round, so that other load hits them alike.
 
@@ -87,6 +90,7 @@ def alternate(
         warm_up: Rounds before these.
         before: What ranks do before each side: they meet.
         judge: Is given what the sides of a round returned.
+        prepare: Called before that with a side's name and the round, and not timed.
 
     Returns:
         Seconds of each timed round, by side.
@@ -97,6 +101,8 @@ def alternate(
     for turn, order in enumerate(in_turns(list(sides), warm_up + rounds)):
         results = {}
         for name in order:
+            if prepare is not None:
+                prepare(name, turn)
             before()
             taken, results[name] = timed(lambda side=sides[name]: side(turn), device)  # type: ignore[misc] # noqa: B023
             if turn >= warm_up:
