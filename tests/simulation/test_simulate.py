@@ -30,8 +30,8 @@ from simulate_programs import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmplan
-from symmplan.cli import main
 from symmplan.bench.parts.programs import program_of
+from symmplan.cli import main
 from symmplan.errors import BackendError, SimulationError
 from symmplan.memory import room, topology
 from symmplan.runtime.tuning_table import Table, TuningRow
@@ -156,18 +156,18 @@ def test_the_root_of_405b_is_demoted_on_a_budget():
         program = functools.partial(large_root, capacity)
         return symmplan.simulate(program, ranks=512, memory="nccl")
 
-    whole, less = simulated_in(None), simulated_in("36GiB")
+    whole, less = simulated_in(None), simulated_in("24GiB")
     buffers = whole.plans[0].problem.buffers
     root = [b.nbytes for b in buffers if ".model." in b.name or b.name.startswith("slot")]
-    assert sum(root) > 35 << 30
-    assert whole.peak_bytes > 45 << 30
-    assert 0 < less.peak_bytes <= 36 << 30
+    assert sum(root) > 21 << 30
+    assert whole.peak_bytes > 33 << 30
+    assert 0 < less.peak_bytes <= 24 << 30
     gave = {(g.what.split()[0], g.calls, g.after) for g in less.plans[0].budget.demotions}
     assert gave == {("all_gather", 1, "ordinary"), ("reduce_scatter", 1, "ordinary")}
     # The layers keep theirs.
     algorithms = {(c.op, c.algorithm) for c in less.collectives}
     assert {("all_gather", "copy engine"), ("reduce_scatter", "push")} <= algorithms
-    assert "budget: 47.28 GiB wanted, 36 GiB there" in less.plans[0].summary()
+    assert "budget: 33.50 GiB wanted, 24 GiB there" in less.plans[0].summary()
 
 
 def test_a_program_that_says_how_large_its_world_is_needs_no_more_than_a_number():
