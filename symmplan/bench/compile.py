@@ -5,6 +5,8 @@ step's time is its slowest rank's, and medians are compared. Compile times are t
 step, without code caches, the least of several compilations of each; what is done once in a process
 (imports, measuring collectives) is in ``own_first_compile_s``. Where this torch has an
 own pass that puts collectives into symmetric memory (low contention), it is a third side on CUDA.
+With --micro-pipeline, Inductor with its own pipelines of products is one more side; they have a
+workspace of torch's own in symmetric memory (``memory="cuda"``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from symmplan.bench.parts import command, timing
 from symmplan.bench.parts.command import Option
 from symmplan.errors import CommandError
 from symmplan.runtime.choice import CHOOSE
-from symmplan.torch_private.benches import inductor_settings
+from symmplan.torch_private.benches import (
+    MICRO_PIPELINE,
+    enable_symmetric_memory,
+    inductor_settings,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -25,11 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "render", "run"]
 
-_NAMES = ("tensor_parallel", "simple_fsdp", "overlap")
+_DEFAULT = ("tensor_parallel", "simple_fsdp", "overlap")
+_NAMES = (*_DEFAULT, "tensor_parallel_4096", "tensor_parallel_8192")
 _WARM_UP = 3
 _SWITCH = {"action": "store_const", "const": True}
 _OPTIONS = (
-    Option("cases", f"of {', '.join(_NAMES)} (default all)", None, more={"metavar": "NAME,..."}),
+    Option(
+        "cases",
+        f"of {', '.join(_NAMES)} (default the first three)",
+        None,
+        more={"metavar": "NAME,..."},
+    ),
     Option("memory", "memory backend", "auto"),
     Option(
         "choose",
@@ -42,6 +54,7 @@ _OPTIONS = (
     Option("tokens", "", 64, 4096),
     Option("gather_bytes", "", 256 << 10, 64 << 20),
     Option("width", "", 256, 8192),
+    Option("micro_pipeline", "also Inductor's own pipelines of products", False, more=_SWITCH),
     Option("bind", "keep parameters in symmetric memory from step to step", False, more=_SWITCH),
     Option(
         "inductor",
@@ -79,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     command.check_peers(args.ranks)
     settings = command.settings_of(args, _OPTIONS)
-    cases = (args.cases or ",".join(_NAMES)).split(",")
+    cases = (args.cases or ",".join(_DEFAULT)).split(",")
     unknown = [name for name in cases if name not in _NAMES]
     if unknown:
         raise CommandError(
@@ -165,6 +178,8 @@ def _measure(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 
     device = timing.device_of(settings, rank)
     mesh = init_device_mesh(settings["device"], (settings["ranks"],))
+    if settings["micro_pipeline"]:
+        enable_symmetric_memory(mesh.get_group().group_name)
     with inductor_settings().patch({**settings["inductor"], "force_disable_caches": True}):
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))  # load the compiler
         cases = timing.marked(settings["cases"], str)
@@ -185,6 +200,8 @@ def _sides(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if settings["device"] == "cuda" and _LOW_CONTENTION in inductor_settings().get_config_copy():
         options = {_LOW_CONTENTION: True}
         sides["low_contention"] = {"backend": "inductor", "options": options}
+    if settings["micro_pipeline"]:
+        sides["micro_pipeline"] = {"backend": "inductor", "options": MICRO_PIPELINE}
     return sides
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, frozen
 
+from symmplan.memory import BACKENDS
 from symmplan.runtime.cases import Case, aligned, cut
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class PipelineCase(Case):
         slots = [[t.view(self.rows, -1) for t in ts[-self.ranks :]] for ts in there]
         return {
             "ordinary": self._scattered(left, rights, outs),
-            "pipelined": self._under_scatter(left, rights, outs, slots),
+            "pipelined": self._under_scatter(left, rights, outs, slots, engines),
         }
 
     def _gathered(
@@ -193,28 +194,33 @@ class PipelineCase(Case):
         rights: list[torch.Tensor],
         outs: list[torch.Tensor],
         slots: list[list[torch.Tensor]],
+        engines: Engines | None,
     ) -> Act:
-        shift, shift_out = torch.ops.symmplan.shift, torch.ops.symmplan.shift_out
         lefts = torch.chunk(left, self.ranks)
         own = [torch.chunk(out, self.ranks) for out in outs]
-        pushes = bool(slots)
+        pushes = bool(slots) and (engines is not None or not BACKENDS[self.memory].engines)
 
         def multiply(part: int, into: torch.Tensor) -> None:
             for right, out in zip(rights, own, strict=True):
                 last = right is rights[-1]
                 torch.mm(lefts[part], right, out=into if last else out[part])
 
+        def shift(distance: int) -> torch.Tensor:
+            part = slots[0][distance] if pushes else own[-1][distance]
+            multiply(distance, part)
+            ops: Any = torch.ops.symmplan
+            if not pushes:
+                return ops.shift(part, distance, self.ranks, self.group)  # type: ignore[no-any-return]
+            out = slots[1][distance]
+            if engines is None:
+                ops.shift_out(part, distance, self.ranks, self.group, out=out)
+            else:  # memory for a measurement has no views of peers: as many bytes, by copy engines
+                over = engines.name("exchange")
+                ops.all_to_all_single_into(part, [], [], over, out=out)
+            return out
+
         def act(beside: Callable[[], None]) -> None:
-            sent = []
-            for distance in range(1, self.ranks):
-                part = slots[0][distance] if pushes else own[-1][distance]
-                multiply(distance, part)
-                if pushes:
-                    out = slots[1][distance]
-                    shift_out(part, distance, self.ranks, self.group, out=out)
-                    sent.append(out)
-                else:
-                    sent.append(shift(part, distance, self.ranks, self.group))
+            sent = [shift(distance) for distance in range(1, self.ranks)]
             total = own[-1][0]
             multiply(0, total)
             for part in sent:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["all_to_all_single_autograd", "inductor_settings"]
+__all__ = [
+    "MICRO_PIPELINE",
+    "all_to_all_single_autograd",
+    "enable_symmetric_memory",
+    "inductor_settings",
+]
+
+#: Inductor's settings for its own pipelines of products.
+MICRO_PIPELINE = {"_micro_pipeline_tp": True}
 
 
 def inductor_settings() -> Any:
@@ -12,6 +20,14 @@ def inductor_settings() -> Any:
     from torch._inductor import config
 
     return config
+
+
+def enable_symmetric_memory(group_name: str) -> None:
+    """Let Inductor's own pipelines of products have a workspace for a group. Collective: no."""
+    from torch.distributed import _symmetric_memory
+
+    memory: Any = _symmetric_memory
+    memory.enable_symm_mem_for_group(group_name)
 
 
 def all_to_all_single_autograd(rows: Any, received: list[int], sent: list[int], group: Any) -> Any:

@@ -4,6 +4,8 @@
 | --- | --- |
 | ``tensor_parallel`` | Llama-style blocks sharded with DTensor, sequence parallel |
 | ``simple_fsdp`` | the same blocks, parameters gathered by ``redistribute``, again in backward |
+| ``tensor_parallel_4096`` | the same with 4 layers of width 4096 and 16,384 tokens |
+| ``tensor_parallel_8192`` | the same with 8 layers of width 8192 |
 | ``overlap`` | eight all-gathers started before four matrix products and waited for after them |
 
 A program is a function of the step's number that returns this rank's loss.
@@ -165,9 +167,21 @@ def _overlap(
     return run
 
 
+def _wide(layers: int, dim: int) -> Callable[..., Program]:
+    """Tensor parallelism of a size, whatever the options say."""
+
+    def make(settings: dict[str, Any], *rest: Any) -> Program:
+        sizes = {"layers": layers, "dim": dim, "tokens": 16384}
+        return _tensor_parallel({**settings, **sizes}, *rest)
+
+    return make
+
+
 #: Name -> makes a program: settings, mesh, device, what compiles its function.
 CASES: dict[str, Callable[[dict[str, Any], Any, torch.device, Callable[..., Any]], Program]] = {
     "tensor_parallel": _tensor_parallel,
+    "tensor_parallel_4096": _wide(4, 4096),
+    "tensor_parallel_8192": _wide(8, 8192),
     "simple_fsdp": _simple_fsdp,
     "overlap": _overlap,
 }

@@ -234,9 +234,7 @@ class _Parts:
                     before.prepend(node)
             outs = {}
             for product in gather.products:
-                like = product.meta["val"]
-                how = {"dtype": like.dtype, "device": like.device}
-                outs[product] = self.call(_ATEN.empty.memory_format, [*like.shape], **how)
+                outs[product] = self._empty(product.meta["val"], gather.rows.all)
             self._products(gather, self.rank, gather.shard, outs)
             for node in (gather.wait, *shown):
                 before.prepend(node)
@@ -273,11 +271,18 @@ class _Parts:
         given = {**product.given, product.lhs: left}
         for name in product.nodes:
             if name != product.lhs and product.by_row(name):
-                count = out.meta["val"].shape[0]
-                given[name] = self.rows(given[name], begin, count)
-        overload: Any = product.node.target
+                given[name] = self.rows(given[name], begin, out.meta["val"].shape[0])
+        self._write(product.node.target, given, out)
+
+    def _write(self, overload: Any, given: Mapping[str, Any], out: fx.Node) -> None:
+        """A product that is written where it belongs."""
         op = without_returns(overload.overloadpacket.out, f"{overload._schema.name[6:]}_out")
         self.call(op, *_positional(overload, given), **_named(overload, given), out=out)
+
+    def _empty(self, like: torch.Tensor, rows: int) -> fx.Node:
+        """Memory for so many rows of a product."""
+        how = {"dtype": like.dtype, "device": like.device}
+        return self.call(_ATEN.empty.memory_format, [rows, like.shape[1]], **how)
 
     # -- scatters ---------------------------------------------------------------------------------
 
@@ -334,6 +339,11 @@ class _Parts:
         if node.target in RESHAPES:
             shown: fx.Node = given[overload._schema.arguments[0].name]
             return shown
+        if node.target is _ATEN._scaled_mm.default:
+            # Inductor's own form wants strides that it does not give a slice of scales.
+            out = self._empty(node.meta["val"], scatter.rows.part)
+            self._write(overload, given, out)
+            return out
         return self.call(overload, *_positional(overload, given), **_named(overload, given))
 
     def _cut(self, scatter: Scatter, node: fx.Node, part: int) -> fx.Node:

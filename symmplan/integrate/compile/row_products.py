@@ -380,7 +380,7 @@ def _gather(
 
 def _shows(node: fx.Node) -> bool:
     """Whether a node shows its input's bytes with other sizes, or as another type."""
-    return node.target in RESHAPES or node.target is _ATEN.view.dtype
+    return node.target in (*RESHAPES, _ATEN.view.dtype, _ATEN.detach.default)
 
 
 def _multiplies(user: fx.Node, matrix: fx.Node) -> bool:

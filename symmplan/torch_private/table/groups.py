@@ -146,6 +146,15 @@ STREAM_NUMBERS = Seam(
     only_with="torch._C:_cuda_getDevice",
 )
 
+WORKSPACES = Seam(
+    "workspaces of torch's pipelined products",
+    "reporting",
+    "what pipelined products are compared with by symmplan bench compile",
+    ("graphs",),
+    names("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
+    only_with=_BUILT,
+)
+
 ALL_TO_ALL = Seam(
     "a differentiable all-to-all",
     "reporting",

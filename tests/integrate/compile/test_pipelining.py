@@ -52,3 +52,151 @@ def test_blocks_in_parts_compute_what_they_compute(ranks, dim, inner):
     assert all(other == first for other in others)
     print(first)
     assert first["shifts"]
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+F = torch.ops._c10d_functional
+
+
+def _gather(x, dim, world, group):
+    whole = F.wait_tensor(F.all_gather_into_tensor(x, world, group))
+    return whole if not dim else torch.cat(whole.chunk(world), dim)
+
+
+def _scatter(x, dim, world, group, how="sum"):
+    if dim:
+        x = torch.cat(x.chunk(world, dim))
+    return F.wait_tensor(F.reduce_scatter_tensor(x, how, world, group))
+
+
+def _odd(x, w, world, group):
+    """Sizes that no vector divides, and a gathered tensor that is returned as well."""
+    whole = _gather(x, 0, world, group)
+    return whole @ w["tall"], whole.sum(0), _scatter(whole @ w["square"], 0, world, group)
+
+
+def _biased(x, w, world, group):
+    whole = _gather(x, 0, world, group)
+    hidden = torch.addmm(w["bias"], whole, w["tall"]).relu()
+    part = _scatter(torch.addmm(w["bias"][:5], hidden, w["tall"].t()), 0, world, group)
+    return part, _scatter((hidden @ w["tall"].t()) * 2 + w["bias"][:5], 0, world, group, "avg")
+
+
+def _several(x, w, world, group):
+    """Three products of one gather, of which one needs another; a weight that is made of both."""
+    whole = _gather(x, 0, world, group)
+    first = whole @ w["square"]
+    second = whole @ (w["square"].t() * 2)
+    third = whole @ first[:5]
+    return _scatter(first + second * third.relu(), 0, world, group)
+
+
+def _batched(x, w, world, group):
+    """Along dimension 1 of three, gathered and scattered."""
+    whole = _gather(x.view(2, -1, 5), 1, world, group)
+    return _scatter((whole @ w["tall"]).sin() @ w["tall"].t(), 1, world, group)
+
+
+def _inner(x, w, world, group):
+    """Along dimension 1 of four, and the last dimension, which is left alone."""
+    whole = _gather(x.view(1, -1, 2, 5), 1, world, group)
+    last = _gather(x, 1, world, group)
+    return whole @ w["tall"], last @ w["tall"].repeat(world, 1)
+
+
+_FP8 = torch.float8_e4m3fn
+
+
+def _quantized(x):
+    """Rows in eight bits, and what each is to be multiplied by."""
+    scale = x.abs().amax(1, keepdim=True).float() / 400
+    return (x / scale).to(_FP8), scale
+
+
+def _multiplied(x, scale, w):
+    """A row-wise scaled product."""
+    right = w.to(_FP8).t()
+    return torch._scaled_mm(x, right, scale, torch.ones(1, w.shape[0]), out_dtype=torch.float32)
+
+
+def _scaled(x, w, world, group):
+    """Rows of eight bits are gathered as bytes, their scales beside them; products of such rows."""
+    wide = w["bias"].repeat(32, 5)[:, :32]
+    mine, scale = _quantized(x.repeat(1, 7)[:, :32])
+    whole = _gather(mine.view(torch.uint8), 0, world, group).view(_FP8)
+    hidden = _multiplied(whole, _gather(scale, 0, world, group), wide)
+    return _scatter(_multiplied(*_quantized(hidden), wide), 0, world, group)
+
+
+def _scales_rows():
+    try:
+        _multiplied(*_quantized(torch.ones(2, 32)), torch.ones(32, 32))
+    except RuntimeError:
+        return False
+    return True
+
+
+_FORMS = {"odd": _odd, "biased": _biased, "several": _several, "batched": _batched, "inner": _inner}
+if _scales_rows():
+    _FORMS["scaled"] = _scaled
+#: ``(gathers, scatters)`` that are pipelined of each.
+_IN_PARTS = {
+    "odd": (1, 1),
+    "biased": (1, 2),
+    "several": (1, 1),
+    "batched": (1, 1),
+    "inner": (1, 0),
+    "scaled": (1, 1),
+}
+
+
+def _form(rank, world, form, inner, dtype):
+    import torch.distributed as dist
+
+    from symmplan.integrate.compile import pipelining
+
+    torch._dynamo.reset()
+    program, group = _FORMS[form], dist.group.WORLD.group_name
+    torch.manual_seed(9)
+    shapes = {"tall": (5, 7), "square": (5, 5), "bias": (7,)}
+    weights = {name: torch.randn(shape, dtype=dtype) / 3 for name, shape in shapes.items()}
+    counted, apply = [0, 0], pipelining.apply
+
+    def counting(graph, one, *rest):
+        counted[isinstance(one, pipelining.Scatter)] += 1
+        return apply(graph, one, *rest)
+
+    pipelining.apply = counting
+    backend = symmplan.backend(inner=inner, choose="pipelined", timeout=60.0, debug="poison")
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    narrow = dtype.itemsize < 4
+    try:
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x = torch.randn(6, 5, generator=generator).to(dtype)
+            with torch.no_grad():
+                expected = program(x, weights, world, group)
+                late(rank, step)
+                got = compiled(x, weights, world, group)
+            tolerance = {"rtol": 3e-2, "atol": 3e-2} if narrow else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(got, expected, **tolerance)
+        return [p.fingerprint for p in backend.plans], tuple(counted), backend.stats.plain
+    finally:
+        pipelining.apply = apply
+        dist.barrier()
+        backend.release()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("form", _FORMS)
+def test_each_form_is_pipelined_or_left_alone(ranks, form, inner):
+    (fingerprints, counted, plain), *others = ranks.run(_form, form, inner, torch.float32)
+    assert all(other[0] == fingerprints for other in others)
+    assert counted == _IN_PARTS[form]
+    assert not plain
+
+
+def test_sums_of_narrow_types_are_rounded_once(ranks):
+    for _, counted, _ in ranks.run(_form, "biased", "eager", torch.bfloat16):
+        assert counted == _IN_PARTS["biased"]
