@@ -27,7 +27,9 @@ def group():
 def _layer(x, w, group):
     """Two products of one gather, of which one is scattered; and all of it once more."""
     whole = F.wait_tensor(F.all_gather_into_tensor(x, RANKS, group))
-    part = F.wait_tensor(F.reduce_scatter_tensor((whole @ w) + (whole @ w.t()), "sum", RANKS, group))
+    part = F.wait_tensor(
+        F.reduce_scatter_tensor((whole @ w) + (whole @ w.t()), "sum", RANKS, group)
+    )
     again = F.wait_tensor(F.all_gather_into_tensor(part.relu(), RANKS, group))
     return F.wait_tensor(F.reduce_scatter_tensor(again.relu() @ w, "sum", RANKS, group))
 
