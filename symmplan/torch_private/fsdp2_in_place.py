@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,28 @@ def has_own_gather(parameter: Any) -> bool:
     return hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
+def inputs_of(parameter: Any) -> list[torch.Tensor]:
+    """What a parameter's gather is given, flat: its shard, or what its own tensor makes of it.
+
+    Collective: where its tensor communicates then.
+    """
+    if not has_own_gather(parameter):
+        return [shard_of(parameter)]
+    inputs: list[torch.Tensor] = parameter.all_gather_inputs  # FSDP2 keeps what belongs to them
+    return inputs
+
+
+def outputs_of(parameter: Any) -> list[torch.Tensor]:
+    """What FSDP2 gathers a parameter into, flat; empty before the first gather."""
+    return list(parameter.all_gather_outputs)
+
+
+def finish(parameter: Any) -> None:
+    """Let a parameter with a gather of its own see what was gathered."""
+    parameter.init_unsharded_param()
+    _forget_inner(parameter)
+
+
 def size_of(parameter: Any) -> torch.Size:
     """Of a parameter as the module sees it."""
     size: torch.Size = parameter._orig_size
@@ -154,54 +177,126 @@ def unsharded(parameter: Any) -> Any:
     return local_part(getattr(parameter, "_unsharded_param", None))
 
 
-def lay(parameter: Any, storage: torch.Tensor) -> None:
-    """Let an unsharded parameter be a view of the flat ``storage``, as the same object."""
-    view = torch.as_strided(storage, parameter._orig_size, parameter._contiguous_orig_stride)
-    unsharded(parameter).data = view
+def shows_its_tensors(parameter: Any) -> bool:
+    """Whether `tensors_of` finds all tensors that an unsharded parameter consists of."""
+    tensor = unsharded(parameter)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or hasattr(
+        tensor, "__tensor_flatten__"
+    )
 
 
-def give_storage(parameter: Any, storage: torch.Tensor) -> None:
-    """Let an unsharded parameter live in ``storage``, which FSDP2 does not free.
+def tensors_of(parameter: Any) -> list[torch.Tensor]:
+    """The tensors with bytes that an unsharded parameter consists of, each once.
+
+    Without those that FSDP2 gathers into.
+    """
+    if not has_own_gather(parameter):
+        return [unsharded(parameter)]
+    seen: dict[int, torch.Tensor] = {id(output): output for output in parameter.all_gather_outputs}
+    found = []
+    left = [unsharded(parameter), *parameter._unsharded_inner_tensors]
+    while left:
+        tensor = left.pop()
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
+            continue
+        seen[id(tensor)] = tensor
+        left.append(tensor._base)
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            found.append(tensor)
+        else:
+            left += [getattr(tensor, name) for name in flatten()[0]]
+    return found
+
+
+def lie_in(tensors: Sequence[torch.Tensor], storage: torch.Tensor) -> list[torch.Tensor]:
+    """Those tensors that share the storage of ``storage``."""
+    there = storage.untyped_storage()._cdata
+    return [tensor for tensor in tensors if tensor.untyped_storage()._cdata == there]
+
+
+def give_storages(parameter: Any, storages: Sequence[torch.Tensor]) -> None:
+    """Let an unsharded parameter live in ``storages``, which FSDP2 does not free.
 
     In the same object, where there is one that autograd may use.
     """
-    parameter.all_gather_outputs = [storage]
-    parameter.free_unsharded_param = _nothing
-    old = unsharded(parameter)
-    if old is None or old.is_inference():
-        parameter.__dict__.pop("_unsharded_param", None)
+    own = unsharded(parameter)
+    tensors = [] if own is None else tensors_of(parameter)
+    before, parameter.all_gather_outputs = parameter.all_gather_outputs, list(storages)
+    parameter.free_unsharded_param = functools.partial(_free_inner, parameter)
+    if own is not None and not any(tensor.is_inference() for tensor in tensors):
+        for old, new in zip(before, storages, strict=True):
+            for tensor in lie_in(tensors, old):
+                tensor.data = _like(tensor, new)
+        _forget_inner(parameter)
+        return
+    parameter.__dict__.pop("_unsharded_param", None)
+    parameter._unsharded_inner_tensors = []
+    if not has_own_gather(parameter):  # which makes it when it sees what was gathered
         parameter.init_unsharded_param()
-    else:
-        lay(parameter, storage)
 
 
-def emptied(parameter: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+#: What FSDP2 gathers a parameter into, and the tensors there with views of them that need no bytes.
+Emptied = tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def emptied(parameter: Any) -> Emptied | None:
     """FSDP2's own tensors of an unsharded parameter, whose bytes are freed; None if it has none.
 
-    What it gathers into, and that as the module sees it: what `take_back` takes.
+    What `take_back` takes.
     """
-    local, outputs = unsharded(parameter), parameter.all_gather_outputs
-    if local is None or len(outputs) != 1 or local.is_inference() or outputs[0].is_inference():
+    outputs = outputs_of(parameter)
+    if unsharded(parameter) is None or not outputs:
         return None
-    storage = outputs[0].untyped_storage()
-    if local.untyped_storage()._cdata != storage._cdata:
+    tensors = tensors_of(parameter)
+    if any(tensor.is_inference() for tensor in (*tensors, *outputs)):
         return None
-    storage.resize_(0)
-    return outputs[0], local.detach()
+    views = [(t, t.detach()) for output in outputs for t in lie_in(tensors, output)]
+    if not views and not has_own_gather(parameter):
+        return None
+    for output in outputs:
+        output.untyped_storage().resize_(0)
+    return outputs, views
 
 
-def take_back(parameter: Any, output: torch.Tensor, view: torch.Tensor | None) -> None:
-    """Let an unsharded parameter live in ``output``, which FSDP2 frees and fills from now on.
+def take_back(parameter: Any, own: Emptied) -> None:
+    """Let an unsharded parameter live in FSDP2's own tensors, which it frees and fills from now on.
 
-    As ``view``, which needs no bytes; None to make one.
+    Args:
+        parameter: FSDP2's.
+        own: What `emptied` gave; a tensor that lies in symmetric memory and has no view there gets
+            a new one.
     """
     parameter.__dict__.pop("free_unsharded_param", None)
-    parameter.all_gather_outputs = [output]
-    if view is None:
-        lay(parameter, output)
-    else:
-        unsharded(parameter).data = view
+    outputs, views = own
+    tensors = tensors_of(parameter)
+    before, parameter.all_gather_outputs = parameter.all_gather_outputs, list(outputs)
+    known = {id(tensor): view for tensor, view in views}
+    for old, new in zip(before, outputs, strict=True):
+        for tensor in lie_in(tensors, old):
+            view = known.get(id(tensor))
+            tensor.data = _like(tensor, new) if view is None else view
 
 
-def _nothing() -> None:
-    """The bytes belong to the plan."""
+def _like(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
+    """A view of ``storage`` as ``tensor`` is one of another."""
+    place = storage.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    made: Any = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    view: torch.Tensor = made.set_(*place)
+    return view
+
+
+def _forget_inner(parameter: Any) -> None:
+    """FSDP2 allocates and frees those inner tensors only that lie nowhere where it gathers."""
+    inner = parameter._unsharded_inner_tensors
+    if inner:
+        there = [o.untyped_storage()._cdata for o in parameter.all_gather_outputs]
+        parameter._unsharded_inner_tensors = [
+            t for t in inner if t.untyped_storage()._cdata not in there
+        ]
+
+
+def _free_inner(parameter: Any) -> None:
+    """The bytes belong to the plan, except what a parameter's own tensor made of them."""
+    for tensor in parameter._unsharded_inner_tensors:
+        tensor.untyped_storage().resize_(0)

@@ -12,6 +12,7 @@ import importlib
 import pytest
 import test_fsdp_algorithms as algorithms
 import test_fsdp_divergences as divergences
+import test_fsdp_extensions as extensions
 import test_fsdp_gathers as all_gathers
 import test_fsdp_handle as handles
 import test_fsdp_machine as machine
@@ -177,3 +178,19 @@ def test_random_programs_have_the_same_bits(two, seed):
         # After a backward pass that raised, FSDP2's later ones do not wait for their reductions.
         program = evolve(program, acts=tuple(a for a in program.acts if a[0] != "fail"))
     assert not verdict(two.run(compared, program))
+
+
+@pytest.mark.parametrize("kind", extensions.KINDS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_weight_makes_of_its_shard_lies_in_a_placement(two, kind, frozen):
+    extensions.test_what_a_weight_makes_of_its_shard_lies_in_a_placement(two, kind, frozen)
+
+
+def test_parameters_of_several_types_lie_in_one_placement(two):
+    extensions.test_parameters_of_several_types_lie_in_one_placement(two)
+
+
+@pytest.mark.parametrize("kind", extensions.KINDS)
+@pytest.mark.parametrize("what", extensions.ACTS)
+def test_programs_in_which_weights_with_gathers_of_their_own_move(two, kind, what):
+    extensions.test_programs_in_which_such_weights_move(two, kind, what)

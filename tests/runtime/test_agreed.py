@@ -55,12 +55,15 @@ ASKED = {
 #: Why a name is the same on all ranks.
 AGREED = {
     "the plan, and what was agreed with it": """
-        Pushes Where _arenas _bounds _storage _layout _looked _memory
+        Pushes Where _arenas _bounds _storage _layout _memory
         _outputs _peers _plain _pushes bisect_left call carried
         chosen collectives counts zero_copy unshards exchange get groups
         index live meeting memory nbytes offset offsets other p
         place reason received schedule segment segments site scheduled
-        tensor view algorithm
+        tensor view algorithm parts
+    """,
+    "types and sizes of parameters, and of what their own tensors give to a gather": """
+        dtypes has_own_gather orig_dtype outputs_of param_dtype size uint8
     """,
     "the program's calls, and what was counted of them": """
         Key _arrived _last _unmet to flat _log _modules _next _reduced _seen
@@ -83,6 +86,7 @@ LOCAL = {
         "can_leave": "asked of all ranks",
         "step_aside": "copies",
     },
+    "inputs_of": {"shards_of": "raises"},
     "holders": {"give_room": "who is there copies aside, or what is gathered is copied"},
     "owner": {"step_aside": "the same"},
     "_saved": {"wait_for_unshard": "copies back"},

@@ -203,7 +203,7 @@ def test_text_of_a_plan_does_not_grow_with_the_ranks():
 
 @pytest.mark.further
 def test_experts_without_values_get_the_worst_case():
-    train = program_of(f"{ROOT / 'examples' / 'simulate_moe.py'}:train")
+    train = program_of(f"{ROOT / 'examples' / 'simulate_moe.py'}:train", "trains")
     report = symmplan.simulate(train, ranks=16, memory="shm")
     experts, fsdp = report.plans
     rows = int(1.25 * 512 * 2)

@@ -9,6 +9,7 @@ from attrs import field, frozen
 
 from symmplan.capture.fsdp_recording import Key
 from symmplan.coordination.world import on_device
+from symmplan.errors import RunError
 from symmplan.memory.torch_symm import SPLIT_WORDS, is_whole_words
 from symmplan.torch_private import fsdp2, fsdp2_in_place
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["NO_SEAM", "OTHERS", "Asked", "Gathered", "Layout", "layout_of"]
+__all__ = ["NO_SEAM", "OTHERS", "Asked", "Gathered", "Layout", "layout_of", "shards_of"]
 
 #: Why a group has no layout where torch has other methods.
 NO_SEAM = "this torch's FSDP2 lacks what is replaced"
@@ -62,32 +63,81 @@ class Asked(Gathered):
 class Layout:
     """The parameters of one group, one behind the other.
 
-    A parameter whose first dimension the ranks do not divide has shards of equal size all the same:
+    A parameter is one part, or as many as its own tensor makes of it (``fsdp_pre_all_gather``). A
+    parameter whose first dimension the ranks do not divide has shards of equal size all the same:
     FSDP2 pads the last ones. Gathered one behind the other, the padding comes to lie behind the
     parameter, which is all that a padded placement needs.
 
     Attributes:
-        dtype: Of all of them.
-        counts: Elements of this rank's shard of each, padded, equal on all ranks.
-        offsets: Where each begins in the placement, in bytes.
+        parts: How many parts each parameter has.
+        dtypes: Of each part.
+        counts: Elements of this rank's shard of each part, padded, equal on all ranks.
+        offsets: Where each part begins in the placement, in bytes.
         nbytes: Size of the placement.
         ranks: Ranks that hold a shard.
     """
 
-    dtype: torch.dtype
+    parts: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
     counts: tuple[int, ...]
     offsets: tuple[int, ...]
     nbytes: int
     ranks: int
 
+    @property
+    def one_dtype(self) -> bool:
+        """Whether all parts have the same; else they are gathered as bytes."""
+        return len(set(self.dtypes)) == 1
+
+    @property
+    def part_bytes(self) -> list[int]:
+        """Bytes of this rank's shard of each part."""
+        return [n * d.itemsize for n, d in zip(self.counts, self.dtypes, strict=True)]
+
     def key(self, site: str, *, backward: bool) -> Key:
         """The gather of this group, as its flat form is recorded."""
-        count = sum(self.counts) * self.ranks
-        return Key(site, "all_gather", count, str(self.dtype).removeprefix("torch."), backward)
+        one = self.one_dtype
+        count = sum(self.counts if one else self.part_bytes) * self.ranks
+        dtype = str(self.dtypes[0]).removeprefix("torch.") if one else "uint8"
+        return Key(site, "all_gather", count, dtype, backward)
 
 
-def layout_of(group: Any) -> Layout | str:
+def shards_of(group: Any, layout: Layout, site: str) -> list[torch.Tensor]:
+    """What is gathered of each part, as it is now; on the current stream.
+
+    Args:
+        group: FSDP2's.
+        layout: Of it.
+        site: Name of the module in the model.
+
+    Raises:
+        RunError: What a parameter makes of its shard has not the sizes and types of before.
+    """
+    found: list[torch.Tensor] = []
+    for number, parameter in enumerate(group.fsdp_params):
+        begin, end = len(found), len(found) + layout.parts[number]
+        made = fsdp2_in_place.inputs_of(parameter)
+        found += made
+        if not fsdp2_in_place.has_own_gather(parameter):
+            continue
+        expected = [*zip(layout.dtypes[begin:end], layout.counts[begin:end], strict=True)]
+        got = [(tensor.dtype, tensor.numel()) for tensor in made]
+        if got != expected:
+            raise RunError(
+                f"fsdp_pre_all_gather of a parameter of FSDP module {site!r} returns other tensors "
+                "than before",
+                expected=", ".join(f"{count} of {dtype}" for dtype, count in expected),
+                got=", ".join(f"{count} of {dtype}" for dtype, count in got),
+                fix="return tensors of the same sizes and types in each gather, as FSDP2 asks",
+                module=site,
+            )
+    return found
+
+
+def layout_of(group: Any) -> Layout | str | None:
     """The layout of a parameter group; or why it has none.
+
+    None where a parameter has a gather of its own: until FSDP2 has gathered it once.
 
     Args:
         group: FSDP2's, after its lazy initialization.
@@ -102,28 +152,43 @@ def layout_of(group: Any) -> Layout | str:
     ranks = fsdp2_in_place.group_of(group).size()
     if ranks < 2:
         return "its group has one rank"
-    dtypes = {p.param_dtype or p.orig_dtype for p in parameters}
-    if len(dtypes) > 1:
-        return "its parameters have several dtypes"
     for p in parameters:
         reason = _reason(p, ranks)
         if reason:
             return reason
-    counts = tuple(fsdp2_in_place.shard_of(p).numel() for p in parameters)
-    dtype = dtypes.pop()
-    if on_device(group.device) and not all(is_whole_words(n * dtype.itemsize) for n in counts):
+    if not all(map(_was_gathered, parameters)):
+        return None
+    each = [_parts(p, ranks) for p in parameters]
+    dtypes, counts = zip(*(part for parts in each for part in parts), strict=True)
+    shards = [count * dtype.itemsize for dtype, count in zip(dtypes, counts, strict=True)]
+    if on_device(group.device) and not all(map(is_whole_words, shards)):
         return SPLIT_WORDS
     offsets = []
     end = 0
-    for count in counts:
+    for nbytes in shards:
         offsets.append(end)
-        end += -(-count * ranks * dtype.itemsize // _ALIGN) * _ALIGN
-    return Layout(dtype, counts, tuple(offsets), end, ranks)
+        end += -(-nbytes * ranks // _ALIGN) * _ALIGN
+    return Layout(tuple(map(len, each)), dtypes, counts, tuple(offsets), end, ranks)
+
+
+def _parts(parameter: Any, ranks: int) -> list[tuple[torch.dtype, int]]:
+    """Type and elements of what a rank gives to a parameter's gather."""
+    if fsdp2_in_place.has_own_gather(parameter):
+        outputs = fsdp2_in_place.outputs_of(parameter)
+        return [(output.dtype, output.numel() // ranks) for output in outputs]
+    dtype = parameter.param_dtype or parameter.orig_dtype
+    return [(dtype, fsdp2_in_place.shard_of(parameter).numel())]
+
+
+def _was_gathered(parameter: Any) -> bool:
+    """Whether FSDP2 has gathered a parameter whose own tensor says what is gathered."""
+    return not fsdp2_in_place.has_own_gather(parameter) or (
+        bool(fsdp2_in_place.outputs_of(parameter))
+        and fsdp2_in_place.unsharded(parameter) is not None
+    )
 
 
 def _reason(parameter: Any, ranks: int) -> str:
-    if fsdp2_in_place.has_own_gather(parameter):
-        return "a parameter has its own way to be gathered"
     if parameter.offload_to_cpu:
         return "its shards lie on the CPU"
     if parameter.fsdp_placement.dim != 0:
@@ -132,7 +197,13 @@ def _reason(parameter: Any, ranks: int) -> str:
         return "a parameter has types of its own"
     if getattr(parameter, "keep_unsharded_storage", False):
         return "it keeps its unsharded storage"
-    elements = fsdp2_in_place.shard_of(parameter).numel() * ranks
-    if elements < max(1, math.prod(fsdp2_in_place.size_of(parameter))):
-        return "a parameter has no elements"
-    return ""
+    if fsdp2_in_place.has_own_gather(parameter):
+        if not _was_gathered(parameter):
+            return ""
+        if not fsdp2_in_place.shows_its_tensors(parameter):
+            return "a parameter's tensor does not show what it consists of (__tensor_flatten__)"
+        empty = not all(count for _, count in _parts(parameter, ranks))
+    else:
+        elements = fsdp2_in_place.shard_of(parameter).numel() * ranks
+        empty = elements < max(1, math.prod(fsdp2_in_place.size_of(parameter)))
+    return "a parameter has no elements" if empty else ""

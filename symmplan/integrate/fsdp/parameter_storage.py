@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterStorage"]
 
-#: What torch counts for a storage that a flat tensor and the parameter on it share.
-_OWN_USES = 3
+#: What torch counts for the storage of a flat tensor, without what else is on it.
+_OWN_USES = 2
 
 
 class ParameterStorage:
@@ -69,22 +70,22 @@ class ParameterStorage:
         self._group = group
         self._memory = memory
         ranks, rank = group.size(), group.rank()
-        self._offsets = list(layout.offsets)
-        self._counts = [count * layout.dtype.itemsize for count in layout.counts]
+        self._layout = layout
+        self._counts = layout.part_bytes
         self._outputs: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = []
         # The same bytes as storages of their own, with versions of their own: autograd must not
         # take a gather for a change of the parameter.
         self._storages: list[torch.Tensor] = []
-        for offset, count in zip(layout.offsets, layout.counts, strict=True):
-            size = count * ranks * layout.dtype.itemsize
-            whole = bytes_[offset : offset + size].view(layout.dtype)
+        for offset, dtype, count in zip(layout.offsets, layout.dtypes, layout.counts, strict=True):
+            size = count * ranks * dtype.itemsize
+            whole = bytes_[offset : offset + size].view(dtype)
             self._outputs.append(whole)
             self._parts.append(whole[rank * count : (rank + 1) * count])
             self._storages.append(lease_out(whole, lambda: None))
         self._alone = self._in_use()  # how often if nobody has views
         # FSDP2's own tensors, without bytes: to go back there takes no memory that it would not.
-        self._own: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self._own: list[fsdp2_in_place.Emptied | None] = []
 
     @property
     def is_cuda(self) -> bool:
@@ -101,8 +102,11 @@ class ParameterStorage:
         return not stay
 
     def fill(self, shards: Sequence[torch.Tensor]) -> None:
-        """Cast shards into this rank's parts, in one kernel where torch has it."""
-        dispatch.copy_each(self._parts, list(shards))
+        """Cast shards into this rank's parts, those of a type in one kernel where torch has it."""
+        dtypes = self._layout.dtypes
+        for dtype in dict.fromkeys(dtypes):
+            at = [i for i, found in enumerate(dtypes) if found == dtype]
+            dispatch.copy_each([self._parts[i] for i in at], [shards[i] for i in at])
 
     @own_work
     def gather(self) -> None:
@@ -112,15 +116,17 @@ class ParameterStorage:
         """
         if BACKENDS[self._memory].collectives:
             name, size = c10d.group_name(self._group), self._group.size()
-            all_gather_parts_(
-                self.bytes, self._offsets, self._counts, size, name, what=self._site
-            )()
+            offsets = list(self._layout.offsets)
+            all_gather_parts_(self.bytes, offsets, self._counts, size, name, what=self._site)()
             return
+        outputs, parts = self._outputs, self._parts
+        if not self._layout.one_dtype:
+            outputs, parts = ([t.view(torch.uint8) for t in of] for of in (outputs, parts))
         with off_default_stream(self.bytes.device):
-            if len(self._outputs) == 1:
-                dist.all_gather_into_tensor(self._outputs[0], self._parts[0], group=self._group)
+            if len(outputs) == 1:
+                dist.all_gather_into_tensor(outputs[0], parts[0], group=self._group)
             else:
-                c10d.all_gather_coalesced(self._outputs, self._parts, self._group)
+                c10d.all_gather_coalesced(outputs, parts, self._group)
 
     def move_in(self, parameters: Sequence[Any]) -> None:
         """Let FSDP2's parameters be views of these bytes, or of copies if a graph has views.
@@ -136,9 +142,24 @@ class ParameterStorage:
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
             self._own = [fsdp2_in_place.emptied(parameter) for parameter in parameters]
-            for parameter, storage in zip(parameters, self._storages, strict=True):
-                fsdp2_in_place.give_storage(parameter, storage)
+            for parameter, storages in zip(parameters, self._each(self._storages), strict=True):
+                fsdp2_in_place.give_storages(parameter, storages)
         self.bound = True
+        self._alone = self._in_use() - views
+
+    def finish(self, parameters: Sequence[Any]) -> None:
+        """Let parameters with gathers of their own see what was gathered.
+
+        Args:
+            parameters: FSDP2's, whose bytes are there.
+        """
+        own = [p for p in parameters if fsdp2_in_place.has_own_gather(p)]
+        if not own:
+            return
+        views = self._in_use() - self._alone
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for parameter in own:
+                fsdp2_in_place.finish(parameter)
         self._alone = self._in_use() - views
 
     def move_out(self, parameters: Sequence[Any], *, filled: bool, for_good: bool = False) -> None:
@@ -155,18 +176,21 @@ class ParameterStorage:
         synchronize(self.bytes.device)
         views = self._in_use() - self._alone
         with torch.inference_mode(mode=False), torch.no_grad():
-            for parameter, storage, own in zip(parameters, self._storages, self._own, strict=True):
-                output, view = (torch.empty_like(storage), None) if own is None else own
+            each = zip(parameters, self._each(self._storages), self._own, strict=True)
+            for parameter, storages, own in each:
+                outputs, known = own or ([torch.empty_like(s) for s in storages], [])
                 if filled:
-                    output.untyped_storage().resize_(output.nbytes)
-                fsdp2_in_place.take_back(parameter, output, view)
+                    for output in outputs:
+                        output.untyped_storage().resize_(output.nbytes)
+                fsdp2_in_place.take_back(parameter, (outputs, known))
                 if for_good and views:
                     torch.autograd.graph.increment_version(fsdp2_in_place.unsharded(parameter))
-                if filled:
+                if not filled:
+                    parameter.free_unsharded_param()
+                    continue
+                for output, storage in zip(outputs, storages, strict=True):
                     with autograd.same_version(output):
                         output.copy_(storage)
-                else:
-                    parameter.free_unsharded_param()
         self._own.clear()
         self.bound = False
         self._alone = self._in_use() - views
@@ -213,9 +237,10 @@ class ParameterStorage:
 
     def _copy_out(self, parameters: Sequence[Any], source: torch.Tensor) -> None:
         """Fill the parameters where FSDP2 put them, from ``source``; on this rank alone."""
-        for parameter, output, offset in zip(parameters, self._outputs, self._offsets, strict=True):
+        for parameter in parameters:
             parameter.alloc_all_gather_outputs()
-            own = parameter.all_gather_outputs[0]
+        owns = [own for parameter in parameters for own in fsdp2_in_place.outputs_of(parameter)]
+        for own, output, offset in zip(owns, self._outputs, self._layout.offsets, strict=True):
             part = source[offset : offset + output.nbytes].view(output.dtype)
             with (
                 torch.inference_mode(own.is_inference()),
@@ -224,12 +249,20 @@ class ParameterStorage:
             ):
                 own.copy_(part)
 
+    def _each(self, parts: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """The parts of each parameter."""
+        ends = itertools.accumulate(self._layout.parts)
+        return [parts[end - n : end] for end, n in zip(ends, self._layout.parts, strict=True)]
+
 
 def _held(parameters: Sequence[Any]) -> bool:
     """Whether anybody else refers to the storages that FSDP2 made, as a graph does."""
-    return any(
-        fsdp2_in_place.unsharded(p) is not None
-        and dispatch.storage_use_count(output.untyped_storage()._cdata) > _OWN_USES
-        for p in parameters
-        for output in p.all_gather_outputs
-    )
+    for parameter in parameters:
+        if fsdp2_in_place.unsharded(parameter) is None:
+            continue
+        tensors = fsdp2_in_place.tensors_of(parameter)
+        for output in fsdp2_in_place.outputs_of(parameter):
+            uses = _OWN_USES + len(fsdp2_in_place.lie_in(tensors, output))
+            if dispatch.storage_use_count(output.untyped_storage()._cdata) > uses:
+                return True
+    return False

@@ -32,13 +32,14 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmplan.coordination.all_gather import everywhere
-from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of
+from symmplan.integrate.fsdp.layout import OTHERS, Asked, Gathered, Layout, layout_of, shards_of
 from symmplan.memory.streams import current_stream, on_stream, synchronize
 from symmplan.runtime.leases import Lease, set_aside
 from symmplan.runtime.observe import launching
@@ -122,8 +123,7 @@ class ZeroCopyUnshard:
         Collective: yes.
         """
         group = self._group
-        if not self._looked:
-            self._look()
+        self._look()
         there = self._is_there()
         if self._storage is not None and not there and not self._methods.unchanged():
             free = not autograd.in_backward()
@@ -177,6 +177,7 @@ class ZeroCopyUnshard:
         if storage is None or not (result is None or isinstance(result, Gathered)):
             with self._runtime.unsharding(self.site):
                 self._methods.call_own(fsdp2_in_place.WAIT)
+            self._look()
             return
         state = fsdp2_in_place.state_name(group)
         in_backward = state == "PRE_BACKWARD"
@@ -195,6 +196,7 @@ class ZeroCopyUnshard:
             storage.move_in(group.fsdp_params)
         else:
             self._put_back(storage)
+        storage.finish(group.fsdp_params)
         fsdp2_in_place.has_unsharded(group)
         fsdp2_in_place.set_result(group, None)
 
@@ -297,13 +299,15 @@ class ZeroCopyUnshard:
         )
 
     def _look(self) -> None:
-        self._looked = True
-        found: Layout | str = OTHERS
+        if self._looked:
+            return
+        found: Layout | str | None = OTHERS
         if self._methods.unchanged() and fsdp2_in_place.has_torchs_methods(self._group):
             found = layout_of(self._group)
-        if isinstance(found, Layout):
-            self._layout = found
-        self._runtime.can_lie(self.site, found)
+        self._looked = found is not None
+        self._layout = found if isinstance(found, Layout) else None
+        if found is not None:
+            self._runtime.can_lie(self.site, found)
 
     def _everywhere(self, condition: Callable[[], bool]) -> bool:
         """Whether it holds on all ranks. Collective: yes, over the group."""
@@ -335,21 +339,19 @@ class ZeroCopyUnshard:
 
     def _streams(self, *, async_op: bool) -> tuple[Any, Any]:
         """Where shards are cast, and where they are gathered; Nones on the CPU."""
-        group = self._group
-        if group.device.type != "cuda":
-            return None, None
-        return fsdp2_in_place.gather_streams(group, async_op=async_op)
+        on_cuda, streams = self._group.device.type == "cuda", fsdp2_in_place.gather_streams
+        return streams(self._group, async_op=async_op) if on_cuda else (None, None)
 
     def _shards(self) -> list[torch.Tensor]:
-        return [fsdp2_in_place.shard_of(p) for p in self._group.fsdp_params]
+        assert self._layout is not None
+        return shards_of(self._group, self._layout, self.site)
 
     def _copied_shards(self, stream: Any) -> tuple[list[torch.Tensor], Any]:
         """Copies of the shards as FSDP2 would gather them now, and an event behind that."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            if stream is None:
-                return [shard.clone() for shard in self._shards()], None
-            with on_stream(stream):
-                return [shard.clone() for shard in self._shards()], stream.record_event()
+        on = contextlib.nullcontext() if stream is None else on_stream(stream)
+        with torch.inference_mode(mode=False), torch.no_grad(), on:
+            shards = [shard.clone() for shard in self._shards()]
+            return shards, None if stream is None else stream.record_event()
 
     def _start(self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any]) -> None:
         """Gather into the placement, whoever is there."""
@@ -359,9 +361,8 @@ class ZeroCopyUnshard:
         runtime.gathering(self, key)
         if free:
             self._lease = self._new_lease(storage)
-            fsdp2_in_place.set_result(
-                group, Gathered(self._fill(key, storage, streams, self._lease))
-            )
+            event = self._fill(key, storage, streams, self._lease)
+            fsdp2_in_place.set_result(group, Gathered(event))
             return
         if self._reads(storage):
             raise storage.no_room()
@@ -423,10 +424,10 @@ class ZeroCopyUnshard:
                 storage.users.take(storage.begin, storage.end, lease)
 
         asked = self._asked
-        shards = self._shards() if asked is None else asked.shards
-        copied = None if asked is None else asked.copied
+        shards, copied = (None, None) if asked is None else (asked.shards, asked.copied)
         with torch.no_grad(), autograd.shown(self._shown):
             if not storage.is_cuda:
+                shards = shards or self._shards()
                 take()
                 storage.fill(shards)
                 with launching(self._runtime.expected(key)):
@@ -436,9 +437,10 @@ class ZeroCopyUnshard:
             copies, gathers = streams
             if copied is not None:
                 copies.wait_event(copied)
-                for shard in shards:
+                for shard in shards or ():
                     shard.record_stream(copies)
             with on_stream(copies):
+                shards = shards or self._shards()
                 take()
                 storage.fill(shards)
             gathers.wait_stream(copies)

@@ -57,9 +57,11 @@ FSDP_IN_PLACE = Seam(
     + names(
         _PARAMETER,
         "_contiguous_orig_stride _orig_size _sharded_local_tensor _sharded_param_data"
-        " _unsharded_param all_gather_outputs alloc_all_gather_outputs free_unsharded_param"
-        " fsdp_placement init_unsharded_param offload_to_cpu orig_dtype param_dtype",
-    ),
+        " _unsharded_inner_tensors _unsharded_param all_gather_inputs all_gather_outputs"
+        " alloc_all_gather_outputs free_unsharded_param fsdp_placement init_unsharded_param"
+        " offload_to_cpu orig_dtype param_dtype",
+    )
+    + names("torch", "Tensor._base"),
     undone="by handle.remove()",
 )
 

@@ -150,7 +150,7 @@ def test_parameters_that_are_needed_at_once_make_room(two):
     ("program", "reasons"),
     [
         (unused, {}),
-        (float8, dict.fromkeys(BLOCKS, "a parameter has its own way to be gathered")),
+        (float8, {}),
         (offload, dict.fromkeys(["model", *BLOCKS], "its shards lie on the CPU")),
         (uneven, {}),
         (
