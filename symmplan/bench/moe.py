@@ -112,7 +112,7 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
 
     import symmplan
 
-    work = _Work(what, tokens, rank, settings)
+    work = _Layers(what, tokens, rank, settings)
     bound = int(settings["capacity"] * tokens)
     memory = "cuda" if settings["one_device"] else "auto"
     cuda = work.device.type == "cuda"
@@ -173,7 +173,7 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
     }
 
 
-class _Work:
+class _Layers:
     """What one row of the table runs on one rank: the same rows and routes on all sides."""
 
     def __init__(self, what: str, tokens: int, rank: int, settings: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class _Work:
 class _Side:
     """What runs the rounds of one side."""
 
-    def __init__(self, work: _Work, via: Any, *, padded: bool = False) -> None:
+    def __init__(self, work: _Layers, via: Any, *, padded: bool = False) -> None:
         self._work, self._via = work, via
         self._more = {"rows": len(work.source)} if padded else {}
         self._counts = work.counts[0].clone()
@@ -245,7 +245,7 @@ class _Side:
 class _Graph(_Side):
     """The same in CUDA graphs: one of what is timed, one of what a combine has behind it."""
 
-    def __init__(self, work: _Work, via: Any) -> None:
+    def __init__(self, work: _Layers, via: Any) -> None:
         import torch
 
         super().__init__(work, via, padded=True)

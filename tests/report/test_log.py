@@ -157,3 +157,67 @@ def test_torch_logs_sets_how_much_is_said(logs):
     )
     assert ("symmplan.plan: plan " in done.stderr) == bool(logs)
     assert ("segments:" in done.stderr) == logs.startswith("+")
+
+
+# Ops that nobody has declared.
+
+
+def _undeclared(rank, size):
+    """Graphs with ops that call torch.distributed inside: what the log says of them."""
+    import torch.distributed as dist
+
+    @torch.library.custom_op("undeclared::reduced", mutates_args=())
+    def reduced(x: torch.Tensor, comm: str) -> torch.Tensor:
+        out = x.clone()
+        dist.all_reduce(out, group=dist.distributed_c10d._resolve_process_group(comm))
+        return out
+
+    @torch.library.custom_op("undeclared::reduce_", mutates_args={"x"})
+    def reduce_(x: torch.Tensor, *, group_name: str) -> None:
+        dist.all_reduce(x)
+
+    @torch.library.custom_op("undeclared::scaled", mutates_args=())
+    def scaled(x: torch.Tensor, how: str) -> torch.Tensor:
+        return x * 2
+
+    for op in (reduced, scaled):
+        op.register_fake(lambda x, _: torch.empty_like(x))
+
+    def program(x, group):
+        y = (
+            reduced(x, group)
+            + scaled(x, "group_name")
+            + F.wait_tensor(F.all_reduce(x, "sum", group))
+        )
+        reduce_(y, group_name="of somebody's own")
+        return reduced(y * 2, group)
+
+    group = dist.group.WORLD.group_name
+    x = torch.full((4,), rank + 1.0)
+    expected = program(x.clone(), group)
+    told, equal = [], []
+    for _ in range(2):
+        torch.compiler.reset()
+        with _heard() as lines:
+            backend = symmplan.backend(inner="eager", timeout=30.0)
+            compiled = torch.compile(program, backend=backend, fullgraph=True)
+            equal.append(torch.equal(compiled(x.clone(), group), expected))
+        told.append([text for _, text in lines if "undeclared::" in text])
+    symmplan.register_symm_mem_args("undeclared::reduced", ["x", "return"], group="comm")
+    return told, equal
+
+
+@pytest.mark.ranks
+def test_an_undeclared_op_on_a_group_is_named_once_with_what_would_place_it():
+    with RankPool(2) as ranks:
+        for (first, again), equal in ranks.run(_undeclared):
+            assert equal == [True, True]
+            assert again == []  # once per op
+            (own, other) = sorted(first)
+            assert own.startswith("undeclared::reduce_ runs over a process group")
+            assert 'torch must know its group "of somebody\'s own", too' in own
+            assert other.startswith("undeclared::reduced runs over a process group (its argument")
+            assert other.endswith(
+                'symmplan.register_symm_mem_args("undeclared::reduced", ["x", "return"], '
+                'group="comm")'
+            )

@@ -33,6 +33,7 @@ from symmplan.integrate.compile.pinned_inputs import PinnedInputs
 from symmplan.integrate.compile.pipelining import as_exchanges, pipeline
 from symmplan.integrate.compile.plans import structure_of
 from symmplan.integrate.compile.rewrite import rewrite
+from symmplan.integrate.compile.undeclared import tell_undeclared
 from symmplan.memory import BACKENDS
 from symmplan.memory.topology import survey
 from symmplan.model import Barrier
@@ -158,6 +159,7 @@ class CompiledGraph:
         self, module: fx.GraphModule, name: PartName, fake_mode: Any, *, fixed: bool
     ) -> PlannedPart | None:
         saved, given = self._cross(module, name)
+        tell_undeclared(module)
         if not self.declares(module):
             return None
         fitting, room = self._capture(module, name, fake_mode, saved, given)
