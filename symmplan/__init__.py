@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from symmplan import errors as errors
     from symmplan import fsdp as fsdp
     from symmplan import placed as placed
+    from symmplan import trainers as trainers
     from symmplan.api import plan as plan
     from symmplan.integrate.compile.backend import backend as backend
     from symmplan.integrate.compile.backend import default_backend as default_backend
@@ -43,6 +44,7 @@ _WHERE = {
     "segments": "symmplan.memory.held",
     "simulate": "symmplan.simulation",
     "symm_args": "symmplan.registry",
+    "trainers": "symmplan.trainers",
     "unregister": "symmplan.registry",
 }
 

@@ -37,6 +37,7 @@ __all__ = [
     "SessionError",
     "SimulationError",
     "SymmplanError",
+    "TrainerVersionError",
     "UnknownOpError",
     "UsageError",
     "VerificationError",
@@ -169,6 +170,18 @@ class MissingSeamError(BackendError):
     """A torch has no longer, or not yet, what symmplan rests on; ``missing`` names it."""
 
     rule = "torch lacks what symmplan rests on"
+
+
+class TrainerVersionError(SymmplanError, ImportError):
+    """A trainer is of another version than the adapter to it was tested with.
+
+    Attributes:
+        package: Name of the trainer's package.
+        tested: The version that is tested.
+        installed: The version that is installed.
+    """
+
+    rule = "trainer of another version"
 
 
 class AgreementError(SymmplanError, RuntimeError):

@@ -12,35 +12,21 @@ import textwrap
 
 import pages
 import pytest
-from paths import HELPERS, ROOT
+from paths import ROOT
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from trainer_runs import check_engaged, run
 
 TRAINERS = ROOT / "examples" / "trainers"
 NAMES = sorted(path.stem for path in TRAINERS.glob("*.py"))
-#: What a program needs beside torch.
-NEEDS = {name: name.removeprefix("with_") for name in NAMES if name.startswith("with_")}
+#: What a program needs beside torch, which the extra `trainers` installs.
+NEEDS = {name: [name.removeprefix("with_")] for name in NAMES if name.startswith("with_")}
+NEEDS["with_trl"] += ["peft"]
 
 
 def said(text):
     """What a program says that it prints: the indented lines of its docstring."""
     lines = ast.get_docstring(ast.parse(text)).splitlines()
     return textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
-
-
-def run(program, ranks, folder, *options, **environ):
-    """What the program prints on ranks of the CPU: see `trainers.py`."""
-    start = [*pages.TORCHRUN.split(), "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *start, HELPERS / "trainers.py", program, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if options else subprocess.PIPE,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr or done.stdout
-    return done.stdout
 
 
 def check(name, folder, *, exact=True, **environ):
@@ -51,16 +37,39 @@ def check(name, folder, *, exact=True, **environ):
     if exact:
         shown = f"{name} prints\n{printed}\nand not\n{said(text)}"
         assert pages.alike(said(text), printed), shown
-    lines = re.findall(r"^(alone|symmplan) +([\d. ]+)$", printed, re.MULTILINE)
-    losses = {name: [float(loss) for loss in line.split()] for name, line in lines}
-    assert losses["symmplan"] == pytest.approx(losses["alone"], abs=0 if exact else 0.02)
+    alone, trained = None, re.findall(LOSSES, printed, re.MULTILINE)
+    for which, *numbers in trained:
+        found = [[float(loss) for loss in line.split()] for line in numbers]
+        alone = found if which == "alone" else alone
+        for losses, wanted in zip(found, alone, strict=True):
+            last = wanted[-len(losses) :] if which == "resumed" else wanted
+            assert losses == pytest.approx(last, abs=0 if exact else 0.02)
+    if name in NEEDS:
+        # All of them evaluate, and go on from what was saved.
+        assert {which for which, _, evaluated in trained if evaluated} == WHICH
+        found = re.findall(r"^\{'symmplan/.*\}$", printed, re.MULTILINE)
+        engaged = [ast.literal_eval(numbers) for numbers in found]
+        assert len(engaged) == sum(which != "alone" for which, *_ in trained)
+        if exact:  # devices measure, and what is no faster in symmetric memory is plain there
+            for numbers in engaged:
+                check_engaged(numbers)
+        # The first step was recorded and no other: as many in six steps as in the last two.
+        recorded = [numbers["symmplan/recorded"] for numbers in engaged]
+        assert recorded[::2] == recorded[1::2]
+
+
+#: The trainings of a program.
+WHICH = {"alone", "symmplan", "resumed"}
+#: What a program prints of each training: its losses, and those of its evaluations.
+LOSSES = r"^(alone|symmplan|resumed) +([\d. ]+)(?:\| evaluated ([\d. ]+))?$"
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.ranks
 def test_a_trainer_prints_what_it_says(name, tmp_path):
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs {NEEDS[name]}: python -m pip install '.[trainers]'")
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: python -m pip install '.[trainers]'")
     # Without the compiler, which takes long.
     check(name, tmp_path, TORCHDYNAMO_DISABLE=str(int(name == "fsdp2")))
 
@@ -71,37 +80,50 @@ def test_the_trainer_of_compiled_blocks_prints_the_same_compiled(tmp_path):
     check("fsdp2", tmp_path)
 
 
-#: What torchtitan trains here: its debug model on short sequences.
-TITAN = """
---model.name llama3 --model.flavor debugmodel --model.hf_assets_path assets --debug.seed 0
---training.dataset c4_test --training.dataset_path assets/texts --training.steps 4
---training.seq_len 128 --training.local_batch_size 2 --metrics.log_freq 1
---metrics.disable_color_printing
-"""
-
-
 @pytest.mark.ranks
 @pytest.mark.further
 def test_torchtitan_has_the_same_losses(tmp_path):
     titan_trains_alike(tmp_path)
 
 
-def titan_trains_alike(folder, *, exact=True):
-    """torchtitan prints the same losses with symmplan, and the plan."""
+def titan_trains_alike(folder, *options, exact=True):
+    """torchtitan has the same losses with symmplan, goes on from what it saved, and is engaged."""
     for name in ("torchtitan", "triton"):
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}: python -m pip install 'torchtitan<0.3' {name}")
+            pytest.skip(f"needs {name}: python -m pip install '.[torchtitan]'")
     examples = TRAINERS.parent / "torchtitan"
     make = [sys.executable, examples / "assets.py", "assets"]
     subprocess.run(make, check=True, cwd=folder, capture_output=True)
+    paths = f"{examples}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    if not hasattr(_fsdp_param.FSDPParam, "_restore_spmd_types"):  # which its default needs
+        options = (*options, "--parallelism.spmd_backend", "partial_dtensor")
     losses = []
-    for program in ("torchtitan.train", examples / "train.py"):
-        printed = run(program, 2, folder, *TITAN.split())
-        found = set(re.findall(r"step: +(\d+) +loss: +([\d.]+)", printed))
-        losses.append({int(step): float(loss) for step, loss in found})
-    assert set(losses[0]) == {1, 2, 3, 4}
-    assert losses[1] == pytest.approx(losses[0], rel=0 if exact else 0.01, abs=0)
-    assert re.search(r"plan [0-9a-f]{12}: \d+ buffers in 1 segment", printed)
+    for asked in ("plain", "with_symmplan", "with_symmplan --checkpoint.load_step 4"):
+        start = ["--module", "registry", "--config", *asked.split(), *TITAN, *options]
+        printed = run("torchtitan.train", 2, folder, *start, PYTHONPATH=paths)
+        logged = re.findall(r"(\w+ )?step: +(\d+) +loss: +([\d.]+)", printed)
+        losses.append({(what, int(step)): float(loss) for what, step, loss in logged})
+        if asked != "plain":
+            plan = re.search(r"plan [0-9a-f]{12}: \d+ buffers in 1 segment", printed)
+            # Before the second forward pass, which torchtitan captures on devices.
+            assert plan.start() < printed.index(" loss: ")
+            ended = re.findall(r"step 6: (symmplan/.*)$", printed, re.MULTILINE)
+            assert len(ended) == 2
+            if exact:
+                for numbers in ended:
+                    found = re.findall(r"(symmplan/.*?) (\d+)", numbers)
+                    check_engaged({name: int(value) for name, value in found})
+    plain, planned, resumed = losses
+    trained = {("", step) for step in range(1, 7)}
+    assert set(plain) == trained | {("validate ", step) for step in (1, 2, 4, 6)}
+    assert planned == pytest.approx(plain, rel=0 if exact else 0.01, abs=0)
+    later = {which: loss for which, loss in planned.items() if which[1] > 4}
+    assert resumed == pytest.approx(later, rel=0 if exact else 0.01, abs=0)
+    return printed
+
+
+#: Its log without colours.
+TITAN = ["--metrics.disable_color_printing"]
 
 
 @pytest.mark.parametrize("name", NAMES)

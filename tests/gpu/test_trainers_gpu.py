@@ -11,7 +11,7 @@ import importlib.util
 
 import pytest
 import torch
-from test_trainers import check, titan_trains_alike
+from test_trainers import NEEDS, check, titan_trains_alike
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,12 +19,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("needs", ["torch", "accelerate", "lightning"])
-def test_a_trainer_has_the_same_losses(needs, tmp_path):
-    if importlib.util.find_spec(needs) is None:
-        pytest.skip(f"needs {needs}")
-    check("fsdp2" if needs == "torch" else f"with_{needs}", tmp_path, exact=False)
+@pytest.mark.parametrize("name", ["fsdp2", *NEEDS])
+def test_a_trainer_has_the_same_losses(name, tmp_path):
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    check(name, tmp_path, exact=False)
 
 
 def test_torchtitan_has_the_same_losses(tmp_path):
     titan_trains_alike(tmp_path, exact=False)
+
+
+def test_torchtitans_own_symmetric_memory_is_replaced(tmp_path):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("torchtitan has it for compute capability 9.0 and newer")
+    printed = titan_trains_alike(tmp_path, "--parallelism.enable_fsdp_symm_mem", exact=False)
+    assert "parallelism.enable_fsdp_symm_mem is off in this run" in printed

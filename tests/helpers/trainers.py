@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/helpers/trainers.py FILE-OR-MODULE [OPTION ...]
 
-Accelerate has FSDP2 on devices alone, and torchtitan asks its device for what the CPU has not. Here
-both take CPU ranks for devices.
+Accelerate, on which Hugging Face's trainers rest, has FSDP2 on devices alone, and torchtitan asks
+its device for what the CPU has not. Here they take CPU ranks for devices.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 import types
 
 import torch
+
+HUGGING_FACE = ("with_accelerate.py", "with_transformers.py", "with_trl.py", "reported_trainer.py")
 
 
 def accelerate_on_the_cpu():
@@ -45,13 +47,25 @@ def torchtitan_on_the_cpu():
     import torchtitan.distributed.utils
 
     torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None
+    from torchtitan.models.common.attention import FlexAttention
+
+    FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
+
+
+def dense_attention(q, k, v, *, block_mask, scale, enable_gqa, **_):
+    """Flex attention has no backward pass on the CPU."""
+    from torch.nn.attention.flex_attention import AuxOutput, create_mask
+
+    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), AuxOutput()
 
 
 if __name__ == "__main__":
     del sys.argv[0]
     program = sys.argv[0]
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        if program.endswith("with_accelerate.py"):
+        if program.endswith(HUGGING_FACE):
             accelerate_on_the_cpu()
         elif "torchtitan" in program:
             torchtitan_on_the_cpu()

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 import symmplan
 
-__all__ = ["Config", "Transformer", "peer_max", "sync_replicated"]
+__all__ = ["DemoConfig", "Transformer", "peer_max", "sync_replicated"]
 
 
 @frozen
-class Config:
+class DemoConfig:
     """Sizes in elements; ``world`` ranks share heads, hidden units, sequence and vocabulary."""
 
     world: int = 2
@@ -92,7 +92,9 @@ _linear = functools.partial(nn.Linear, bias=False)
 class _Block(nn.Module):
     """Attention and MLP on half the heads and half the hidden units."""
 
-    def __init__(self, config: Config, gather: tuple[Any, ...], scatter: tuple[Any, ...]) -> None:
+    def __init__(
+        self, config: DemoConfig, gather: tuple[Any, ...], scatter: tuple[Any, ...]
+    ) -> None:
         super().__init__()
         self.heads, self.gather, self.scatter = config.heads // config.world, gather, scatter
         width, hidden = config.dim // config.world, config.hidden // config.world
@@ -120,7 +122,7 @@ class _Block(nn.Module):
 class Transformer(nn.Module):
     """A language model over bytes; returns the mean cross entropy of the next byte."""
 
-    def __init__(self, config: Config, rank: int, group: str) -> None:
+    def __init__(self, config: DemoConfig, rank: int, group: str) -> None:
         super().__init__()
         self.config, self.rank, self.group = config, rank, group
         self.gather = ("all_gather_into_tensor", config.world, group)

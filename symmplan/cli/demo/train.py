@@ -16,7 +16,7 @@ from torch import Tensor
 
 import symmplan
 from symmplan.bench.comm import OPS, compare
-from symmplan.cli.demo.model import Config, Transformer, sync_replicated
+from symmplan.cli.demo.model import DemoConfig, Transformer, sync_replicated
 from symmplan.cli.doctor import cxx_compiler
 from symmplan.cli.files import write_text
 from symmplan.report import plan_facts
@@ -48,7 +48,7 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
     inner = setup["inner"]
     if inner == "auto":
         inner = "eager" if cxx_compiler() is None else "inductor"
-    config = Config(world=world)
+    config = DemoConfig(world=world)
     backend = symmplan.backend(inner=inner, memory="shm", timeout=setup["timeout"])
     # The same inner compiler; "aot_eager" because symmplan's "eager", too, runs what AOTAutograd
     # made of the model. (Dynamo's own "eager" loses these gradients on torch 2.11.)
@@ -101,7 +101,7 @@ def run_rank(rank: int, world: int, setup: dict[str, Any]) -> dict[str, Any]:
 class _Trainee:
     """A model with its optimizer, and what became of it."""
 
-    def __init__(self, config: Config, rank: int, group: str, *, backend: Any) -> None:
+    def __init__(self, config: DemoConfig, rank: int, group: str, *, backend: Any) -> None:
         self.model = Transformer(config, rank, group)
         self.group = group
         # Plain descent: Adam divides by the gradient's size, and would blow up the last bit of a
@@ -131,7 +131,7 @@ class _Trainee:
         return statistics.median_high(self._seconds[1:] or self._seconds)
 
 
-def _batches(config: Config, steps: int) -> list[tuple[Tensor, Tensor]]:
+def _batches(config: DemoConfig, steps: int) -> list[tuple[Tensor, Tensor]]:
     """``steps`` times (inputs, targets), each (seq, batch); the same on all ranks."""
     text = torch.frombuffer(bytearray(_TEXT.encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(1)

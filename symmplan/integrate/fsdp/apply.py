@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from symmplan.errors import CaptureError, ReleasedError, RunError
 from symmplan.integrate.fsdp.comms import PlannedAllGather, PlannedReduceScatter
@@ -12,6 +13,7 @@ from symmplan.integrate.fsdp.layout import NO_SEAM
 from symmplan.integrate.fsdp.runtime import Runtime
 from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 from symmplan.memory import DEFAULT_TIMEOUT
+from symmplan.model import AlgorithmName
 from symmplan.runtime.executor import executor
 from symmplan.runtime.observe import Checked, check
 from symmplan.runtime.options import Options, whole
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from symmplan.capture.fsdp_recording import Key
-    from symmplan.model import AlgorithmName, Plan
+    from symmplan.model import Plan
     from symmplan.runtime.choice import Choice, Choose
 
 __all__ = ["Handle", "apply"]
@@ -114,12 +116,22 @@ class Handle:
             unshared_bytes=0 if plan is None else plan.unshared_bytes,
         )
 
+    @property
+    def algorithms(self) -> dict[AlgorithmName, int]:
+        """How many collectives of the plan run by each algorithm; all are 0 before the plan."""
+        schedule = self._runtime.schedule
+        counted = Counter(() if schedule is None else (s.runs_by for s in schedule.collectives))
+        return {name: counted[name] for name in get_args(AlgorithmName)}
+
     def metrics(self) -> dict[str, int]:
-        """The numbers of `stats` by name, for a logger; see `Stats.metrics`.
+        """Numbers of `stats` and `algorithms` by name, for a logger.
+
+        The names are those of `Stats.metrics`, and ``"symmplan/algorithms/push"`` and so on.
 
         Collective: no; it waits for nothing, also not for a device.
         """
-        return self.stats.metrics()
+        counted = {f"symmplan/algorithms/{name}": n for name, n in self.algorithms.items()}
+        return {**self.stats.metrics(), **counted}
 
     def freeze(self) -> None:
         """Plan what was recorded so far, instead of at the end of the first step.
@@ -282,7 +294,8 @@ def apply(
             expected="a module to which torch.distributed.fsdp.fully_shard was applied",
             got="none",
             fix="call fully_shard(model, ...) first; with accelerate launch, set fsdp_version: 2 "
-            "in fsdp_config, and pass what accelerator.prepare(model) gave",
+            "in fsdp_config, and pass what accelerator.prepare(model) gave; with Hugging Face's "
+            "Trainer, pass TrainingArguments(fsdp=True)",
         )
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     for mesh in meshes:
@@ -345,7 +358,7 @@ def _algorithm(runtime: Runtime, key: Key) -> AlgorithmName:
     """How a collective with this key runs."""
     collectives = () if runtime.schedule is None else runtime.schedule.collectives
     scheduled = next((s for s in collectives if s.call.key == key), None)
-    return "ordinary" if scheduled is None or scheduled.place is None else scheduled.algorithm.name
+    return "ordinary" if scheduled is None else scheduled.runs_by
 
 
 def _check_plain(comm: Any, name: str) -> None:

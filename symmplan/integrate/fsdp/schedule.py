@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from symmplan.capture.fsdp import Planned
     from symmplan.capture.fsdp_recording import Call, Key
-    from symmplan.model import Algorithm, Placement, Plan
+    from symmplan.model import Algorithm, AlgorithmName, Placement, Plan
 
 __all__ = ["Schedule", "ScheduledCollective"]
 
@@ -46,9 +46,14 @@ class ScheduledCollective:
     zero_copy: bool = False
 
     @property
+    def runs_by(self) -> AlgorithmName:
+        """The algorithm by which it runs as planned."""
+        return "ordinary" if self.place is None else self.algorithm.name
+
+    @property
     def pushed(self) -> bool:
         """Whether its input goes straight to the peers; see `symmplan.integrate.fsdp.push`."""
-        return self.place is not None and self.algorithm.name == "push"
+        return self.runs_by == "push"
 
 
 class Schedule:
@@ -127,5 +132,5 @@ class Schedule:
             memory=memory,
             nbytes=scheduled.call.nbytes,
             dtype=key.dtype,
-            algorithm="ordinary" if scheduled.place is None else scheduled.algorithm.name,
+            algorithm=scheduled.runs_by,
         )

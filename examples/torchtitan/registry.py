@@ -1,0 +1,51 @@
+"""Configs for torchtitan 0.3, whose FSDP2 collectives then lie in planned symmetric memory.
+
+`planned` is all the wiring; torchtitan's own command starts it. Its debug model on two GPUs, with
+the tokenizer and texts that `assets.py` makes, without and with symmplan:
+
+    python examples/torchtitan/assets.py assets
+    export PYTHONPATH=examples/torchtitan
+    torchrun --nproc-per-node 2 -m torchtitan.train --module registry --config plain
+    torchrun --nproc-per-node 2 -m torchtitan.train --module registry --config with_symmplan
+
+Both print the same losses, also of their validations; `--checkpoint.load_step 4` goes on from the
+fourth step. The second says what was planned, and what ran:
+
+    [titan] ... symmplan - INFO - FSDP2: plan ...; algorithms: ...
+    [titan] ... step 6: symmplan/segment_bytes ..., symmplan/plain 0, ...
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+from symmplan.trainers.torchtitan import PlannedTrainer, planned
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+
+def plain() -> Trainer.Config:
+    """Six steps; every second is validated, and saved."""
+    config = llama3_debugmodel()
+    config.hf_assets_path = "assets"
+    texts = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path="assets/texts")
+    config.dataloader = config.validator.dataloader = texts
+    config.training.local_batch_size, config.training.seq_len = 2, 128
+    config.training.steps, config.debug.seed = 6, 0
+    config.validator.enable, config.validator.freq, config.validator.steps = True, 2, 2
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=2, folder="plain", last_save_model_only=False
+    )
+    return config
+
+
+def with_symmplan() -> PlannedTrainer.Config:
+    """The same, with its own folder for what is saved."""
+    config = planned(plain())
+    config.checkpoint.folder = "with_symmplan"
+    return config
