@@ -193,8 +193,6 @@ def _reason(parameter: Any, ranks: int) -> str:
         return "its shards lie on the CPU"
     if parameter.fsdp_placement.dim != 0:
         return "a parameter is not sharded along its first dimension"
-    if getattr(parameter, "is_spmd_types", False):
-        return "a parameter has types of its own"
     if getattr(parameter, "keep_unsharded_storage", False):
         return "it keeps its unsharded storage"
     if fsdp2_in_place.has_own_gather(parameter):
