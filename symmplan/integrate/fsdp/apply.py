@@ -130,8 +130,10 @@ class Handle:
 
         Collective: no; it waits for nothing, also not for a device.
         """
-        counted = {f"symmplan/algorithms/{name}": n for name, n in self.algorithms.items()}
-        return {**self.stats.metrics(), **counted}
+        metrics = self.stats.metrics()
+        for name, count in self.algorithms.items():
+            metrics[f"symmplan/algorithms/{name.replace('-', '_').replace(' ', '_')}"] = count
+        return metrics
 
     def freeze(self) -> None:
         """Plan what was recorded so far, instead of at the end of the first step.
