@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,23 +30,10 @@ if TYPE_CHECKING:
     from symmplan.capture.c10d import Functional
     from symmplan.model import OpSpec
 
-__all__ = ["Scratch", "is_tensor", "run_apart", "storage_key", "view_of"]
+__all__ = ["is_tensor", "run_apart", "storage_key", "view_of"]
 
 #: Seconds that are waited for a process group to let go of a tensor.
 _PATIENCE = 1.0
-
-
-class Scratch(Protocol):
-    """Symmetric memory for the ops of a recording. See [Note: scratch]."""
-
-    def serves(self, spec: OpSpec) -> bool:
-        """Whether the op needs it."""
-
-    def copies(self, group: str, spec: OpSpec, tensors: Sequence[Any]) -> list[Any]:
-        """Symmetric copies of ``tensors``; every rank's are complete. Collective."""
-
-    def over(self) -> None:
-        """The op has ended; returns when it has on all ranks. Collective."""
 
 
 def run_apart(
@@ -55,10 +42,19 @@ def run_apart(
     kwargs: Any,
     spec: OpSpec,
     form: Functional | None,
-    scratch: Scratch | None,
+    scratch: Any,
     default_group: str | None,
 ) -> Any:
     """Run a declared op; see [Note: recorded collectives run apart].
+
+    Args:
+        func: The overload.
+        args: Its positional arguments.
+        kwargs: The others.
+        spec: What is declared of it.
+        form: What it returns, if it is a functional collective.
+        scratch: The recording's `symmplan.integrate.eager.scratch.ScratchMemory`, or None.
+        default_group: As for `symmplan.capture.capture_fx`.
 
     Returns:
         What the op returns, after its end; nothing of it is the op's own.

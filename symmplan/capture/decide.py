@@ -309,7 +309,9 @@ class Decider:
         origin = node, path = self._origin(root)
         buffer = self._buffer(request, _element(node.name, path), origin, whole=True)
         if node.op == "placeholder":
-            self.kept[root] = Kept(node, request.group, request.spec.op, request.site.where)
+            index = node.graph.find_nodes(op="placeholder").index(node)
+            made = index, buffer.name, request.group, request.spec.op, request.site.where
+            self.kept[root] = Kept(node, *made)
             self.buffers[buffer.name] = evolve(buffer, persistent=True)
         else:
             write = self._write_of(node)
@@ -322,7 +324,7 @@ class Decider:
         placed, kept = self.placed_storages.get(root), self.kept.get(root)
         if placed is not None:
             return placed.buffer
-        return None if kept is None else self.prefix + kept.node.name
+        return None if kept is None else kept.buffer
 
     def _widen(self, name: str, requirement: Requirement) -> None:
         """One storage, several requirements: the strictest holds."""

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from symmplan.capture.apart import Scratch
     from symmplan.capture.producers import Write
-    from symmplan.capture.streams import Watch
+    from symmplan.capture.streams import CudaWatch
     from symmplan.model import OpSpec
 
 __all__ = ["Recorded", "Recorder", "Storage", "opaque"]
@@ -103,8 +102,8 @@ class Recorder(TorchDispatchMode):
         lookup: Callable[[Any], OpSpec | None],
         before: Callable[[Any, Any, Any], None],
         aside: Callable[[], bool] = lambda: False,
-        watch: Watch | None = None,
-        scratch: Scratch | None = None,
+        watch: CudaWatch | None = None,
+        scratch: Any = None,
         default_group: str | None = None,
         threads: ProgramThreads | None = None,
     ) -> None:

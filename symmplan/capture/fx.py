@@ -373,9 +373,7 @@ def _kept(decider: Decider, residence: Problem | None) -> tuple[Kept, ...]:
         return ()
     inside = {o.name for o in residence.operations if o.op != "outside"}
     written = {a.buffer for a in residence.accesses if a.write and a.operation in inside}
-    return tuple(
-        evolve(k, written=decider.prefix + k.node.name in written) for k in decider.kept.values()
-    )
+    return tuple(evolve(k, written=k.buffer in written) for k in decider.kept.values())
 
 
 def _touched(decider: Decider, node: fx.Node) -> dict[str, bool]:

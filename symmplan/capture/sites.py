@@ -88,7 +88,9 @@ class PlacedStorage:
 class Kept:
     """An input that is to lie in symmetric memory from run to run."""
 
-    node: fx.Node  # its placeholder; also the name of its buffer
+    node: fx.Node  # its placeholder
+    index: int  # which input
+    buffer: str  # name of its buffer
     group: str  # the process group
     op: str  # the first op that takes it
     where: str  # as which argument

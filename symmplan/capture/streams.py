@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field, frozen
 
@@ -29,7 +29,7 @@ from symmplan.planner.order import order_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["MAIN", "MARK", "CudaWatch", "Mark", "Timeline", "Watch", "unordered", "with_streams"]
+__all__ = ["MAIN", "MARK", "CudaWatch", "Mark", "Timeline", "unordered", "with_streams"]
 
 #: Name of the stream on which a recording starts.
 MAIN = "main"
@@ -39,16 +39,6 @@ MARK = "symmplan::mark"
 
 #: Name of the mark at which an iteration ends.
 _STEP = "mark:step"
-
-
-class Watch(Protocol):
-    """Where a recording learns about streams. Streams are numbers."""
-
-    def current(self) -> int:
-        """The current stream."""
-
-    def watching(self, timeline: Timeline) -> contextlib.AbstractContextManager[None]:
-        """Tell ``timeline`` what happens to events and streams inside."""
 
 
 @frozen
@@ -64,7 +54,7 @@ class Mark:
 class Timeline:
     """What a recording knows about streams. See [Note: what is seen of streams]."""
 
-    watch: Watch | None = None  # tells which stream is current; None where there are no streams
+    watch: CudaWatch | None = None  # tells which stream is current; None where there are no streams
     #: ``{name of a node: when it ran}``, counted from the start.
     at: dict[str, int] = field(factory=dict)
     streams: dict[str, str] = field(factory=dict)  # ``{name of a node: name of its stream}``
@@ -125,7 +115,7 @@ class Timeline:
 
 
 class CudaWatch:
-    """CUDA's streams, and `torch.cuda`'s events.
+    """Where a recording learns about streams: CUDA's, which are numbers, and `torch.cuda`'s events.
 
     Args:
         current: The current stream as a number.

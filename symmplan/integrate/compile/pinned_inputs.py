@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from symmplan.coordination.all_gather import all_gather_json
 from symmplan.coordination.groups import resolve_groups
@@ -37,23 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["PinnedInputs"]
 
 
-@frozen(eq=False)
-class _Input:
-    """A pinned input of a part.
-
-    Attributes:
-        index: Which input.
-        key: Its name and its group's; the same in all parts.
-        buffer: Name of its buffer in the problem.
-        kept: What capture says of it.
-    """
-
-    index: int
-    key: tuple[str, str]
-    buffer: str
-    kept: Kept
-
-
 @define(eq=False)
 class PinnedInputs:
     """What one graph keeps in symmetric memory.
@@ -69,7 +52,8 @@ class PinnedInputs:
     device: torch.device
     timeout: float
     plans: dict[str, Plan]
-    _inputs: dict[str, tuple[_Input, ...]] = field(init=False, factory=dict)
+    #: ``{part: {(name, group): input}}``; names and groups are the same in all parts.
+    _inputs: dict[str, dict[tuple[str, str], Kept]] = field(init=False, factory=dict)
     _by_group: dict[str, dict[str, Plan]] = field(init=False, factory=dict)
     _memory: str = field(init=False, default="")
     _static: set[str] = field(init=False, factory=set)
@@ -86,18 +70,13 @@ class PinnedInputs:
         """Plan the pinned inputs of a part, before it is rewritten."""
         if captured.residence is None:
             return
-        nodes = captured.kept[0].node.graph.find_nodes(op="placeholder")
-        index = {node: i for i, node in enumerate(nodes)}
-        inputs = tuple(
-            _Input(index[k.node], (k.node.name, k.group), captured.prefix + k.node.name, k)
-            for k in captured.kept
-        )
-        before = {i.key for known in self._inputs.values() for i in known}
+        inputs = {(kept.node.name, kept.group): kept for kept in captured.kept}
+        before = {key for known in self._inputs.values() for key in known}
         plans = {}
-        for group in dict.fromkeys(i.kept.group for i in inputs):
-            mine = [i for i in inputs if i.kept.group == group]
+        for group in dict.fromkeys(group for _, group in inputs):
+            mine = [kept for kept in inputs.values() if kept.group == group]
             plans[group] = _planned(captured.residence, mine)
-            new = [i for i in mine if i.key not in before]
+            new = [i for key, i in inputs.items() if key[1] == group and key not in before]
             if new:
                 fewer = plans[group] if new == mine else _planned(captured.residence, new)
                 self.pool.kept += fewer.peak_bytes
@@ -123,8 +102,11 @@ class PinnedInputs:
         inputs of another graph did on all ranks.
         """
         for group in self._by_group.get(part, ()):
-            unplaced = [i for i in self._inputs[part] if i.kept.group == group]
-            unplaced = [i for i in unplaced if i.key not in self._places]
+            unplaced = {
+                key: kept
+                for key, kept in self._inputs[part].items()
+                if kept.group == group and key not in self._places
+            }
             if unplaced and not self._find(part, group, unplaced, args):
                 return False
         return True
@@ -140,36 +122,40 @@ class PinnedInputs:
 
         Where one cannot live in its placement, a copy there replaces it, which `leave` has to end.
         """
-        inputs = self._inputs.get(part, ())
+        inputs = self._inputs.get(part, {})
         if inputs and self.pool.released:
             raise released()
         copies: list[RunCopy] = []
-        for kept in inputs:
-            place = self._places[kept.key]
-            if args[kept.index].data_ptr() != place.address:
-                self._admit(part, args, place, kept, copies)
+        for key, kept in inputs.items():
+            if args[kept.index].data_ptr() != self._places[key].address:
+                self._admit(part, args, key, kept, copies)
         if copies:
             check_others(copies, args)
         return copies
 
     def _admit(
-        self, part: str, args: list[Any], place: Place, kept: _Input, copies: list[RunCopy]
+        self,
+        part: str,
+        args: list[Any],
+        key: tuple[str, str],
+        kept: Kept,
+        copies: list[RunCopy],
     ) -> None:
-        copy, reason = place.admit(args[kept.index], written=kept.kept.written)
-        name, row = kept.key[0], None
+        copy, reason = self._places[key].admit(args[kept.index], written=kept.written)
+        name, row = key[0], None
         if copy is not None:
             copies.append(copy)
             args[kept.index] = copy.placed
-            row = (f"{part}.{name}", kept.kept.op, kept.kept.where, reason)
+            row = (f"{part}.{name}", kept.op, kept.where, reason)
         elif self.device.type == "cuda":
             # The old memory may belong to another stream.
             torch.cuda.current_stream(self.device).synchronize()
-        key = (id(self), part, name)
+        at = (id(self), part, name)
         if row is None:
-            self.pool.away.pop(key, None)
+            self.pool.away.pop(at, None)
         else:
             self.pool.missed += 1
-            self.pool.away[key] = row
+            self.pool.away[at] = row
 
     def leave(self, copies: Sequence[RunCopy], results: Any) -> Any:
         """After a part ran: end its copies. Returns the results as they would be without them."""
@@ -182,15 +168,17 @@ class PinnedInputs:
                 results = copy.of_original(results)
         return results
 
-    def _find(self, part: str, group: str, inputs: list[_Input], args: Sequence[Any]) -> bool:
+    def _find(
+        self, part: str, group: str, inputs: dict[tuple[str, str], Kept], args: Sequence[Any]
+    ) -> bool:
         """Find or make placements for inputs that have none yet; False if they cannot be had."""
         process_group = resolve_groups([group])[group].process_group
         plan, key = self._by_group[part][group], f"{part} {group}"
         here = {p.address: p for p in self.pool.places(process_group)}
         if here:
             by_number = {p.number: p for p in here.values()}
-            found = [here.get(args[i.index].data_ptr()) for i in inputs]
-            sizes = [plan.placements[i.buffer].nbytes for i in inputs]
+            found = [here.get(args[i.index].data_ptr()) for i in inputs.values()]
+            sizes = [plan.placements[i.buffer].nbytes for i in inputs.values()]
             numbers = [
                 place.number if place is not None and place.lease.tensor.numel() == nbytes else None
                 for place, nbytes in zip(found, sizes, strict=True)
@@ -206,14 +194,14 @@ class PinnedInputs:
                     for i, n in enumerate(numbers)
                 ]
                 self.pool.pinnings.add((process_group, tuple(numbers)))
-            for kept, number in zip(inputs, numbers, strict=True):
+            for known, number in zip(inputs, numbers, strict=True):
                 if number is not None:
-                    self._places[kept.key] = by_number[number]
-        new = [i for i in inputs if i.key not in self._places]
+                    self._places[known] = by_number[number]
+        new = {k: kept for k, kept in inputs.items() if k not in self._places}
         if not new:
             self.plans.pop(key, None)
             return True
-        self.plans[key] = final = _planned(plan.problem, new)
+        self.plans[key] = final = _planned(plan.problem, new.values())
         self.pool.progress.gather({group: process_group})
 
         preparation = self.pool.preparation
@@ -236,8 +224,8 @@ class PinnedInputs:
         if arena is None:
             self.plans.pop(key, None)
             return False
-        made = self.pool.pin(arena, [i.buffer for i in new], process_group)
-        self._places.update(zip((i.key for i in new), made, strict=True))
+        made = self.pool.pin(arena, [i.buffer for i in new.values()], process_group)
+        self._places.update(zip(new, made, strict=True))
         return True
 
 
@@ -245,7 +233,7 @@ def _same(other: Any, mine: list[int | None], index: int) -> bool:
     return isinstance(other, list) and len(other) == len(mine) and other[index] == mine[index]
 
 
-def _planned(problem: Problem, inputs: Iterable[_Input]) -> Plan:
+def _planned(problem: Problem, inputs: Iterable[Kept]) -> Plan:
     """A verified plan of some buffers of a problem."""
     names = {i.buffer for i in inputs}
     part = evolve(

@@ -24,7 +24,7 @@ __all__ = ["ScratchMemory"]
 
 
 class ScratchMemory:
-    """See [Note: scratch] in `symmplan.capture.eager`.
+    """See [Note: scratch] in `symmplan.capture.apart`.
 
     Each kind of call gets an arena, kept until the recording ends.
 

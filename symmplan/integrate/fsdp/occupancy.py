@@ -7,55 +7,26 @@ the bytes] in `zero_copy`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from symmplan.capture.fsdp_recording import Key
-    from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
+    from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
 
-__all__ = ["Occupancy", "Occupant"]
-
-
-class Occupant(Protocol):
-    """A parameter group that may have bytes in a placement.
-
-    Attributes:
-        site: Name of its module in the model.
-    """
-
-    site: str
-
-    @property
-    def storage(self) -> ParameterStorage | None:
-        """Where its parameters live; None: where FSDP2 puts them."""
-
-    @property
-    def group(self) -> str:
-        """Name of the process group that gathers."""
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether FSDP2 has gathered the parameters, or begun to, and has not released them."""
-
-    def key(self, *, backward: bool) -> Key:
-        """By what its gather is recognised."""
-
-    def start_early(self) -> bool:
-        """Start a gather that was put off, if there is room now. Collective: yes."""
+__all__ = ["Occupancy"]
 
 
 class Occupancy:
     """The modules of a model that are unsharded in placements, or about to be."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, Occupant] = {}
+        self._modules: dict[str, ZeroCopyUnshard] = {}
 
-    def __iter__(self) -> Iterator[Occupant]:
+    def __iter__(self) -> Iterator[ZeroCopyUnshard]:
         return (module for module in self._modules.values() if module.has_bytes)
 
-    def begin(self, module: Occupant) -> None:
+    def begin(self, module: ZeroCopyUnshard) -> None:
         """A module's gather begins."""
         self._modules[module.site] = module
 
@@ -63,7 +34,7 @@ class Occupancy:
         """FSDP2 has released a module; whether it had bytes."""
         return self._modules.pop(site, None) is not None
 
-    def crowded(self, module: Occupant) -> bool:
+    def crowded(self, module: ZeroCopyUnshard) -> bool:
         """Whether others are to have some of the bytes where a module's parameters live."""
         mine = module.storage
         assert mine is not None

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from symmplan.integrate.fsdp.layout import Layout
-    from symmplan.integrate.fsdp.occupancy import Occupant
     from symmplan.integrate.fsdp.schedule import Schedule, ScheduledCollective
+    from symmplan.integrate.fsdp.zero_copy import ZeroCopyUnshard
     from symmplan.model import Placement
     from symmplan.runtime.observe import Expected
     from symmplan.runtime.options import Options
@@ -88,7 +88,7 @@ class Runtime:
         # Where those are recorded that were put off.
         self._early: dict[Key, tuple[Recording, int]] = {}
         self.occupancy = Occupancy()
-        self._waiting: list[Occupant] = []
+        self._waiting: list[ZeroCopyUnshard] = []
         self._arrived: Key | None = None
         # What decides when to freeze. See [Note: when the plan is frozen].
         self._seen: set[Key] = set()
@@ -178,7 +178,7 @@ class Runtime:
             self._turn()
         self._arrived = key
 
-    def gathering(self, unshard: Occupant, key: Key) -> None:
+    def gathering(self, unshard: ZeroCopyUnshard, key: Key) -> None:
         """A module's parameters are gathered where they live."""
         self._arrived = None
         if self.occupancy.crowded(unshard):
@@ -199,7 +199,7 @@ class Runtime:
         """FSDP2 waits inside for a gather, and copies it into parameters of its own."""
         return self.memory.unsharding(*self._last.get(site, (None, 0)))
 
-    def put_off(self, key: Key, unshard: Occupant) -> None:
+    def put_off(self, key: Key, unshard: ZeroCopyUnshard) -> None:
         """A module's parameters were wanted before there was room for them."""
         if self.planning.live is None:
             self.counts.because(reasons.PUT_OFF)

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from symmplan.capture.fsdp_recording import Key
-    from symmplan.integrate.fsdp.coordinator import Coordinator
     from symmplan.integrate.fsdp.parameter_storage import ParameterStorage
 
 __all__ = ["ZeroCopyUnshard"]
@@ -62,12 +61,12 @@ class ZeroCopyUnshard:
     """An FSDP2 parameter group whose parameters may live in a placement.
 
     Args:
-        runtime: Of the model.
+        runtime: The model's `symmplan.integrate.fsdp.runtime.Runtime`.
         site: Name of the module in the model.
         group: FSDP2's parameter group.
     """
 
-    def __init__(self, runtime: Coordinator, site: str, group: Any) -> None:
+    def __init__(self, runtime: Any, site: str, group: Any) -> None:
         self.site = site
         self._runtime = runtime
         self._group = group
