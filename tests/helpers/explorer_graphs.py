@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 import torch.distributed as dist
+from graph_explorer import GraphOp, explore_graph
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,7 +31,6 @@ from symmplan.model import Barrier
 from symmplan.runtime.algorithms import Lowerings
 from symmplan.runtime.chooser import Chosen
 from symmplan.runtime.program import place
-from symmplan.testing.explorer.graph import GraphOp, explore_graph
 from symmplan.torch_private.compilers import fake_mode_of
 
 if TYPE_CHECKING:
