@@ -61,17 +61,17 @@ _LIVENESS_PERIOD = 0.05
 _STRONG_ORDER = platform.machine() in {"x86_64", "AMD64"}
 
 
-class _MemoryBarrier:
-    """A full memory barrier. See [Note: memory order]."""
+def _memory_barrier() -> Callable[[], None]:
+    """A full memory barrier, for one thread at a time. See [Note: memory order]."""
+    lock = threading.Lock()
+    lock.acquire()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def __call__(self) -> None:
+    def fence() -> None:
         if not _STRONG_ORDER:
-            self._lock.release()
-            self._lock.acquire()
+            lock.release()
+            lock.acquire()
+
+    return fence
 
 
 def _group_words(size: int) -> int:
@@ -185,7 +185,7 @@ class Meeting(Rendezvous):
         self._notes = [list(zip(near, of, strict=True)) for of in notes]
         self._free = [[p[_NOTE // 8 : _NOTE // 8 + 2 * size] for p in slot] for slot in slots]
         self._count = int(self._mine[0])
-        self._fence = _MemoryBarrier()
+        self._fence = _memory_barrier()
 
     def barrier(self, timeout: float | None = None) -> None:
         """See `Rendezvous.barrier`: wait until every rank arrived as often as this one."""
