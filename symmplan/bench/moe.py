@@ -121,9 +121,9 @@ def _compare(what: str, tokens: int, rank: int, settings: dict[str, Any]) -> dic
         return symmplan.expert_parallel(memory=memory, max_tokens=bound, choose=choose)
 
     made = {"push": ours("push"), "symmplan": ours()}
-    acts = {"plain": _Side(work, _Plain()), "known": _Side(work, _Known(work.counts))}
-    acts["push"] = _Side(work, made["push"])
-    acts["symmplan"] = _Side(work, made["symmplan"], padded=cuda)
+    acts = {"plain": _Exchanging(work, _Plain()), "known": _Exchanging(work, _Known(work.counts))}
+    acts["push"] = _Exchanging(work, made["push"])
+    acts["symmplan"] = _Exchanging(work, made["symmplan"], padded=cuda)
     if cuda:
         made["graph"] = ours()
         acts["graph"] = _Graph(work, made["graph"])
@@ -194,7 +194,7 @@ class _Layers:
         self.what = what
 
 
-class _Side:
+class _Exchanging:
     """What runs the rounds of one side."""
 
     def __init__(self, work: _Layers, via: Any, *, padded: bool = False) -> None:
@@ -242,7 +242,7 @@ class _Side:
         return gradient
 
 
-class _Graph(_Side):
+class _Graph(_Exchanging):
     """The same in CUDA graphs: one of what is timed, one of what a combine has behind it."""
 
     def __init__(self, work: _Layers, via: Any) -> None:

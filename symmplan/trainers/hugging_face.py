@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmplan.fsdp import apply
 from symmplan.runtime.options import Options, whole
-from symmplan.trainers import watched
+from symmplan.trainers.metrics import watched
 from symmplan.trainers.versions import require_tested
 
 require_tested("transformers")

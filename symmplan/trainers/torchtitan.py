@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from symmplan.fsdp import apply
-from symmplan.trainers import watched
+from symmplan.trainers.metrics import watched
 from symmplan.trainers.versions import require_tested
 
 require_tested("torchtitan")

@@ -24,10 +24,10 @@ are cast straight into this rank's parts of it, and one coalesced gather fills t
     it was recorded may find a gather's bytes in use. If FSDP2 asks for that gather ahead of time,
     it waits on all ranks until FSDP2 needs it; this follows from FSDP2's calls alone
     (`Occupancy.crowded`). A gather that is needed now runs. The rank whose bytes are in use then
-    copies the parameters that lie there aside: those that no graph has views of move to memory of
-    their own, and those that only a later backward pass reads are put back before that pass. If
-    they cannot move, the gathered parameters move to memory of their own at once. The program
-    cannot go on only if two modules in use have graphs with views of the same bytes.
+    copies the parameters that lie there aside: those without views in a graph move to memory of
+    their own, and those that only a later backward pass reads are put back before it. If they
+    cannot move, the gathered ones do. The program cannot go on only if two modules in use have
+    graphs with views of the same bytes.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ZeroCopyUnshard:
         self._outside: set[str] = set()
         self._kept: Callable[[], None] | None = None
         self._shown = f"FSDP::all_gather ({site})"  # FSDP2's name for it
-        ours = (self.unshard, self.wait_for_unshard, self.to_sharded)
-        self._methods = fsdp2_in_place.Methods(group, ours)
+        own = (self.unshard, self.wait_for_unshard, self.to_sharded)
+        self._methods = fsdp2_in_place.Methods(group, own)
 
     @property
     def parameters(self) -> list[Any]:
@@ -402,9 +402,8 @@ class ZeroCopyUnshard:
         return storage.viewed and not fsdp2.only_backward_needs(self._group)
 
     def _new_lease(self, storage: ParameterStorage) -> Lease:
-        return Lease(
-            stream=current_stream() if storage.is_cuda else None, owner=weakref.proxy(self)
-        )
+        stream = current_stream() if storage.is_cuda else None
+        return Lease(stream=stream, owner=weakref.proxy(self))
 
     def _fill(
         self, key: Key, storage: ParameterStorage, streams: tuple[Any, Any], lease: Lease | None

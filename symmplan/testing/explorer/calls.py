@@ -39,8 +39,8 @@ class TinyCall:
         name: Unique in its program.
         kind: ``"local"`` or ``"copy"``; one-sided, ``"read"``, ``"push"``, ``"push_next"``,
             ``"read_write"`` or ``"read_write_next"``; ``"all_gather"``, ``"all_to_all"``,
-            ``"broadcast"``, ``"shift"``, ``"all_reduce"`` or ``"reduce_scatter"``; ``"wait"``; or ``"barrier"``,
-            at which the ranks of the group meet.
+            ``"broadcast"``, ``"shift"``, ``"all_reduce"`` or ``"reduce_scatter"``; ``"wait"``; or
+            ``"barrier"``, at which the ranks of the group meet.
         reads: Names of the buffers that it is given to read, in one string or a tuple.
         writes: Names of the buffers that it is given to write.
         group: The group whose ranks take part.

@@ -1,0 +1,32 @@
+"""The numbers of a handle that trainers log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from symmplan.fsdp import Handle
+
+__all__ = ["watched"]
+
+#: What a trainer logs of `symmplan.fsdp.Handle.metrics`; the rest seldom changes.
+_WATCHED = ("segment_bytes", "recorded", "served", "plain", "copies", "replans", "flat")
+
+
+def watched(handle: Handle) -> dict[str, int]:
+    """The numbers of a handle that a trainer logs every few steps.
+
+    Args:
+        handle: What `symmplan.fsdp.apply` returned.
+
+    Returns:
+        Of `symmplan.fsdp.Handle.metrics`: ``symmplan/segment_bytes`` (bytes on this rank that the
+        steps use), ``recorded``, ``served``, ``plain``, ``copies``, ``replans``, ``flat``, and by
+        which algorithms planned collectives run: ``symmplan/algorithms/push`` and so on, without
+        those by which none runs.
+
+    Collective: no; it waits for nothing, also not for a device.
+    """
+    metrics = handle.metrics()
+    algorithms = {name: n for name, n in metrics.items() if "/algorithms/" in name and n}
+    return {f"symmplan/{name}": metrics[f"symmplan/{name}"] for name in _WATCHED} | algorithms
