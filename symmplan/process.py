@@ -132,6 +132,9 @@ class Process:
     #: ``{group: its Counterparts}`` of groups on several hosts: written and read by
     #: `connections_of`.
     counterparts: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
+    #: ``{group: its DeviceCounterparts}``, the same of devices: written and read by
+    #: `device_counterparts`.
+    device_counterparts: WeakKeyDictionary[Any, Any] = field(factory=WeakKeyDictionary)
     #: ``{group: {what a Trial is found under: Choice}}``: written and read by `measure`.
     measured: WeakKeyDictionary[Any, dict[Any, Any]] = field(factory=WeakKeyDictionary)
     #: ``{path: Table}`` of choices, each read once, so that all plans are made of the same: written

@@ -277,8 +277,8 @@ class _Side:
 
     def values(self, phase: str) -> list[bytes]:
         """What each rank posted."""
-        keys = (f"{self.prefix}/{phase}/{rank}" for rank in range(self.group.size))
-        return [bytes(self._store.get(key)) for key in keys]
+        keys = [f"{self.prefix}/{phase}/{rank}" for rank in range(self.group.size)]
+        return [bytes(value) for value in self._store.multi_get(keys)]  # in one request
 
     def give_up(self, phase: str, timeout: float) -> None:
         """Raise, unless the round has become complete after all.

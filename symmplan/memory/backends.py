@@ -38,6 +38,7 @@ class Kind:
         races: Whether races in it can be found, see `symmplan.memory.races`.
         engines: Whether copy engines can run collectives in it, see `symmplan.runtime.engines`.
         whole_words: Whether it gathers only parts that are a whole number of words rightly.
+        levels: Whether it serves groups on several hosts in two levels.
         pools: Whether segments may be parts of one, see `symmplan.memory.pool`.
         reach: The farthest apart that the ranks of a group may be; see
             [Note: who can be served] in `symmplan.memory.topology`.
@@ -50,6 +51,7 @@ class Kind:
     races: bool = False
     engines: bool = False
     whole_words: bool = False
+    levels: bool = False
     pools: bool = False
     reach: Reach = "host"
     nccl: tuple[int, ...] = ()
@@ -60,7 +62,11 @@ BACKENDS: Mapping[str, Kind] = {
     "auto": Kind("local, shm, nccl or cuda, by device and group"),
     "local": Kind("one process; ordinary memory", pools=True, reach="process"),
     "shm": Kind(
-        "CPU ranks of one host; POSIX shared memory", collectives=True, races=True, pools=True
+        "CPU ranks of one host; POSIX shared memory",
+        collectives=True,
+        races=True,
+        levels=True,
+        pools=True,
     ),
     "nccl": Kind(
         "torch symmetric memory through NCCL windows",
@@ -71,7 +77,12 @@ BACKENDS: Mapping[str, Kind] = {
         reach="nvlink",
         nccl=(2, 27),
     ),
-    "cuda": Kind("torch symmetric memory through CUDA peer mappings", devices=True, reach="nvlink"),
+    "cuda": Kind(
+        "torch symmetric memory through CUDA peer mappings",
+        devices=True,
+        levels=True,
+        reach="nvlink",
+    ),
     "nvshmem": Kind("torch symmetric memory through NVSHMEM", devices=True, reach="network"),
 }
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from symmplan.memory.segment import Segment
 
-__all__ = ["OPS", "REFUSED", "TWO_LEVELS", "OpCall", "describe", "note", "parts_of"]
+__all__ = ["OPS", "REFUSED", "TWO_LEVELS", "OpCall", "describe", "in_two_levels", "note"]
+__all__ += ["parts_of"]
 
 #: The ops, in an order that never changes.
 OPS = (
@@ -278,6 +279,12 @@ class OpCall:
                 got=f"bytes [{begin - low}, {end - low}) of [0, {high - low})",
                 fix="give tensors that do not overlap",
             )
+
+
+def in_two_levels(tensor: torch.Tensor, group: str) -> bool:
+    """Whether a tensor lies in a segment that ``group`` meets in two levels."""
+    found = locate(tensor)
+    return found is not None and found[0].meeting(group).levels is not None
 
 
 def parts_of(

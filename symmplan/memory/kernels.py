@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["REDUCTIONS", "as_bytes", "copy_bytes", "plain", "reduce_into", "scratch_of"]
 
 _CHUNK = 256 * 1024  # bytes
+_DEVICE_CHUNK = 64 << 20  # where each chunk costs launches, and no cache holds it
 #: Below this many bytes a bare memmove beats torch's dispatch; above, torch may use its threads.
 _SMALL = 64 * 1024
 
@@ -119,8 +120,9 @@ def reduce_into(
     count = sources[0].numel()
     if not count:
         return
+    chunk = _CHUNK if sources[0].is_cpu else _DEVICE_CHUNK
     scratch = scratch_of(
-        min(max(1, _CHUNK // dtype.itemsize), count),
+        min(max(1, chunk // dtype.itemsize), count),
         torch.float32 if wide else dtype,
         sources[0].device,
     )

@@ -135,8 +135,10 @@ class Topology:
     def _why_not_two_levels(self, memory: str) -> str:
         if self.hosts == 1 or not self.why_not(memory):
             return "one level serves it"
-        if not BACKENDS[memory].collectives:
+        if not BACKENDS[memory].levels:
             return f"memory={memory!r} has no two levels"
+        if not self.peer_access:
+            return "two levels need devices of one host to reach each other"
         if self.per_host == 0:
             return "two levels need equally many ranks on each host"
         if self.per_host == 1:

@@ -41,9 +41,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from symmplan.coordination.own import own_work
 from symmplan.errors import BackendError, OutOfSharedMemoryError
+from symmplan.memory.device_hosts import DeviceHostsMeeting, device_counterparts
 from symmplan.memory.segment import Rendezvous
 from symmplan.process import PROCESS
-from symmplan.torch_private import nccl, symm_mem
+from symmplan.torch_private import c10d, nccl, symm_mem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -289,11 +290,19 @@ class TorchSymmBackend:
 
         Collective: yes.
         """
-        del exchange
         tensor = segment.tensor
+        phase = f"segment {segment.spec.name!r} counterparts"
+        with torch.cuda.device(tensor.device):
+            given = exchange, phase, self.name
+            hosts = device_counterparts(group, tensor.device, *given)
         try:
             with torch.cuda.device(tensor.device):
                 self._warm_up(group, tensor.device)
+                if hosts is not None:
+                    handle = symm_mem.rendezvous(segment.allocation, c10d.group_name(hosts.here))
+                    met = DeviceHostsMeeting(group, tensor, handle, hosts, segment.begin)
+                    segment.add_rendezvous(met)
+                    return
                 handle = self._registered(segment.allocation, group)
         except RuntimeError as error:
             raise BackendError(

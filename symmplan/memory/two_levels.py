@@ -14,7 +14,7 @@ work at a time, part by part: what has come from another host is sent on while m
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from symmplan.memory.calls import OpCall
     from symmplan.memory.counterparts import HostsMeeting
+    from symmplan.memory.device_hosts import DeviceHostsMeeting
+
+    Levels: TypeAlias = HostsMeeting | DeviceHostsMeeting
 
 __all__ = ["SHOWN", "gather_parts", "reduce_parts", "reduce_shares"]
 
@@ -37,7 +40,7 @@ SHOWN = "symmplan::between hosts"
 _PART, _PARTS = 1 << 20, 4
 
 
-def gather_parts(call: OpCall, levels: HostsMeeting, pieces: Sequence[tuple[int, int]]) -> None:
+def gather_parts(call: OpCall, levels: Levels, pieces: Sequence[tuple[int, int]]) -> None:
     """All-gathers inside the segment; each rank's part of each is in place.
 
     Args:
@@ -65,7 +68,7 @@ def gather_parts(call: OpCall, levels: HostsMeeting, pieces: Sequence[tuple[int,
 
 
 def reduce_parts(
-    call: OpCall, levels: HostsMeeting, like: torch.Tensor, out: torch.Tensor, reduction: str
+    call: OpCall, levels: Levels, like: torch.Tensor, out: torch.Tensor, reduction: str
 ) -> None:
     """A reduce-scatter: this rank's part of the sum of what all have at the call's offset.
 
@@ -84,7 +87,7 @@ def reduce_parts(
 
 def reduce_shares(
     call: OpCall,
-    levels: HostsMeeting,
+    levels: Levels,
     like: torch.Tensor,
     nbytes: int,
     targets: Sequence[torch.Tensor],
@@ -111,10 +114,11 @@ def reduce_shares(
     spans = list(itertools.pairwise(cuts))
     index = levels.counterparts.ranks.index(call.rank)
     low, high = spans[index]
-    total = torch.zeros(step // like.element_size(), dtype=like.dtype)
+    count, device = step // like.element_size(), like.device
+    total = torch.zeros(count, dtype=like.dtype, device=device)
     with autograd.shown(SHOWN):
         _reduce(call, levels, spans, total[: (high - low) // like.element_size()], like, reduction)
-        whole = torch.empty((hosts, total.numel()), dtype=like.dtype)
+        whole = torch.empty((hosts, count), dtype=like.dtype, device=device)
         levels.wait(levels.counterparts.gather(list(whole), total))
     for row, (low, high) in zip(whole, spans, strict=True):
         for target in targets:
@@ -123,7 +127,7 @@ def reduce_shares(
 
 def _reduce(
     call: OpCall,
-    levels: HostsMeeting,
+    levels: Levels,
     spans: Sequence[tuple[int, int]],
     out: torch.Tensor,
     like: torch.Tensor,
@@ -142,7 +146,8 @@ def _reduce(
     narrow = like.dtype.is_floating_point and like.dtype.itemsize < 4
     wide = torch.float32 if narrow else like.dtype
     size = max(high - low for low, high in spans) // like.element_size()
-    here, received = (torch.zeros((len(spans), size), dtype=wide) for _ in range(2))
+    shape = (len(spans), size)
+    here, received = (torch.zeros(shape, dtype=wide, device=like.device) for _ in range(2))
     within = "sum" if reduction == "avg" else reduction
     for row, (low, high) in zip(here, spans, strict=True):
         parts = parts_of(levels.near_peers, call.offset, low, high, like)
@@ -157,7 +162,7 @@ def _cut(nbytes: int) -> list[tuple[int, int]]:
     return [(low, min(low + step, nbytes)) for low in range(0, nbytes, step)]
 
 
-def _push(levels: HostsMeeting, low: int, high: int) -> None:
+def _push(levels: Levels, low: int, high: int) -> None:
     """Copy bytes of this rank's segment to the others of its host."""
     place, size = levels.place, len(levels.near)
     source = levels.near_peers[place][low:high]

@@ -181,6 +181,11 @@ class Lowerings:
     memory: str
     collectives: Collectives = "auto"
 
+    @staticmethod
+    def in_two_levels(op: str) -> Lowering:
+        """How an op runs over several hosts, in whatever memory."""
+        return _SHM[op]
+
     @property
     def table(self) -> Mapping[str, Lowering]:
         """The rows of this backend."""

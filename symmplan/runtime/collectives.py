@@ -113,7 +113,8 @@ def algorithms_of(collective: str, memory: str) -> tuple[AlgorithmName, ...]:
         algorithms.append("copy engine")
     if collective == "reduce-scatter" and (kind.devices or kind.collectives):
         algorithms.append("push")
-    if kind.collectives and any(row.two_levels for row in rows):
+    fsdp = kind.devices and collective in ("all-gather", "reduce-scatter")
+    if kind.levels and (fsdp or any(row.two_levels for row in rows)):
         algorithms.append("two-level")
     return tuple(algorithms)  # type: ignore[arg-type]
 
@@ -151,6 +152,8 @@ def verdicts(topology: Topology, memory: str) -> list[Support]:
         if levels:
             algorithms = [name for name in algorithms if name in ("ordinary", "two-level")]
             why = [ONE_HOST] if len(algorithms) == 1 else []
+            if BACKENDS[memory].devices and not why:
+                why = ["two levels are FSDP2's"]
         elif "two-level" in algorithms:
             algorithms.remove("two-level")
         if memory == "nccl" and (reason := abilities.why_not(topology.nccl)):

@@ -31,7 +31,7 @@ from symmplan.runtime.options import function
 from symmplan.torch_private.ops import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from symmplan.model import AlgorithmName
 
@@ -400,8 +400,10 @@ def _seen(
     return Seen(expected, algorithm, dict(Counter(shown)), reason)
 
 
-def _algorithm(expected: Expected, kinds: set[str], ops: Iterable[str]) -> AlgorithmName | None:
+def _algorithm(expected: Expected, kinds: set[str], ops: Collection[str]) -> AlgorithmName | None:
     """See [Note: how an algorithm shows]."""
+    if SHOWN in ops:
+        return "two-level"
     if BACKENDS[expected.memory].devices:
         if expected.algorithm == "push" and "copy engines" in kinds:
             return "push"  # the ranks meet in a kernel of NCCL
@@ -412,8 +414,6 @@ def _algorithm(expected: Expected, kinds: set[str], ops: Iterable[str]) -> Algor
         return "copy engine" if "copy engines" in kinds else None
     own = {name for name in ops if name.startswith(_OWN)}
     if own:  # shared memory has one way for what a device has several
-        if SHOWN in own:
-            return "two-level"
         if expected.algorithm == "two-level":
             return "symmetric"
         pushed = f"{_OWN}push" in own

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def version() -> tuple[int, ...]:
@@ -47,12 +50,28 @@ def copy_engine_options() -> Any:
     return options
 
 
+def subgroup(like: Any, ranks: Sequence[int], what: str) -> Any:
+    """An NCCL communicator of some ranks of a group. Collective, over ``ranks``.
+
+    Args:
+        like: The group, for its timeout. On all its ranks `known_groups` must be the same.
+        ranks: The global ranks.
+        what: Of it, for people.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
+    return _made(like, ranks, options, what)
+
+
 def copy_engine_group(like: Any, what: str) -> Any:
     """An NCCL communicator of the same ranks that uses copy engines. Collective, over ``like``.
 
     Where `has_copy_engine_policy`. On all ranks `known_groups` must be the same.
     """
-    options = copy_engine_options()
+    return _made(like, dist.get_process_group_ranks(like), copy_engine_options(), what)
+
+
+def _made(like: Any, ranks: Sequence[int], options: Any, what: str) -> Any:
+    """A communicator of some ranks, with the timeout of another one's."""
     options._timeout = like._get_backend(torch.device("cuda")).options._timeout
     # Where a device is bound, torch would split the world's communicator, for which it needs all
     # ranks of the world.
@@ -61,7 +80,7 @@ def copy_engine_group(like: Any, what: str) -> Any:
     world.bound_device_id = None
     try:
         return dist.new_group(
-            dist.get_process_group_ranks(like),
+            list(ranks),
             timeout=options._timeout,
             backend="nccl",
             pg_options=options,

@@ -55,7 +55,7 @@ ASKED = {
 #: Why a name is the same on all ranks.
 AGREED = {
     "the plan, and what was agreed with it": """
-        Pushes Where _arenas _bounds _storage _layout _memory
+        Pushes Where _arenas _bounds _storage _layout _one_sided
         _outputs _peers _plain _pushes bisect_left call carried
         chosen collectives counts zero_copy unshards exchange get groups
         index live meeting memory nbytes offset offsets other p

@@ -82,7 +82,11 @@ def _all(rank, size):
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("per_host", "why"),
-    [((2, 1), "equally many ranks on each host"), ((1, 1, 1), "several ranks on each host")],
+    [
+        ((2, 1), "equally many ranks on each host"),
+        ((1, 1, 1), "several ranks on each host"),
+        pytest.param((8, 4), "equally many ranks on each host", marks=pytest.mark.further),
+    ],
     ids=str,
 )
 def test_what_two_levels_do_not_serve_is_ordinary(per_host, why):

@@ -8,11 +8,11 @@ import attrs
 import pytest
 import torch
 from explorer_graphs import ALGORITHMS, F, one_sided, rewritten, world
+from symmplan.testing.explorer.graph import explore_graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from symmplan.errors import VerificationError
 from symmplan.integrate.compile import pipelining
-from symmplan.testing.explorer.graph import explore_graph
 from symmplan.torch_private.compilers import fake_mode_of
 
 RANKS = 3

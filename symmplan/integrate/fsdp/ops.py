@@ -14,6 +14,7 @@ import torch.distributed as dist
 from symmplan.coordination.own import own_work
 from symmplan.integrate.fsdp.sums import sum_rows
 from symmplan.memory import BACKENDS
+from symmplan.memory.calls import in_two_levels
 from symmplan.memory.ops import IMPLEMENTATIONS
 from symmplan.memory.streams import off_default_stream
 from symmplan.runtime.algorithms import Lowerings
@@ -46,7 +47,8 @@ def gathers(
         async_op: Whether FSDP2 wants a work object; shared memory needs none.
         site: Name of the module, which must be the same on all ranks; shared memory compares it.
     """
-    run = _one_sided(memory, "all_gather_into_tensor_out")
+    name = c10d.group_name(group)
+    run = _one_sided(memory, "all_gather_into_tensor_out", output, name)
     if run is None:
 
         @own_work
@@ -57,7 +59,6 @@ def gathers(
                 )
 
         return act
-    name = c10d.group_name(group)
     return run(source, group.size(), name, out=output, what=site)
 
 
@@ -87,7 +88,8 @@ def scatters(
     Returns:
         None if the backend has no such reduction.
     """
-    run = _one_sided(memory, "reduce_scatter_tensor_out")
+    name = c10d.group_name(group)
+    run = _one_sided(memory, "reduce_scatter_tensor_out", source, name)
     if run is None:
         summed = _summed(plain, output, source, group, op) if BACKENDS[memory].engines else None
         return summed or own_work(
@@ -98,7 +100,6 @@ def scatters(
     reduction = _reduction(op)
     if reduction is None:
         return None
-    name = c10d.group_name(group)
     return run(source, reduction, group.size(), name, out=output, what=site)
 
 
@@ -132,9 +133,21 @@ def _summed(
     return act
 
 
-def _one_sided(memory: str, collective: str) -> Callable[..., Callable[[], None]] | None:
-    """What prepares a functional collective as this memory runs it by itself, if it does."""
-    row = Lowerings(memory).table.get(f"_c10d_functional::{collective}.default")
+def _one_sided(
+    memory: str, collective: str, tensor: torch.Tensor, group: str
+) -> Callable[..., Callable[[], None]] | None:
+    """What prepares a functional collective as this memory runs it by itself, if it does.
+
+    Args:
+        memory: Name of the memory backend.
+        collective: The collective.
+        tensor: Its symmetric tensor.
+        group: Over which it runs.
+    """
+    op = f"_c10d_functional::{collective}.default"
+    row = Lowerings(memory).table.get(op)
+    if BACKENDS[memory].devices and in_two_levels(tensor, group):
+        row = Lowerings.in_two_levels(op)
     if row is None or not row.one_sided:
         return None
     return IMPLEMENTATIONS[row.target]

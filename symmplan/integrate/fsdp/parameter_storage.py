@@ -17,6 +17,7 @@ import torch.distributed as dist
 from symmplan.coordination.own import own_work
 from symmplan.errors import RunError
 from symmplan.memory import BACKENDS
+from symmplan.memory.calls import in_two_levels
 from symmplan.memory.leased import lease_out
 from symmplan.memory.ops import all_gather_parts_
 from symmplan.memory.streams import off_default_stream, synchronize
@@ -68,7 +69,8 @@ class ParameterStorage:
         self.bytes = bytes_
         self._site = site
         self._group = group
-        self._memory = memory
+        name = c10d.group_name(group)
+        self._one_sided = BACKENDS[memory].collectives or in_two_levels(self.bytes, name)
         ranks, rank = group.size(), group.rank()
         self._layout = layout
         self._counts = layout.part_bytes
@@ -114,7 +116,7 @@ class ParameterStorage:
 
         Collective: yes.
         """
-        if BACKENDS[self._memory].collectives:
+        if self._one_sided:
             name, size = c10d.group_name(self._group), self._group.size()
             offsets = list(self._layout.offsets)
             all_gather_parts_(self.bytes, offsets, self._counts, size, name, what=self._site)()

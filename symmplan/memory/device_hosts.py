@@ -1,0 +1,221 @@
+"""Two levels where memory is a device's: CUDA's mappings within each host, NCCL between hosts.
+
+See [Note: two levels] in `symmplan.memory.counterparts`. What differs from shared memory:
+
+- Everything runs in the order of the current stream, and the host waits for nothing.
+- The ranks of a host, and the counterparts, have a communicator each. The ranks of a host meet in
+  a one-element all-reduce: an allocation of torch's has one signal pad, and a gather and a
+  reduction may meet there at a time.
+- Who is lost is noticed as in any collective of NCCL's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from symmplan.coordination.exchange import processes_of
+from symmplan.coordination.groups import listed
+from symmplan.coordination.own import own_work
+from symmplan.errors import BackendError
+from symmplan.memory.counterparts import counterparts_of
+from symmplan.memory.kernels import as_bytes
+from symmplan.memory.segment import Rendezvous
+from symmplan.process import PROCESS
+from symmplan.torch_private import c10d, nccl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmplan.coordination.exchange import Exchange
+    from symmplan.coordination.groups import Group
+
+__all__ = ["DeviceCounterparts", "DeviceHostsMeeting", "device_counterparts"]
+
+
+class DeviceCounterparts:
+    """A rank's communicators with the ranks of its host, and with its counterparts.
+
+    Args:
+        group: The group on several hosts.
+        near: The ranks of this one's host, itself among them.
+        ranks: The counterparts, itself among them.
+        device: This rank's.
+
+    Attributes:
+        near: The same.
+        ranks: The same.
+        here: The process group of the ranks of this host.
+
+    Collective: yes, over ``group``.
+    """
+
+    def __init__(
+        self, group: Group, near: Sequence[int], ranks: Sequence[int], device: torch.device
+    ) -> None:
+        self.near, self.ranks = tuple(near), tuple(ranks)
+        members = [[group.ranks[r] for r in of] for of in (near, ranks)]
+        self.here, self._across = (
+            nccl.subgroup(group.process_group, of, f"symmplan_{what}")
+            for of, what in zip(members, ("host", "counterparts"), strict=True)
+        )
+        for made in (self.here, self._across):  # which connect when they are first used
+            dist.all_reduce(torch.zeros(1, device=device), group=made)
+
+    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> Any:
+        """Start to gather each counterpart's bytes; returns a work. Collective."""
+        flat = [as_bytes(x) for x in outputs]
+        return c10d.start_all_gather(flat, as_bytes(source), self._across)
+
+    def exchange(self, output: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start to send a row to each counterpart; returns a work. Collective."""
+        return c10d.start_all_to_all(as_bytes(output), as_bytes(source), self._across)
+
+    def meet(self, token: torch.Tensor) -> None:
+        """Meet the counterparts, in the order of the current stream. Collective."""
+        dist.all_reduce(token, group=self._across)
+
+
+class DeviceHostsMeeting(Rendezvous):
+    """The meeting of a group of devices on several hosts.
+
+    Args:
+        group: The group.
+        own: This rank's bytes.
+        handle: Torch's, of the allocation among the ranks of this host.
+        counterparts: Connections.
+        begin: Where the bytes begin in the allocation.
+
+    Attributes:
+        near: The ranks of this host, in the order of the group.
+        place: Which of them is this one.
+        counterparts: The same.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        own: torch.Tensor,
+        handle: Any,
+        counterparts: DeviceCounterparts,
+        begin: int = 0,
+    ) -> None:
+        super().__init__(group, ())
+        self.counterparts = counterparts
+        self.near = counterparts.near
+        self.place = self.near.index(group.rank)
+        self._own: torch.Tensor | None = own
+        self._handle = handle
+        self._begin = begin
+        self._token = torch.zeros(1, dtype=torch.int32, device=own.device)
+
+    @property
+    def levels(self) -> DeviceHostsMeeting:
+        """See `Rendezvous.levels`."""
+        return self
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        """See `Rendezvous.peers`.
+
+        Raises:
+            BackendError: Always: some rank is on another host.
+        """
+        raise BackendError(
+            "its ranks are on several hosts; none reaches the bytes of all others",
+            expected="a group within one host",
+            got=f"rank {listed(self.near)} on this host",
+            fix="use groups within one host for ops that reach into their peers' memory",
+            **self.group.here,
+        )
+
+    @property
+    def near_peers(self) -> tuple[torch.Tensor, ...]:
+        """The bytes of the segment of each rank of this host, as one-dimensional uint8."""
+        own = self._own
+        if not self._peers and own is not None:
+            self._peers = tuple(
+                own
+                if place == self.place
+                else self._handle.get_buffer(place, (own.numel(),), torch.uint8, self._begin)
+                for place in range(len(self.near))
+            )
+        return self._peers
+
+    @own_work
+    def barrier(self, timeout: float | None = None) -> None:
+        """A barrier in the order of the current stream; the timeouts of NCCL apply."""
+        del timeout
+        self.leave()
+        self.counterparts.meet(self._token)
+        self.leave()
+
+    @own_work
+    def enter(self, call: bytes, free: Sequence[int] = ()) -> None:
+        """See `Rendezvous.enter`: of the ranks of this host alone, and nothing is compared."""
+        del call, free
+        self.leave()
+
+    @own_work
+    def leave(self) -> None:
+        """See `Rendezvous.leave`. Nobody of another host has touched anything."""
+        dist.all_reduce(self._token, group=self.counterparts.here)
+
+    @own_work
+    def wait(self, work: Any) -> None:
+        """Let the current stream wait for what was started with the counterparts."""
+        work.wait()
+
+    def release(self) -> None:
+        """Let go of the handle and of the peers' memory."""
+        super().release()
+        self._own = self._handle = None
+
+
+@own_work
+def device_counterparts(
+    group: Group, device: torch.device, exchange: Exchange, phase: str, memory: str
+) -> DeviceCounterparts | None:
+    """A rank's communicators if its group runs in two levels: made once for a group.
+
+    Args:
+        group: The group, whose ranks were asked what they are to each other; else it has one level.
+        device: This rank's.
+        exchange: Among all ranks of the group.
+        phase: Name of a round of it.
+        memory: Name of the memory backend.
+
+    Raises:
+        BackendError: The group has no NCCL communicator, or its ranks have been in unequally many
+            process groups.
+
+    Collective: yes, over the group.
+    """
+    known = PROCESS.topologies.get(group.process_group, {}).get("cuda")
+    if known is None or not known.two_levels(memory):
+        return None
+    if not nccl.serves(group.process_group):
+        raise BackendError(
+            f"group {group.name!r} is on several hosts and has no NCCL communicator",
+            fix="create the group with nccl",
+            **group.here,
+        )
+    found: DeviceCounterparts | None = PROCESS.device_counterparts.get(group.process_group)
+    mine = [found is not None, c10d.known_groups()]
+    said = exchange.round(phase, json.dumps(mine).encode(), groups=[group.name])[group.name]
+    theirs = [json.loads(text) for text in said]
+    if found is not None and all(made for made, _ in theirs):
+        return found
+    if any(count != mine[1] for _, count in theirs):
+        raise BackendError(
+            "ranks have been in unequally many process groups, by which torch names new ones",
+            fix="make the same process groups on all ranks of the group",
+            **group.here,
+        )
+    hosts = [process.host for process in processes_of(group.process_group)]
+    made = DeviceCounterparts(group, *counterparts_of(hosts, group.rank), device)
+    PROCESS.device_counterparts[group.process_group] = made
+    return made
