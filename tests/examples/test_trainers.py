@@ -30,7 +30,7 @@ def said(text):
 
 
 def check(name, folder, *, exact=True, **environ):
-    """The program has equal losses; on CPU ranks it prints just what it says."""
+    """The program has equal losses; on CPU ranks it prints just what it says. What it prints."""
     path = TRAINERS / f"{name}.py"
     text = path.read_text(encoding="utf-8")
     printed = run(path, pages.ranks(text), folder, **environ)
@@ -56,6 +56,7 @@ def check(name, folder, *, exact=True, **environ):
         # The first step was recorded and no other: as many in six steps as in the last two.
         recorded = [numbers["symmplan/recorded"] for numbers in engaged]
         assert recorded[::2] == recorded[1::2]
+    return printed
 
 
 #: The trainings of a program.

@@ -29,11 +29,13 @@ def _build(world):
 def _step(model, optimizer, x):
     loss = model(x).float().pow(2).mean()
     loss.backward()
+    if isinstance(optimizer, torch.optim.AdamW):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return loss
 
 
-def _trained(world, rank, choose, captured, late=False):
+def _trained(world, rank, choose, captured, late=False, adamw=False):
     """Losses and parameters after 24 steps, of which the last 20 may be replays."""
     from fsdp_models import batch, local
 
@@ -42,6 +44,8 @@ def _trained(world, rank, choose, captured, late=False):
     model = _build(world)
     handle = None if choose is None else symmplan.fsdp.apply(model, choose=choose, timeout=60.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    if adamw:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
     x = torch.empty(64, DIM, device="cuda")
     side = torch.cuda.Stream()
     losses = []
@@ -87,24 +91,28 @@ def _trained(world, rank, choose, captured, late=False):
     return found, counts
 
 
-def _compared(rank, world, choose):
+def _compared(rank, world, choose, adamw=False):
     torch.cuda.set_device(rank)
-    mine, counts = _trained(world, rank, choose, captured=True, late=True)
-    same, _ = _trained(world, rank, choose, captured=False)
-    plain, _ = _trained(world, rank, None, captured=True)
+    mine, counts = _trained(world, rank, choose, captured=True, late=True, adamw=adamw)
+    same, _ = _trained(world, rank, choose, captured=False, adamw=adamw)
+    plain, _ = _trained(world, rank, None, captured=True, adamw=adamw)
     bits = [i for i, (a, b) in enumerate(zip(mine, same, strict=True)) if not torch.equal(a, b)]
     far = [
         i
         for i, (a, b) in enumerate(zip(mine, plain, strict=True))
-        if not torch.allclose(a, b, 1e-3, 1e-4)
+        if not torch.allclose(a, b, 1e-3, 3e-3 if adamw else 1e-4)
     ]
     return bits, far, counts, [float(x) for x in mine[:24:6]]
 
 
+@pytest.mark.parametrize("adamw", [False, True])
 @pytest.mark.parametrize("choose", ["placed", "copy engine", "push", "measure"])
-def test_replays_are_steps(pool, choose):
-    """Bit for bit those that are not captured, while ranks are late in turn."""
-    for bits, far, counts, losses in pool.run(_compared, choose):
+def test_replays_are_steps(pool, choose, adamw):
+    """Bit for bit those that are not captured, while ranks are late in turn; also of clipped AdamW.
+
+    AdamW makes up to its step of a difference in the last place, so plain FSDP2 is that far.
+    """
+    for bits, far, counts, losses in pool.run(_compared, choose, adamw):
         print(choose, counts, losses)
         assert bits == []
         assert far == []

@@ -8,6 +8,7 @@ Sums may be rounded otherwise there, so losses are compared to two digits.
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ def test_a_trainer_has_the_same_losses(name, tmp_path):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
     check(name, tmp_path, exact=False)
+
+
+def test_captured_steps_have_the_losses_of_eager_ones(tmp_path):
+    printed = check("captured", tmp_path, exact=False)
+    lines = dict(re.findall(r"^(symmplan|captured) +([\d. ]+)$", printed, re.MULTILINE))
+    assert lines["captured"] == lines["symmplan"]
 
 
 def test_torchtitan_has_the_same_losses(tmp_path):
