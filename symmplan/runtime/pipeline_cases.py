@@ -24,13 +24,18 @@ _C10D: Any = torch.ops._c10d_functional
 _wait = _C10D.wait_tensor
 #: Parts of fewer rows say nothing of larger ones.
 _LEAST_ROWS = 64
+#: Nor do products that are narrower.
+_LEAST_COLUMNS = 512
 
 
 @frozen(kw_only=True)
 class PipelineCase(Case):
     """An all-gather and the products of its result, or products and their reduce-scatter.
 
-    ``numels`` are the elements of a rank's part of the left side, and of the right sides.
+    ``numels`` are the elements of a part of the left side, and of the right sides. What it is
+    timed on is smaller where that is too large: fewer rows, and fewer columns of that side that
+    does not decide how long products take for each byte that is sent. All products write into one
+    result, and take their right sides from the same bytes.
 
     Attributes:
         rows: Rows of a part.
@@ -73,18 +78,43 @@ class PipelineCase(Case):
         )
 
     def part(self, largest: int) -> Self:
-        """The same with fewer rows, where it takes more than so many bytes."""
-        rows = self.rows
-        while rows > _LEAST_ROWS and max(self._with(rows).sizes()) > largest:
-            rows = max(_LEAST_ROWS, rows // 2)
-        return self._with(rows)
+        """A smaller one that takes at most so many bytes each way, as far as that says anything."""
+        found = self
+        while max(found.sizes()) > largest:
+            right = found.columns * max(found.widths) * found.itemsize
+            if right > largest // 2 and found._narrowed is not None:
+                found = found._narrowed
+            elif found.rows > _LEAST_ROWS:
+                rows = max(_LEAST_ROWS, found.rows * 3 // 4)
+                found = found._with(rows, found.columns, found.widths)
+            else:
+                break
+        return found
 
-    def _with(self, rows: int) -> Self:
-        return evolve(self, rows=rows, numels=(rows * self.columns, *self.numels[1:]))
+    @property
+    def _narrowed(self) -> Self | None:
+        """The same with half as many columns of what is sent; None if those were too few."""
+        columns, widths = self.columns, self.widths
+        if self.gathers:
+            columns = columns // 2
+        else:
+            widths = tuple(n // 2 for n in widths)
+        few = min(columns if self.gathers else min(widths), _LEAST_COLUMNS) < _LEAST_COLUMNS
+        return None if few else self._with(self.rows, columns, widths)
+
+    def _with(self, rows: int, columns: int, widths: tuple[int, ...]) -> Self:
+        numels = (rows * columns, *(columns * width for width in widths))
+        return evolve(self, rows=rows, columns=columns, widths=widths, numels=numels)
 
     def times(self, part: Case) -> float:
-        """How many times more rows it has than a part of it."""
-        return self.rows * self.columns / part.numels[0]
+        """How many times more a rank computes than of a part of it."""
+        assert isinstance(part, PipelineCase)
+        return self._products / part._products
+
+    @property
+    def _products(self) -> float:
+        """How many products of numbers a part of it is."""
+        return self.rows * self.columns * sum(self.widths)
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of what is given and of what is made; both are symmetric as well."""
@@ -92,15 +122,11 @@ class PipelineCase(Case):
         return aligned(given, self.itemsize), aligned(made, self.itemsize)
 
     def _numels(self) -> tuple[list[int], list[int]]:
-        left, rights = self.rows * self.columns, [self.columns * n for n in self.widths]
-        parts = [self.rows * n for n in self.widths]
+        left, width = self.rows * self.columns, max(self.widths)
+        right, out = self.columns * width, self.rows * width * self.ranks
         if self.gathers:
-            return [left, *rights], [left * self.ranks, *(n * self.ranks for n in parts)]
-        # Two of the peers' parts are on their way at a time, of products that are added up.
-        return [left * self.ranks, *rights, *([max(parts)] * self.ranks)], [
-            *(n * self.ranks for n in parts),
-            *([max(parts)] * self.ranks),
-        ]
+            return [left, right], [left * self.ranks, out]
+        return [left * self.ranks, right], [out, out]
 
     def acts(
         self,
@@ -114,23 +140,18 @@ class PipelineCase(Case):
         there = [cut(flat, n, dtype) for flat, n in zip(places, numels, strict=False)]
         for tensor in given:
             tensor.fill_(1)
-        count = len(self.widths)
-        rights = [
-            t.view(self.columns, n) for t, n in zip(given[1 : 1 + count], self.widths, strict=True)
-        ]
+        left, right = given[0].view(-1, self.columns), given[1]
+        rights = [right[: self.columns * n].view(self.columns, n) for n in self.widths]
+        every = self.rows * self.ranks
+        outs = [made[-1][: every * n].view(every, n) for n in self.widths]
         if self.gathers:
-            left = given[0].view(self.rows, self.columns)
-            outs = [t.view(-1, n) for t, n in zip(made[1:], self.widths, strict=True)]
             return {
                 "ordinary": self._gathered(left, rights, outs),
                 "pipelined": self._under_gather(left, rights, outs, there, engines),
             }
-        left = given[0].view(-1, self.columns)
-        outs = [t.view(-1, n) for t, n in zip(made, self.widths, strict=False)]
-        slots = [[t.view(self.rows, -1) for t in ts[-self.ranks :]] for ts in there]
         return {
             "ordinary": self._scattered(left, rights, outs),
-            "pipelined": self._under_scatter(left, rights, outs, slots, engines),
+            "pipelined": self._under_scatter(left, rights, outs, there, engines),
         }
 
     def _gathered(
@@ -193,9 +214,13 @@ class PipelineCase(Case):
         left: torch.Tensor,
         rights: list[torch.Tensor],
         outs: list[torch.Tensor],
-        slots: list[list[torch.Tensor]],
+        there: list[list[torch.Tensor]],
         engines: Engines | None,
     ) -> Act:
+        width = self.widths[-1]
+        # What is sent lies where the products' results do, and what comes behind it.
+        made = there[-1] if there else []
+        slots = [torch.chunk(tensor.view(-1, width), self.ranks) for tensor in made]
         lefts = torch.chunk(left, self.ranks)
         own = [torch.chunk(out, self.ranks) for out in outs]
         pushes = bool(slots) and (engines is not None or not BACKENDS[self.memory].engines)
