@@ -15,15 +15,14 @@ ranks = pool_of(2, 4, timeout=280.0)
 pair = pool_of(2, timeout=280.0)
 
 
-def _train(rank, world, dim, inner, choose, collectives="auto"):
+def _train(rank, world, dim, inner, choose, **more):
     import torch.distributed as dist
 
     torch._dynamo.reset()
     mesh = dist.init_device_mesh("cpu", (world,))
     model = blocks(mesh, dim)
-    backend = symmplan.backend(
-        inner=inner, choose=choose, collectives=collectives, timeout=60.0, debug="poison"
-    )
+    debug = inner == "eager" or "poison"
+    backend = symmplan.backend(inner=inner, choose=choose, timeout=60.0, debug=debug, **more)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     try:
         for step in range(3):
@@ -38,6 +37,7 @@ def _train(rank, world, dim, inner, choose, collectives="auto"):
             "shifts": sum("shift" in op for op in ops),
             "placed": backend.stats.placed,
             "plain": backend.stats.plain,
+            "algorithms": sorted({(c.op, c.algorithm) for c in backend.choices}),
             "left": sorted({u.reason for p in backend.plans for u in p.unplanned}),
         }
     finally:
@@ -50,8 +50,51 @@ def _train(rank, world, dim, inner, choose, collectives="auto"):
 def test_blocks_in_parts_compute_what_they_compute(ranks, dim, inner):
     first, *others = ranks.run(_train, dim, inner, "pipelined")
     assert all(other == first for other in others)
-    print(first)
-    assert first["shifts"]
+    # Two scatters of each block, forward and backward, of as many shifts as there are peers.
+    assert first["shifts"] == 8 * (ranks.world_size - 1)
+    assert first["placed"] == 8 + first["shifts"]
+    assert not first["plain"]
+
+
+def _without_room(rank, world):
+    return _train(rank, world, 0, "inductor", "pipelined", capacity=0)
+
+
+def test_parts_without_room_run_in_torchs_own_way(pair):
+    """What has no placement is torch's all-to-all, which moves the same."""
+    first, other = pair.run(_without_room)
+    assert first == other
+    assert not first["placed"]
+
+
+def _by_group(rank, world):
+    return _train(rank, world, 0, "eager", "pipelined", collectives="process group")
+
+
+def test_parts_of_the_process_group_are_waited_for(pair):
+    """Gathers stay asynchronous there, beside the products of a rank's own rows."""
+    first, other = pair.run(_by_group)
+    assert first == other
+    assert first["shifts"] == 8
+
+
+def _measured(rank, world):
+    return _train(rank, world, 0, "eager", "measure")
+
+
+def test_all_ranks_pipeline_what_was_measured_to_gain(pair):
+    first, other = pair.run(_measured)
+    assert first == other
+    kinds = {op for op, _ in first["algorithms"]}
+    assert {"all-gather and products", "products and reduce-scatter"} <= kinds
+
+
+def _asked_for_others(rank, world):
+    return [_train(rank, world, 0, "eager", choose)["shifts"] for choose in ("ordinary", "placed")]
+
+
+def test_nothing_is_pipelined_where_that_was_not_asked_for(pair):
+    assert pair.run(_asked_for_others) == [[0, 0], [0, 0]]
 
 
 # -- forms ----------------------------------------------------------------------------------------
